@@ -1,0 +1,14 @@
+"""Data-parallel training for PyTorch Lightning on contiguous gradient buffers.
+
+Importing the package registers ``Trainer(strategy="bucketddp")`` and its variants.
+"""
+
+from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.strategy import BucketDDPStrategy, register
+from lightning_bucketddp.wrapper import BucketDDP
+
+__version__ = "0.1.0"
+
+__all__ = ["BucketDDP", "BucketDDPStrategy", "PeerFailureError", "RankMismatchError", "__version__"]
+
+register()

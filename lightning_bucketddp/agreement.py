@@ -1,0 +1,215 @@
+"""Ranks agree through the store, and tell each other of failures there.
+
+The store is a side channel: a rank may ask in it what the others are not in the middle of answering, without
+upsetting the order of the collectives. Every wait is bounded and names the ranks that stayed silent.
+
+Keys, below a prefix of the wrapper's own::
+
+    <topic>/<rank>      what this rank says on a topic; everyone reads everyone's
+    asked/<pass>        some rank found, at the root of this pass, a trainable set that was not agreed yet
+    failed/<pass>       the first failure in this pass, in words
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lightning_bucketddp.collectives import Collectives
+
+_wrappers_per_group: Counter[str] = Counter()
+
+
+class RankMismatchError(ValueError):
+    """Ranks disagree on something that must be the same on all of them."""
+
+
+class PeerFailureError(RuntimeError):
+    """Another rank failed in the pass that this rank is in, so that it cannot complete."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of what ranks compare.
+
+    Attributes:
+        subject: What it is about, e.g. ``"parameter 'net.0.weight'"``.
+        value: What this rank has there, e.g. ``"shape (4, 3), torch.float32"``.
+    """
+
+    subject: str
+    value: str
+
+
+class Agreement:
+    """The wrapper's use of the group's store.
+
+    Args:
+        collectives: The group.
+        timeout: How long a rank waits for the others before it names the silent ones.
+    """
+
+    def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self._timeout = timeout.total_seconds()
+        # Ranks construct their wrappers in the same order, so that counting gives them the same prefix.
+        name = collectives.group.group_name
+        number = _wrappers_per_group[name]
+        _wrappers_per_group[name] += 1
+        self._store = collectives.store(f"lightning_bucketddp/{name}/{number}")
+
+    # -- values of all ranks -------------------------------------------------------------------------
+
+    def exchange(self, topic: str, mine: str, on_idle: Callable[[], None] | None = None) -> list[str]:
+        """Says ``mine`` on ``topic`` and returns what every rank said, by rank.
+
+        Args:
+            topic: A name used once per wrapper.
+            mine: This rank's value.
+            on_idle: Called now and then while waiting; an exception it raises ends the wait.
+
+        Raises:
+            RuntimeError: If some ranks stay silent for the whole timeout; names them.
+        """
+        self._say(topic, mine)
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + self._timeout
+        pause = 0.001
+        while not self._store.check(keys):
+            if on_idle is not None and pause >= 0.1:
+                on_idle()
+            if time.monotonic() > deadline:
+                silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise RuntimeError(
+                    f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
+                    f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
+                    "that depends on the rank, or for an error in their output"
+                )
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
+        return [self._store.get(key).decode() for key in keys]
+
+    def _say(self, topic: str, mine: str) -> None:
+        self._store.set(f"{topic}/{self.rank}", mine)
+
+    def require_same(self, topic: str, entries: Sequence[Entry]) -> None:
+        """Requires that all ranks have the same entries in the same order.
+
+        Digests are compared first; the entries themselves travel only if they differ.
+
+        Args:
+            topic: A name used once per wrapper, in the error too.
+            entries: What this rank has.
+
+        Raises:
+            RankMismatchError: On every rank, naming the first entry that differs and both sides.
+            RuntimeError: If some ranks stay silent for the whole timeout.
+        """
+        text = json.dumps([[entry.subject, entry.value] for entry in entries])
+        digests = self.exchange(topic, hashlib.sha256(text.encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise RankMismatchError(
+            f"rank {self.rank}: ranks disagree on {topic}: {_first_difference(everyone[0], everyone[other], other)}. "
+            "Build the same module with the same options on every rank"
+        )
+
+    # -- trainable sets ------------------------------------------------------------------------------
+
+    def require_same_trainable(
+        self,
+        pass_number: int,
+        number: int,
+        trainable: Sequence[bool],
+        names: Sequence[str],
+        on_idle: Callable[[], None],
+    ) -> None:
+        """Requires that all ranks have the same set of trainable parameters at the root of a pass.
+
+        Args:
+            pass_number: Which synchronised pass.
+            number: Which agreement, counted the same on every rank.
+            trainable: Per parameter, whether this rank trains it.
+            names: The parameters' names.
+            on_idle: As for :meth:`exchange`.
+
+        Raises:
+            RankMismatchError: On every rank, naming the first parameter that differs and both sides.
+            RuntimeError: If some ranks stay silent for the whole timeout.
+        """
+        topic = f"the trainable parameters of pass {pass_number} ({number})"
+        self._say(topic, _bits(trainable))
+        self._store.set(f"asked/{pass_number}", json.dumps([self.rank, topic]))
+        everyone = self.exchange(topic, _bits(trainable), on_idle)
+        other = next((rank for rank, bits in enumerate(everyone) if bits != everyone[0]), None)
+        if other is not None:
+            raise RankMismatchError(
+                self._trainable_mismatch(pass_number, everyone[0], 0, everyone[other], other, names)
+            )
+
+    def answer_trainable(self, pass_number: int, trainable: Sequence[bool], names: Sequence[str]) -> None:
+        """Tells a rank that asks about this pass what is trainable here; does nothing if none asks.
+
+        Raises:
+            RankMismatchError: If a rank asks: this rank found nothing to ask about, so they differ.
+        """
+        key = f"asked/{pass_number}"
+        if not self._store.check([key]):
+            return
+        asker, topic = json.loads(self._store.get(key))
+        self._say(topic, _bits(trainable))
+        theirs = self._store.get(f"{topic}/{asker}").decode()
+        raise RankMismatchError(
+            self._trainable_mismatch(pass_number, _bits(trainable), self.rank, theirs, asker, names)
+        )
+
+    def _trainable_mismatch(
+        self, pass_number: int, bits: str, rank: int, other_bits: str, other: int, names: Sequence[str]
+    ) -> str:
+        words = {"0": "frozen", "1": "trainable"}
+        where = next((i for i, (a, b) in enumerate(zip(bits, other_bits, strict=False)) if a != b), None)
+        difference = (
+            f"parameter {names[where]!r} is {words[bits[where]]} on rank {rank} and {words[other_bits[where]]} on "
+            f"rank {other}"
+            if where is not None
+            else f"rank {other} went through another sequence of trainable sets than rank {rank}"
+        )
+        return (
+            f"rank {self.rank}: ranks disagree on which parameters are trainable in pass {pass_number}: {difference}. "
+            "Freeze and unfreeze the same parameters at the same step on every rank"
+        )
+
+    # -- failures ------------------------------------------------------------------------------------
+
+    def publish_failure(self, pass_number: int, cause: str) -> None:
+        """Tells the others that this rank failed in a pass. The first cause of a pass stays."""
+        self._store.compare_set(f"failed/{pass_number}", "", f"rank {self.rank} {cause}")
+
+    def failure(self, pass_number: int) -> str | None:
+        """The first failure in a pass, in words, if some rank published one."""
+        key = f"failed/{pass_number}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _bits(trainable: Sequence[bool]) -> str:
+    return "".join("1" if flag else "0" for flag in trainable)
+
+
+def _first_difference(first: list[list[str]], second: list[list[str]], other: int) -> str:
+    for mine, theirs in zip(first, second, strict=False):
+        if mine == theirs:
+            continue
+        if mine[0] == theirs[0]:
+            return f"{mine[0]}: rank 0 has {mine[1]}, rank {other} has {theirs[1]}"
+        return f"rank 0 has {mine[0]} ({mine[1]}) where rank {other} has {theirs[0]} ({theirs[1]})"
+    longer, rank = (first, 0) if len(first) > len(second) else (second, other)
+    extra = longer[min(len(first), len(second))]
+    return f"only rank {rank} has {extra[0]} ({extra[1]})"

@@ -1,0 +1,117 @@
+"""Which parameters have a slot, and what is known of them that shapes the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from torch import nn
+
+from lightning_bucketddp.layout import Layout, ParamSpec, plan
+
+MAX_GROUPING_SETS = 8
+"""Trainable sets that shape bucket boundaries. Later ones are agreed and obeyed but move nothing."""
+
+TrainableSet = tuple[bool, ...]
+"""Per parameter of the module, in registration order, whether it requires grad."""
+
+
+class SlotKind(Enum):
+    """Why a slot may stand apart from the others; the values give the order in which the kinds are laid out."""
+
+    NORMAL = 0
+    NEVER_SEEN = 1
+    """No gradient in the pass that taught the order: must hold nobody up."""
+    REPEATED = 2
+    """More than one gradient in one pass (re-entrant checkpointing of one layer several times): only the end of
+    backward tells that the last has come."""
+
+
+class SlotTable:
+    """The module's parameters and the slots of those that were trainable at some time.
+
+    Slots are numbered in the order in which parameters became trainable, and keep their number for good.
+
+    Args:
+        named_params: All parameters of the module, each once, in registration order.
+        bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
+
+    Attributes:
+        names: Names of all parameters.
+        all_params: All parameters.
+        params: The parameter of each slot.
+        specs: The specification of each slot.
+        kinds: The kind of each slot.
+    """
+
+    def __init__(self, named_params: Sequence[tuple[str, nn.Parameter]], bucket_cap_bytes: int | None) -> None:
+        self.names = [name for name, _ in named_params]
+        self.all_params = [param for _, param in named_params]
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self.params: list[nn.Parameter] = []
+        self.specs: list[ParamSpec] = []
+        self.kinds: list[SlotKind] = []
+        self._index_of: list[int] = []
+        self._slot_of: dict[int, int] = {}
+        self._order: list[int] = []
+        self._grouping_sets: list[TrainableSet] = []
+        self.add(self.trainable_now())
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def trainable_now(self) -> TrainableSet:
+        """The trainable set as ``requires_grad`` has it at this moment."""
+        return tuple([param.requires_grad for param in self.all_params])
+
+    def has_all(self, trainable: TrainableSet) -> bool:
+        """Whether every parameter of the set has a slot."""
+        return all(index in self._slot_of for index, flag in enumerate(trainable) if flag)
+
+    def is_in(self, slot: int, trainable: TrainableSet) -> bool:
+        """Whether the parameter of ``slot`` is in the set."""
+        return trainable[self._index_of[slot]]
+
+    def add(self, trainable: TrainableSet) -> range:
+        """Gives every parameter of the set that has none a slot, last registered first, and groups by the set.
+
+        Returns:
+            The new slots.
+        """
+        known = len(self.params)
+        for index in reversed(range(len(trainable))):
+            if trainable[index] and index not in self._slot_of:
+                slot = len(self.params)
+                self._slot_of[index] = slot
+                self._index_of.append(index)
+                self.params.append(self.all_params[index])
+                self.specs.append(ParamSpec.of(self.names[index], self.all_params[index]))
+                self.kinds.append(SlotKind.NORMAL)
+                self._order.append(slot)
+        if trainable not in self._grouping_sets and len(self._grouping_sets) < MAX_GROUPING_SETS:
+            self._grouping_sets.append(trainable)
+        return range(known, len(self.params))
+
+    def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:
+        """Takes in the order in which gradients became ready.
+
+        Args:
+            positions: Per slot, when its first gradient came; ``len(positions)`` for never.
+            repeated: Slots with more than one gradient in a pass.
+        """
+        never = len(positions)
+        for slot, position in enumerate(positions):
+            if position == never:
+                self.kinds[slot] = SlotKind.NEVER_SEEN
+        for slot in repeated:
+            self.kinds[slot] = SlotKind.REPEATED
+        self._order.sort(key=lambda slot: positions[slot] if slot < never else never)
+
+    def plan(self) -> Layout:
+        """The layout for what is known now; the same on every rank that was told the same."""
+        order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
+        groups = [
+            (kind, tuple(members[index] for members in self._grouping_sets))
+            for kind, index in zip(self.kinds, self._index_of, strict=True)
+        ]
+        return plan(self.specs, order, self._bucket_cap_bytes, groups)

@@ -1,0 +1,22 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+
+_pools: dict[int, WorkerPool] = {}
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """``run_ranks(world_size, job, *args)``: the job's results by rank."""
+
+    def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        pool = _pools.setdefault(world_size, WorkerPool(world_size))
+        return pool.run(job, *args, **options)
+
+    yield run
+    for pool in _pools.values():
+        pool.stop()
+    _pools.clear()

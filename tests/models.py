@@ -1,0 +1,131 @@
+"""The models that tests train, all in one place. Batches are deterministic functions of (step, rank)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Mlp(nn.Module):
+    """Plain layers; ``width`` sets the size."""
+
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8 if i == 0 else width, width) for i in range(depth))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class ConvBatchNorm(nn.Module):
+    """Channels-last convolutions with BatchNorm: strides to keep, module buffers to synchronise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 6, 3)
+        self.norm = nn.BatchNorm2d(6)
+        self.conv2 = nn.Conv2d(6, 4, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 2, 2, 2).repeat(1, 1, 2, 2).contiguous(memory_format=torch.channels_last)
+        return self.conv2(torch.relu(self.norm(self.conv1(x)))).mean((2, 3))
+
+
+class SharedWeights(nn.Module):
+    """One layer used twice, and a tied output weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(torch.tanh(self.first(x)))))[:, :4]
+
+
+class MixedDtypes(nn.Module):
+    """fp32 and bf16 parameters: two gradient buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.low = nn.Linear(16, 16).to(torch.bfloat16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.low(torch.tanh(self.first(x)).bfloat16()).float())
+
+
+@dataclass
+class Outputs:
+    """A dataclass output, as model libraries return."""
+
+    logits: Tensor
+    extras: dict[str, list[Tensor]]
+
+
+class NestedOutputs(nn.Module):
+    """Tensors inside a dict in a dataclass; the loss uses only the nested one and the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 12)
+        self.head = nn.Linear(12, 4)
+        self.side = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Outputs:
+        hidden = torch.tanh(self.body(x))
+        return Outputs(self.head(hidden), {"side": [self.side(hidden), hidden.detach()]})
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed block; re-entrant checkpoints nest a backward in the backward."""
+
+    def __init__(self, use_reentrant: bool, calls: int = 1) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.calls = calls
+        self.stem = nn.Linear(8, 16)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(self.calls):
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "conv_batchnorm_channels_last": ConvBatchNorm,
+    "shared_weights": SharedWeights,
+    "mixed_dtypes": MixedDtypes,
+    "nested_outputs": NestedOutputs,
+    "checkpoint_reentrant": lambda: Checkpointed(use_reentrant=True),
+    "checkpoint_non_reentrant": lambda: Checkpointed(use_reentrant=False),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[name]()
+
+
+def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)
+
+
+def loss_of(output: Tensor | Outputs, target: Tensor) -> Tensor:
+    if isinstance(output, Outputs):
+        extra = output.extras["side"][0]
+        return nn.functional.mse_loss(output.logits, target) + extra.square().mean()
+    return nn.functional.mse_loss(output, target)
