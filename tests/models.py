@@ -27,7 +27,7 @@ class ConvBatchNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(2, 6, 3)
+        self.conv1 = nn.Conv2d(2, 6, 3, bias=False)  # its true gradient before BatchNorm is 0
         self.norm = nn.BatchNorm2d(6)
         self.conv2 = nn.Conv2d(6, 4, 2)
         self.to(memory_format=torch.channels_last)
