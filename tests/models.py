@@ -129,3 +129,61 @@ def loss_of(output: Tensor | Outputs, target: Tensor) -> Tensor:
         extra = output.extras["side"][0]
         return nn.functional.mse_loss(output.logits, target) + extra.square().mean()
     return nn.functional.mse_loss(output, target)
+
+
+class Branches(nn.Module):
+    """Two branches of which a call takes one, both or none, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.left = nn.Linear(8, 4)
+        self.right = nn.Linear(8, 4)
+        self.idle = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor, take: str = "both") -> Tensor:
+        x = torch.tanh(self.stem(x))
+        out = x[:, :4]
+        if take in ("left", "both"):
+            out = out + self.left(x)
+        if take in ("right", "both"):
+            out = out + self.right(x)
+        return out
+
+
+class OutOfOrder(nn.Module):
+    """Registered in one order and used in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 4)
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("no gradient today")
+
+
+class Fragile(nn.Module):
+    """An MLP whose backward raises, half-way, on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.second(RaiseInBackward.apply(x) if fail else x)

@@ -1,0 +1,44 @@
+"""What gradients should be, worked out one parameter at a time with the simplest collectives."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
+    """The mean of each ``.grad`` over the ranks, a missing one counting as zero; None if missing on all ranks."""
+    means: dict[str, Tensor | None] = {}
+    for name, param in module.named_parameters():
+        used = torch.tensor([float(param.grad is not None)])
+        dist.all_reduce(used)
+        total = param.grad.detach().clone() if param.grad is not None else torch.zeros_like(param)
+        dist.all_reduce(total)
+        means[name] = total / dist.get_world_size() if used.item() else None
+    return means
+
+
+def assert_grads(module: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    """Asserts that every ``.grad`` is as expected, and None where that is expected."""
+    for name, param in module.named_parameters():
+        if expected[name] is None:
+            assert param.grad is None, f"{name} has a gradient that no rank produced"
+        else:
+            assert param.grad is not None, f"{name} has no gradient"
+            torch.testing.assert_close(param.grad, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients."""
+    return {n: None if p.grad is None else p.grad.detach().clone() for n, p in module.named_parameters()}
+
+
+def largest_difference_between_ranks(module: nn.Module) -> float:
+    """The largest absolute difference of any parameter or module buffer between rank 0 and another rank."""
+    worst = torch.zeros(1, dtype=torch.float64)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        first = tensor.detach().clone()
+        dist.broadcast(first, src=0)
+        if tensor.numel():
+            worst = torch.maximum(worst, (first.double() - tensor.detach().double()).abs().max())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst.item())
