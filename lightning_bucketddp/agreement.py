@@ -6,7 +6,6 @@ upsetting the order of the collectives. Every wait is bounded and names the rank
 Keys, below a prefix of the wrapper's own::
 
     <topic>/<rank>      what this rank says on a topic; everyone reads everyone's
-    asked/<pass>        some rank found, at the root of this pass, a trainable set that was not agreed yet
     failed/<pass>       the first failure in this pass, in words
 """
 
@@ -20,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lightning_bucketddp.collectives import Collectives
+from torch.distributed import DistStoreError
+
+from lightning_bucketddp.collectives import POLL_SECONDS, Collectives
 
 _wrappers_per_group: Counter[str] = Counter()
 
@@ -62,6 +63,7 @@ class Agreement:
         name = collectives.group.group_name
         number = _wrappers_per_group[name]
         _wrappers_per_group[name] += 1
+        self._last_topic: str | None = None
         self._store = collectives.store(f"lightning_bucketddp/{name}/{number}")
 
     # -- values of all ranks -------------------------------------------------------------------------
@@ -80,9 +82,8 @@ class Agreement:
         self._say(topic, mine)
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + self._timeout
-        pause = 0.001
-        while not self._store.check(keys):
-            if on_idle is not None and pause >= 0.1:
+        while not self._wait_for(keys):
+            if on_idle is not None:
                 on_idle()
             if time.monotonic() > deadline:
                 silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -91,9 +92,15 @@ class Agreement:
                     f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
                     "that depends on the rank, or for an error in their output"
                 )
-            time.sleep(pause)
-            pause = min(0.1, pause * 1.5)
-        return [self._store.get(key).decode() for key in keys]
+        return [value.decode() for value in self._store.multi_get(keys)]
+
+    def _wait_for(self, keys: list[str]) -> bool:
+        """Waits a moment for all keys; whether they are there."""
+        try:
+            self._store.wait(keys, timedelta(seconds=POLL_SECONDS))
+        except DistStoreError:
+            return False
+        return True
 
     def _say(self, topic: str, mine: str) -> None:
         self._store.set(f"{topic}/{self.rank}", mine)
@@ -136,7 +143,7 @@ class Agreement:
 
         Args:
             pass_number: Which synchronised pass.
-            number: Which agreement, counted the same on every rank.
+            number: Which change of the set, counted the same on every rank.
             trainable: Per parameter, whether this rank trains it.
             names: The parameters' names.
             on_idle: As for :meth:`exchange`.
@@ -145,31 +152,38 @@ class Agreement:
             RankMismatchError: On every rank, naming the first parameter that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
-        topic = f"the trainable parameters of pass {pass_number} ({number})"
-        self._say(topic, _bits(trainable))
-        self._store.set(f"asked/{pass_number}", json.dumps([self.rank, topic]))
+        topic = _trainable_topic(pass_number, number)
         everyone = self.exchange(topic, _bits(trainable), on_idle)
+        if self._last_topic is not None:  # all ranks have read it, or they would not have come here
+            self._store.delete_key(f"{self._last_topic}/{self.rank}")
+        self._last_topic = topic
         other = next((rank for rank, bits in enumerate(everyone) if bits != everyone[0]), None)
         if other is not None:
             raise RankMismatchError(
                 self._trainable_mismatch(pass_number, everyone[0], 0, everyone[other], other, names)
             )
 
-    def answer_trainable(self, pass_number: int, trainable: Sequence[bool], names: Sequence[str]) -> None:
-        """Tells a rank that asks about this pass what is trainable here; does nothing if none asks.
+    def answer_trainable(self, pass_number: int, number: int, trainable: Sequence[bool], names: Sequence[str]) -> None:
+        """Tells ranks that ask about this pass what is trainable here; does nothing if none asks.
+
+        Args:
+            pass_number: The pass that this rank is in.
+            number: The agreement that this rank would ask for next.
+            trainable: Per parameter, whether this rank trains it.
+            names: The parameters' names.
 
         Raises:
             RankMismatchError: If a rank asks: this rank found nothing to ask about, so they differ.
         """
-        key = f"asked/{pass_number}"
-        if not self._store.check([key]):
-            return
-        asker, topic = json.loads(self._store.get(key))
-        self._say(topic, _bits(trainable))
-        theirs = self._store.get(f"{topic}/{asker}").decode()
-        raise RankMismatchError(
-            self._trainable_mismatch(pass_number, _bits(trainable), self.rank, theirs, asker, names)
-        )
+        topic = _trainable_topic(pass_number, number)
+        mine = _bits(trainable)
+        for rank in range(self.world_size):
+            if not self._store.check([f"{topic}/{rank}"]):
+                continue
+            theirs = self._store.get(f"{topic}/{rank}").decode()
+            if theirs != mine:  # the one that asks; equal ones have come to answer, as this rank does
+                self._say(topic, mine)
+                raise RankMismatchError(self._trainable_mismatch(pass_number, mine, self.rank, theirs, rank, names))
 
     def _trainable_mismatch(
         self, pass_number: int, bits: str, rank: int, other_bits: str, other: int, names: Sequence[str]
@@ -197,6 +211,10 @@ class Agreement:
         """The first failure in a pass, in words, if some rank published one."""
         key = f"failed/{pass_number}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _trainable_topic(pass_number: int, number: int) -> str:
+    return f"the trainable parameters of pass {pass_number} (change {number})"
 
 
 def _bits(trainable: Sequence[bool]) -> str:

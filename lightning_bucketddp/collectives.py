@@ -60,14 +60,13 @@ class Collectives:
 
     Args:
         process_group: The group; None for the default one.
-        device: The device whose tensors travel.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
         ValueError: If this process is not in the group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "expected torch.distributed to be initialised, found no default process group; call "
@@ -80,7 +79,7 @@ class Collectives:
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
-        self._backend_averages = self.world_size > 1 and self._probe_average(device)
+        self._backend_averages = False
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -91,14 +90,25 @@ class Collectives:
         """The group's key-value store, with ``prefix`` before every key."""
         return PrefixStore(prefix, self._group.get_group_store())
 
-    def _probe_average(self, device: torch.device) -> bool:
-        """Whether the backend knows ``ReduceOp.AVG``: all ranks call this and get the same answer."""
+    def probe(self, device: torch.device) -> None:
+        """Finds out whether the backend knows ``ReduceOp.AVG``. All ranks must call this, before any average.
+
+        Args:
+            device: The device whose tensors travel.
+
+        Raises:
+            RuntimeError: What the backend raises when a peer is gone or the time is up.
+        """
+        if self.world_size == 1:
+            return
         value = torch.full((1,), float(self.rank), device=device)
         try:
             dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self._group)
-        except (RuntimeError, ValueError):  # refused before anything was sent, on every rank alike
-            return False
-        return bool(value.item() == (self.world_size - 1) / 2)
+        except (RuntimeError, ValueError) as error:
+            if "AVG" not in str(error):
+                raise
+            return  # refused by name, on every rank alike
+        self._backend_averages = value.item() == (self.world_size - 1) / 2
 
     def all_reduce_mean(self, flat: Tensor) -> Pending:
         """Starts replacing ``flat`` (1-D, floating) by its mean over the ranks, in place.

@@ -120,8 +120,7 @@ class Reducer:
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
         self._agreed = self._slots.trainable_now()
-        self._transitions = {(self._agreed, self._agreed)}
-        self._agreements = 0
+        self._changes = 0  # of the trainable set
         self._asked_in_pass = -1
         self._since_reduction: TrainableSet | None = None  # union of the passes since the last reduction
         self._replan_due = False
@@ -176,7 +175,10 @@ class Reducer:
     def _hook_slots(self, slots: range) -> None:
         for slot in slots:
             param = self._slots.params[slot]
+            trainable = param.requires_grad
+            param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
             self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)))
+            param.requires_grad_(trainable)
 
     def _make_runs(self) -> None:
         kinds = self._slots.kinds
@@ -233,27 +235,28 @@ class Reducer:
         return tuple([a or b for a, b in zip(before, trainable, strict=True)])
 
     def _agree_on(self, trainable: TrainableSet) -> None:
-        """Makes sure that all ranks go from the set agreed last to ``trainable``; asks them the first time.
+        """Makes sure that all ranks go from the set agreed last to ``trainable``.
 
-        Transitions are agreed rather than sets, so that a rank which alone returns to an earlier set is noticed.
+        Every change is agreed, back to an earlier set as well: a rank that changes alone would launch other buckets
+        than the rest, which ends a gloo process on the spot and hangs NCCL.
         """
-        step = (self._agreed, trainable)
-        if step not in self._transitions and trainable != self._agreed:
-            self._agreements += 1
-            self._asked_in_pass = self.pass_number
-            try:
-                self._agreement.require_same_trainable(
-                    self.pass_number, self._agreements, trainable, self._slots.names, self.raise_if_a_peer_failed
-                )
-            except (RuntimeError, RankMismatchError) as error:
-                self._fail(str(error))
-                raise
-            self._transitions.add(step)
+        if trainable == self._agreed:
+            return
+        self._changes += 1
+        self._asked_in_pass = self.pass_number
+        try:
+            self._agreement.require_same_trainable(
+                self.pass_number, self._changes, trainable, self._slots.names, self.raise_if_a_peer_failed
+            )
+        except (RuntimeError, RankMismatchError) as error:
+            self._fail(str(error))
+            raise
+        self._agreed = trainable
+        if not self._slots.knows(trainable):
             added = self._slots.add(trainable)
             self._hook_slots(added)
             self._imported.update(added)
             self._replan_due = True
-        self._agreed = trainable
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -532,7 +535,7 @@ class Reducer:
             raise PeerFailureError(self._peer_failed(cause))
         if self._asked_in_pass != self.pass_number:
             trainable = self._since_reduction or self._agreed
-            self._agreement.answer_trainable(self.pass_number, trainable, self._slots.names)
+            self._agreement.answer_trainable(self.pass_number, self._changes + 1, trainable, self._slots.names)
 
     def _settle(self, cause: str) -> None:
         """Ends a pass in which backward raised on this rank, together with the others.

@@ -68,6 +68,12 @@ class SlotTable:
         """Whether every parameter of the set has a slot."""
         return all(index in self._slot_of for index, flag in enumerate(trainable) if flag)
 
+    def knows(self, trainable: TrainableSet) -> bool:
+        """Whether the layout needs no change for the set."""
+        return trainable in self._grouping_sets or (
+            len(self._grouping_sets) == MAX_GROUPING_SETS and self.has_all(trainable)
+        )
+
     def is_in(self, slot: int, trainable: TrainableSet) -> bool:
         """Whether the parameter of ``slot`` is in the set."""
         return trainable[self._index_of[slot]]

@@ -84,7 +84,7 @@ class BucketDDP(nn.Module):
         self.process_group = process_group
         self._synchronised = True
         self._leaf_hooks: list[RemovableHandle] = []
-        self._collectives = Collectives(process_group, device)
+        self._collectives = Collectives(process_group)
         agreement = Agreement(self._collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
         options: dict[str, object] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -93,6 +93,7 @@ class BucketDDP(nn.Module):
             "init_sync": init_sync,
         }
         agreement.require_same("parameters, module buffers and options", _entries(module, params, options))
+        self._collectives.probe(device)
         if init_sync:
             broadcast_tensors([param for _, param in params] + list(module.buffers()), self._collectives)
         self._module_buffers = ModuleBuffers(module, self._collectives, module_buffers)

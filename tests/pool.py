@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -53,7 +53,14 @@ class WorkerPool:
             connection.close()
         self._processes, self._connections = [], []
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 90, fresh: bool = False) -> list[Any]:
+    def run(
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        timeout: float = 90,
+        fresh: bool = False,
+        may_exit: Collection[int] = (),
+    ) -> list[Any]:
         """Runs ``job(*args)`` on every rank and returns what it returned, by rank.
 
         Args:
@@ -61,6 +68,7 @@ class WorkerPool:
             args: Its arguments; picklable.
             timeout: Seconds after which the ranks are killed and the test fails.
             fresh: The job leaves its process group in a state that cannot be cleaned up: end the processes after it.
+            may_exit: Ranks whose process may end without an answer; they answer None.
         """
         if not self._processes:
             self._start()
@@ -79,6 +87,9 @@ class WorkerPool:
                         ok, value = pickle.loads(connection.recv_bytes())
                         (results if ok else errors)[rank] = value
                 except (EOFError, OSError):
+                    if rank in may_exit:
+                        results[rank] = None
+                        continue
                     errors[rank] = f"the process ended with exit code {self._processes[rank].wait(timeout=20)}"
                 if rank in errors:  # the others may hang for it; they get a little time to say so
                     deadline = min(deadline, time.monotonic() + 15)

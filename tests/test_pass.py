@@ -52,9 +52,7 @@ def branches(take: Callable[[int], str]) -> None:
 
 @pytest.mark.parametrize("take", [take_both, take_by_rank, take_left_on_rank_0])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_branch_taken_on_some_ranks_only(
-    run_ranks: RunRanks, world_size: int, take: Callable[[int], str]
-) -> None:
+def test_a_branch_taken_on_some_ranks_only(run_ranks: RunRanks, world_size: int, take: Callable[[int], str]) -> None:
     run_ranks(world_size, branches, take)
 
 
@@ -443,7 +441,7 @@ def closing() -> None:
     inputs, target = batch(0, dist.get_rank())
     nn.functional.mse_loss(ours(inputs), target).backward()
     before = grads(module)
-    with pytest.raises(ValueError, match="wrapped already|not wrapped"):
+    with pytest.raises(ValueError, match="expected a module that is not wrapped"):
         BucketDDP(module)
     ours.close()
     for name, param in module.named_parameters():
@@ -471,7 +469,7 @@ def state_dicts() -> None:
     assert str(other.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
     for name, value in other.module.state_dict().items():
         assert torch.equal(value, module.state_dict()[name])
-    with pytest.raises(ValueError, match="assign=True|found True"):
+    with pytest.raises(ValueError, match="expected assign=False, found True"):
         other.load_state_dict(ours.state_dict(), assign=True)
     ours.close()
     other.close()

@@ -1,0 +1,277 @@
+"""Nothing hangs that could have been an error, and errors say who, what and what to do."""
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.reducer import PassState
+from tests.models import ConvBatchNorm, Fragile, Mlp, OutOfOrder, batch, loss_of
+from tests.reference import assert_grads, mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+TINY = 0.0003
+
+
+# -- backward raises ---------------------------------------------------------------------------------
+
+
+def backward(ours: BucketDDP, loss: torch.Tensor, guarded: bool) -> None:
+    with ours.backward_pass(loss) if guarded else nullcontext():
+        loss.backward()
+
+
+def all_ranks_raise(guarded: bool) -> None:
+    torch.manual_seed(0)
+    plain = Fragile()
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001)
+    rank = dist.get_rank()
+    for step in range(5):
+        inputs, target = batch(step, rank)
+        plain.zero_grad()
+        ours.zero_grad()
+        if step in (0, 3):  # while the order is learned, and later
+            loss = loss_of(ours(inputs, fail=True), target)
+            with pytest.raises(ArithmeticError, match="no gradient today"):
+                backward(ours, loss, guarded)
+            ours.zero_grad()
+        loss_of(plain(inputs), target).backward()
+        loss_of(ours(inputs), target).backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    ours.close()
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["backward_pass", "plain"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_goes_on_when_backward_raised_on_every_rank(
+    run_ranks: RunRanks, world_size: int, guarded: bool
+) -> None:
+    run_ranks(world_size, all_ranks_raise, guarded)
+
+
+def one_rank_raises(guarded: bool, step_of_failure: int) -> tuple[str, str, float]:
+    ours = BucketDDP(Fragile(), bucket_cap_mb=0.0001)
+    rank = dist.get_rank()
+    for step in range(step_of_failure):
+        ours.zero_grad()
+        inputs, target = batch(step, rank)
+        backward(ours, loss_of(ours(inputs), target), guarded)
+    inputs, target = batch(step_of_failure, rank)
+    loss = loss_of(ours(inputs, fail=rank == 1), target)
+    begin = time.monotonic()
+    with pytest.raises((ArithmeticError, PeerFailureError)) as error:
+        backward(ours, loss, guarded)
+    elapsed = time.monotonic() - begin
+    # Nobody may go on by mistake, least of all the rank that failed.
+    with pytest.raises(PeerFailureError) as later:
+        ours(batch(9, rank)[0])
+    assert ours._reducer.state is PassState.FAILED
+    return str(error.value), str(later.value), elapsed
+
+
+@pytest.mark.parametrize("step_of_failure", [0, 3])
+@pytest.mark.parametrize("guarded", [True, False], ids=["backward_pass", "plain"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_raising_in_backward_is_an_error_on_every_rank(
+    run_ranks: RunRanks, world_size: int, guarded: bool, step_of_failure: int
+) -> None:
+    results = run_ranks(world_size, one_rank_raises, guarded, step_of_failure, fresh=True)
+    for rank, (first, later, elapsed) in enumerate(results):
+        assert elapsed < 8
+        if rank == 1:
+            assert first == "no gradient today"
+        else:
+            assert f"rank {rank}: pass {step_of_failure} cannot be completed: rank 1" in first
+            assert ("ArithmeticError" in first and "no gradient today" in first) if guarded else "first." in first
+        assert "rank 1" in later
+
+
+def raised_in_a_local_pass() -> None:
+    torch.manual_seed(0)
+    plain = Fragile()
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=TINY)
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    if rank == 1:  # nothing is on the wire: this concerns nobody else
+        with pytest.raises(ArithmeticError), ours.no_sync():
+            loss_of(ours(inputs, fail=True), target).backward()
+        ours.zero_grad()
+    loss_of(plain(inputs), target).backward()
+    loss_of(ours(inputs), target).backward()
+    assert_grads(ours.module, mean_over_ranks(plain))
+    ours.close()
+
+
+def test_a_failed_local_pass_concerns_nobody_else(run_ranks: RunRanks) -> None:
+    run_ranks(2, raised_in_a_local_pass)
+
+
+def failure_outside_a_pass() -> tuple[str, float]:
+    ours = BucketDDP(Mlp())
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    loss_of(ours(inputs), target).backward()
+    if rank == 1:
+        ours.publish_failure(OSError("disk full"))
+        return "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(PeerFailureError) as error:
+        loss_of(ours(inputs), target).backward()
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_published_failure_wakes_the_ranks_that_wait(run_ranks: RunRanks) -> None:
+    message, elapsed = run_ranks(2, failure_outside_a_pass, fresh=True)[0]
+    assert "rank 0: pass 1 cannot be completed: rank 1 raised OSError: disk full" in message
+    assert elapsed < 8
+
+
+def a_rank_dies() -> str:
+    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    loss_of(ours(inputs), target).backward()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(PeerFailureError) as error:
+        loss_of(ours(inputs), target).backward()
+    return str(error.value)
+
+
+def test_a_rank_that_is_gone_is_an_error_that_names_what_was_waited_for(run_ranks: RunRanks) -> None:
+    message = run_ranks(2, a_rank_dies, fresh=True, may_exit=[1])[0]
+    assert "rank 0: reducing the gradients of 'head." in message
+    assert "failed in pass 1" in message
+
+
+def late_gradient() -> str:
+    """The block is called once in the pass that teaches the order, and twice later."""
+    from tests.models import Checkpointed
+
+    module = Checkpointed(use_reentrant=True, calls=1)
+    ours = BucketDDP(module, bucket_cap_mb=0.0001)
+    inputs, target = batch(0, dist.get_rank())
+    loss_of(ours(inputs), target).backward()
+    module.calls = 2
+    with pytest.raises(RuntimeError, match="arrived after") as error:
+        loss_of(ours(inputs), target).backward()
+    return str(error.value)
+
+
+def test_a_gradient_that_comes_too_late_is_named(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, late_gradient, fresh=True):
+        assert "'block.0." in message
+        assert "use_reentrant=False" in message
+
+
+# -- setting up --------------------------------------------------------------------------------------
+
+
+def build_differently(kind: str) -> tuple[str, float]:
+    rank = dist.get_rank()
+    last = rank == dist.get_world_size() - 1
+    module: nn.Module = Mlp()
+    options: dict[str, Any] = {}
+    if kind == "shape" and last:
+        module = Mlp(width=17)
+    elif kind == "order" and last:
+        module = nn.ModuleDict({"head": module.head, "layers": module.layers})
+    elif kind == "dtype" and last:
+        module.head.bias = nn.Parameter(module.head.bias.detach().double())
+    elif kind == "strides":
+        module = nn.Conv2d(2, 3, 2)
+        if last:
+            module = module.to(memory_format=torch.channels_last)
+    elif kind == "frozen" and last:
+        module.head.bias.requires_grad_(False)
+    elif kind == "missing" and last:
+        module.head = nn.Linear(16, 4, bias=False)
+    elif kind == "buffer":
+        module = ConvBatchNorm()
+        if last:
+            module.norm.register_buffer("extra", torch.zeros(3))
+    elif kind == "option" and last:
+        options = {"bucket_cap_mb": 3.0}
+    begin = time.monotonic()
+    with pytest.raises(RankMismatchError) as error:
+        BucketDDP(module, **options)
+    return str(error.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("shape", "parameter 'layers.0.weight': rank 0 has shape (16, 8), torch.float32, strides (8, 1), rank {} has"),
+        (
+            "order",
+            "rank 0 has parameter 'layers.0.weight' (shape (16, 8), torch.float32, strides (8, 1)) where rank {}",
+        ),
+        (
+            "dtype",
+            "parameter 'head.bias': rank 0 has shape (4,), torch.float32, strides (1,), rank {} has shape (4,), ",
+        ),
+        ("strides", "parameter 'weight': rank 0 has shape (3, 2, 2, 2), torch.float32, strides (8, 4, 2, 1), rank {}"),
+        (
+            "frozen",
+            "parameter 'head.bias': rank 0 has shape (4,), torch.float32, strides (1,), rank {} has shape (4,), ",
+        ),
+        ("missing", "only rank 0 has parameter 'head.bias' (shape (4,), torch.float32, strides (1,))"),
+        ("buffer", "only rank {} has module buffer 'norm.extra' (shape (3,), torch.float32)"),
+        ("option", "option bucket_cap_mb: rank 0 has None, rank {} has 3.0"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_built_differently(run_ranks: RunRanks, world_size: int, kind: str, expected: str) -> None:
+    for rank, (message, elapsed) in enumerate(run_ranks(world_size, build_differently, kind)):
+        assert message.startswith(f"rank {rank}: ranks disagree on parameters, module buffers and options: ")
+        assert expected.format(world_size - 1) in message
+        assert elapsed < 5
+
+
+def silent_rank() -> str:
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        BucketDDP(Mlp(), timeout=timedelta(seconds=1))
+    return str(error.value)
+
+
+def test_a_rank_that_never_wraps_is_named(run_ranks: RunRanks) -> None:
+    rank0, _, rank2 = run_ranks(3, silent_rank, fresh=True)
+    assert "rank 0: waited 1 s" in rank0
+    assert "nothing came from rank(s) [1]" in rank0
+    assert "nothing came from rank(s) [1]" in rank2
+
+
+def bad_arguments() -> None:
+    with pytest.raises(ValueError, match="at least one parameter that requires grad"):
+        BucketDDP(Mlp().requires_grad_(False))
+    with pytest.raises(ValueError, match="positive number of MiB, found 0"):
+        BucketDDP(Mlp(), bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="expected module_buffers to be one of"):
+        BucketDDP(Mlp(), module_buffers="sum")
+    with pytest.raises(ValueError, match="'0' makes sparse gradients"):
+        BucketDDP(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    with pytest.raises(ValueError, match=r"one type of device that holds values, found \['meta'\]"):
+        BucketDDP(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="'weight' is uninitialised"):
+        BucketDDP(nn.LazyLinear(2))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_bad_arguments_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(1, bad_arguments)
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        BucketDDP(OutOfOrder())
