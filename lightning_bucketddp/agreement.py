@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistStoreError
-
 from lightning_bucketddp.collectives import POLL_SECONDS, Collectives
 
 _wrappers_per_group: Counter[str] = Counter()
@@ -98,8 +96,8 @@ class Agreement:
         """Waits a moment for all keys; whether they are there."""
         try:
             self._store.wait(keys, timedelta(seconds=POLL_SECONDS))
-        except DistStoreError:
-            return False
+        except RuntimeError:  # timed out, in words that differ by store; a store that is gone raises here again
+            return self._store.check(keys)
         return True
 
     def _say(self, topic: str, mine: str) -> None:
