@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -86,6 +88,14 @@ class BucketDDPStrategy(DDPStrategy):
         return self.model if isinstance(self.model, BucketDDP) else None
 
     # -- setting up and taking down ------------------------------------------------------------------
+
+    @override
+    def setup_distributed(self) -> None:
+        mine = not dist.is_initialized()
+        super().setup_distributed()
+        if mine:
+            # Lightning does this for NCCL only; a gloo process that exits with an open group aborts now and then.
+            atexit.register(_destroy_process_group)
 
     @override
     def configure_ddp(self) -> None:
@@ -181,6 +191,11 @@ class BucketDDPStrategy(DDPStrategy):
                     description=f"BucketDDP strategy with `start_method` {start_method!r}",
                     start_method=start_method,
                 )
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def register() -> None:

@@ -1,0 +1,45 @@
+"""The examples, run as a user runs them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_example(name: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, f"examples/{name}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def number_after(text: str, output: str) -> float:
+    match = re.search(re.escape(text) + r"\s+([\d.e+-]+)", output)
+    assert match, output
+    return float(match.group(1))
+
+
+def test_finetune_digits() -> None:
+    output = run_example("finetune_digits.py", "--devices", "2")
+    assert "backbone frozen" in output
+    assert output.index("backbone frozen") < output.rindex("backbone training")
+    assert number_after("test accuracy", output) >= 0.95
+    assert number_after("largest difference of a weight between ranks", output) == 0
+    sizes = re.search(r"([\d,]+) bytes of gradients, once in memory, in (\d+) buckets", output)
+    assert sizes, output
+    assert int(sizes.group(1).replace(",", "")) > 100_000
+    assert int(sizes.group(2)) >= 2
+
+
+def test_finetune_digits_shows_how_ddp_drifts() -> None:
+    output = run_example("finetune_digits.py", "--strategy", "ddp", "--devices", "2", "--epochs", "4")
+    assert number_after("largest difference of a weight between ranks", output) > 0
+    assert "drifted apart" in output

@@ -1,0 +1,87 @@
+"""Imports point downwards, and private API that is built on is still there."""
+
+import ast
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lightning_bucketddp
+
+PACKAGE = Path(lightning_bucketddp.__file__).parent
+LIGHTNING = "lightning"
+ALLOWED: dict[str, set[str]] = {
+    "layout": set(),
+    "engine": set(),
+    "collectives": set(),
+    "slots": {"layout"},
+    "grad_buffer": {"layout"},
+    "control": {"collectives"},
+    "ready_order": {"collectives"},
+    "agreement": {"collectives"},
+    "module_state": {"collectives"},
+    "reducer": {"agreement", "collectives", "control", "engine", "grad_buffer", "layout", "ready_order", "slots"},
+    "wrapper": {"agreement", "collectives", "layout", "module_state", "reducer"},
+    "strategy": {"module_state", "wrapper", LIGHTNING},
+    "__init__": {"agreement", "strategy", "wrapper"},
+}
+
+
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """The package's own modules and the outside packages that a file imports, type-checking imports included."""
+    own: set[str] = set()
+    outside: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names = [node.module or ""]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "lightning_bucketddp":
+                own.add(parts[1] if len(parts) > 1 else "__init__")
+            else:
+                outside.add(parts[0])
+    return own, outside
+
+
+def test_imports_point_downwards() -> None:
+    files = {path.stem: path for path in PACKAGE.glob("*.py")}
+    assert files.keys() == ALLOWED.keys(), "a file is missing from the table of allowed imports"
+    for name, path in files.items():
+        own, outside = imports_of(path)
+        assert own <= ALLOWED[name], f"{name} may not import {own - ALLOWED[name]}"
+        if LIGHTNING not in ALLOWED[name]:
+            assert not outside & {"lightning", "pytorch_lightning", "lightning_utilities"}, name
+
+
+def test_the_table_has_no_cycles() -> None:
+    left = {name: allowed - {LIGHTNING} for name, allowed in ALLOWED.items()}
+    while left:
+        leaves = {name for name, allowed in left.items() if not allowed & left.keys()}
+        assert leaves, f"cycle among {sorted(left)}"
+        left = {name: allowed for name, allowed in left.items() if name not in leaves}
+
+
+def test_only_collectives_calls_torch_distributed() -> None:
+    for path in PACKAGE.glob("*.py"):
+        calls = {
+            node.func.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "dist"
+        }
+        if path.stem == "strategy":  # Lightning owns the process group's life
+            calls -= {"is_initialized", "destroy_process_group"}
+        assert path.stem == "collectives" or not calls, f"{path.name} calls torch.distributed: {calls}"
+
+
+def test_private_and_undocumented_api_is_still_there() -> None:
+    assert callable(torch.autograd.Variable._execution_engine.queue_callback)
+    assert callable(dist.ProcessGroup.get_group_store)
+    assert callable(torch._foreach_copy_)
+    assert callable(torch._foreach_zero_)
