@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
-from lightning_bucketddp.collectives import Collectives, Pending
+from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
+from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.control import Control, ControlExchange, fingerprint
 from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
-from lightning_bucketddp.grad_buffer import GradBuffers
-from lightning_bucketddp.layout import Bucket, Layout
+from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.ready_order import ReadyOrder
-from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
+from lightning_bucketddp.slots import SlotTable, TrainableSet
+from lightning_bucketddp.trainable import TrainableHistory
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others to take note before it goes on raising."""
@@ -58,21 +59,6 @@ class PassState(Enum):
     """Hooks are gone; nothing is reduced any more."""
 
 
-class _BucketRun:
-    """One bucket during passes: its memory, and which of its gradients are still awaited."""
-
-    __slots__ = ("flat", "held_back", "launched", "pending", "slots", "streams", "waiting")
-
-    def __init__(self, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
-        self.slots = bucket.slots
-        self.flat = flat
-        self.held_back = held_back  # holds a repeated gradient: only the finish may launch it
-        self.waiting: set[int] = set()
-        self.streams: set[torch.Stream] = set()
-        self.launched = False
-        self.pending: Pending | None = None
-
-
 class Reducer:
     """Keeps gradients in contiguous buffers and replaces them by their means over the ranks.
 
@@ -85,6 +71,7 @@ class Reducer:
             this backward will not produce; and open the pass at the root rather than at the first gradient.
 
     Attributes:
+        synchronise: Whether passes are synchronised, where no root tells otherwise.
         pass_number: How many synchronised passes have been completed.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
@@ -101,16 +88,15 @@ class Reducer:
         self._agreement = agreement
         self._find_unused = find_unused_parameters
         self._slots = SlotTable(named_params, bucket_cap_bytes)
-        self._buffers = GradBuffers(self._slots.plan())
-        self._make_runs()
+        self._runs = BucketRuns(self._slots, collectives)
         self._hooks: list[RemovableHandle] = []
         self._hook_slots(range(len(self._slots)))
 
         devices = {param.device for param in self._slots.all_params}
         # Each device has its autograd thread; with one device there is nobody to lock out.
         self._lock: AbstractContextManager[object] = threading.RLock() if len(devices) > 1 else nullcontext()
-        self._on_accelerator = any(device.type != "cpu" for device in devices)
 
+        self.synchronise = True
         self.pass_number = 0
         self.early_launches = 0
         self._state = PassState.IDLE
@@ -119,17 +105,9 @@ class Reducer:
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
-        self._agreed = self._slots.trainable_now()
-        self._changes = 0  # of the trainable set
-        self._asked_in_pass = -1
-        self._since_reduction: TrainableSet | None = None  # union of the passes since the last reduction
+        self._trainable = TrainableHistory(self._slots, agreement)
         self._replan_due = False
-
-        self._contributing: set[int] = set()  # slots with a gradient since their last reduction
         self._imported: set[int] = set()  # slots whose hooks came after some of this cycle's gradients
-        self._active: list[_BucketRun] = []
-        self._next = 0
-        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._control: ControlExchange | None = None
         self._unread: deque[ControlExchange] = deque()
         self._to_learn: ReadyOrder | None = ReadyOrder()
@@ -146,31 +124,19 @@ class Reducer:
     @property
     def layout(self) -> Layout:
         """Where the gradients lie now."""
-        return self._buffers.layout
+        return self._runs.layout
 
     def views(self) -> dict[str, Tensor]:
         """Each slot's view into its gradient buffer, by parameter name."""
-        specs = self._slots.specs[: len(self._buffers.views)]
-        return {spec.name: view for spec, view in zip(specs, self._buffers.views, strict=True)}
+        return {spec.name: view for spec, view in zip(self._slots.specs, self._runs.views, strict=False)}
 
     def close(self) -> None:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        views = self._buffers.views
-        for param, view in zip(self._slots.params, views, strict=False):
-            if param.grad is view:
-                param.grad = view.clone()
-        self._runs.clear()
-        self._run_of.clear()
-        self._expected.clear()
-        self._active.clear()
-        self._kept.clear()
-        self._buffers.release()
+        self._runs.release()
         self._state = PassState.CLOSED
-
-    # -- layout --------------------------------------------------------------------------------------
 
     def _hook_slots(self, slots: range) -> None:
         for slot in slots:
@@ -180,40 +146,13 @@ class Reducer:
             self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)))
             param.requires_grad_(trainable)
 
-    def _make_runs(self) -> None:
-        kinds = self._slots.kinds
-        self._runs = [
-            _BucketRun(
-                bucket,
-                self._buffers.bucket_flat(bucket),
-                held_back=any(kinds[slot] is SlotKind.REPEATED for slot in bucket.slots),
-            )
-            for bucket in self._buffers.layout.buckets
-        ]
-        self._run_of = {slot: run for run in self._runs for slot in run.slots}
-        self._expected: dict[TrainableSet, list[tuple[_BucketRun, frozenset[int]]]] = {}
-
-    def _relayout_if_due(self) -> None:
-        if not self._replan_due:
-            return
-        self._replan_due = False
-        layout = self._slots.plan()
-        self._runs.clear()  # they hold the flat tensors, which relayout may want to give back first
-        self._run_of.clear()
-        self._active.clear()
-        self._buffers.relayout(layout, self._slots.params)
-        self._make_runs()
-
     # -- trainable sets ------------------------------------------------------------------------------
 
-    def note_forward(self, synchronised: bool) -> None:
+    def note_forward(self) -> None:
         """Called at each forward that records a graph.
 
         Settles a broken pass, and gives parameters that were unfrozen their slots and hooks before backward
         needs them.
-
-        Args:
-            synchronised: Whether the backward of this forward will be.
 
         Raises:
             RuntimeError: If the ranks cannot go on together.
@@ -221,38 +160,19 @@ class Reducer:
         """
         self._require_usable()
         trainable = self._slots.trainable_now()
-        if trainable == self._agreed or self._slots.has_all(trainable):
+        if trainable == self._trainable.agreed or self._slots.has_all(trainable):
             return
-        if synchronised:
-            self._agree_on(self._united(trainable))
-        else:
-            self._since_reduction = self._united(trainable)
-
-    def _united(self, trainable: TrainableSet) -> TrainableSet:
-        before = self._since_reduction
-        if before is None or before == trainable:
-            return trainable
-        return tuple([a or b for a, b in zip(before, trainable, strict=True)])
+        since = self._trainable.note(trainable)
+        if self.synchronise:
+            self._agree_on(since)
 
     def _agree_on(self, trainable: TrainableSet) -> None:
-        """Makes sure that all ranks go from the set agreed last to ``trainable``.
-
-        Every change is agreed, back to an earlier set as well: a rank that changes alone would launch other buckets
-        than the rest, which ends a gloo process on the spot and hangs NCCL.
-        """
-        if trainable == self._agreed:
-            return
-        self._changes += 1
-        self._asked_in_pass = self.pass_number
         try:
-            self._agreement.require_same_trainable(
-                self.pass_number, self._changes, trainable, self._slots.names, self.raise_if_a_peer_failed
-            )
+            changed = self._trainable.agree(trainable, self.pass_number, self.raise_if_a_peer_failed)
         except (RuntimeError, RankMismatchError) as error:
             self._fail(str(error))
             raise
-        self._agreed = trainable
-        if not self._slots.knows(trainable):
+        if changed and not self._slots.knows(trainable):
             added = self._slots.add(trainable)
             self._hook_slots(added)
             self._imported.update(added)
@@ -278,17 +198,17 @@ class Reducer:
                 self._open(synchronised=True)
 
     @contextmanager
-    def backward_pass(self, loss: Tensor, synchronised: bool) -> Iterator[None]:
+    def backward_pass(self, loss: Tensor) -> Iterator[None]:
         """A pass around a backward that the caller runs: opened here, and ended in any case.
 
         Args:
             loss: The tensor that backward will start from, or pass by.
-            synchronised: Whether gradients are reduced.
 
         Raises:
             RuntimeError: If the ranks cannot go on together.
             RankMismatchError: If the ranks disagree on what is trainable.
         """
+        synchronised = self.synchronise
         prune = self._find_unused and synchronised and self._graph_shows_all
         self._open(synchronised, reachable_leaves(loss) if prune else None)
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
@@ -312,39 +232,23 @@ class Reducer:
     def _open(self, synchronised: bool, reachable: set[int] | None = None) -> None:
         self._require_usable()
         trainable = self._slots.trainable_now()
-        self._since_reduction = self._united(trainable)
+        since = self._trainable.note(trainable)
         if synchronised:
-            self._agree_on(self._since_reduction)
-        self._relayout_if_due()
-        params = self._slots.params
-        learning = self._to_learn is not None
-        for run, expected in self._expected_in(trainable):
-            if reachable is None or learning:
-                run.waiting = set(expected)
-            else:
-                run.waiting = {slot for slot in expected if id(params[slot]) in reachable}
-            run.launched = False
+            self._agree_on(since)
+        if self._replan_due:
+            self._replan_due = False
+            self._runs.relayout()
+        self._runs.begin(trainable, reachable if self._to_learn is None else None)
         if not synchronised:
             self._state = PassState.LOCAL
             return
         self._read_controls_that_arrived()
-        self._contributing.update(slot for slot in self._imported if params[slot].grad is not None)
+        self._runs.contributing.update(slot for slot in self._imported if self._slots.params[slot].grad is not None)
         self._imported.clear()
-        self._active = [run for run, slots in self._expected_in(self._since_reduction) if slots]
-        self._next = 0
+        self._runs.activate(since)
         self._control = None
         self._reachable = reachable
         self._state = PassState.SYNCHRONISED
-
-    def _expected_in(self, trainable: TrainableSet) -> list[tuple[_BucketRun, frozenset[int]]]:
-        """Per bucket, the slots whose parameters are in the set."""
-        found = self._expected.get(trainable)
-        if found is None:
-            found = [
-                (run, frozenset(slot for slot in run.slots if self._slots.is_in(slot, trainable))) for run in self._runs
-            ]
-            self._expected[trainable] = found
-        return found
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -354,59 +258,16 @@ class Reducer:
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
-                synchronised = self._root_synchronises
                 if not self._end_queued:
+                    self._root_synchronises = self.synchronise
                     self._queue_end()
-                self._open(synchronised)
-            run = self._run_of[slot]
-            if run.launched:
-                raise RuntimeError(self._late_gradient(slot))
-            self._contributing.add(slot)
-            if self._on_accelerator:
-                run.streams.add(torch.accelerator.current_stream(param.device))
-            waiting = run.waiting
-            if slot in waiting:
-                waiting.discard(slot)
-                if not waiting:
-                    self._on_complete(run)
-            if self._to_learn is not None and self._state is PassState.SYNCHRONISED:
-                self._to_learn.arrived(slot)
-
-    def _on_complete(self, run: _BucketRun) -> None:
-        self._buffers.capture(run.slots, self._slots.params)
-        if self._state is PassState.LOCAL or self._to_learn is not None:
-            return
-        while self._next < len(self._active):
-            run = self._active[self._next]
-            if run.waiting or run.held_back:
-                return
-            self._launch(run)
-
-    def _launch(self, run: _BucketRun) -> None:
-        """Starts a bucket's collective; until the finish its parameters have no ``.grad`` to accumulate into."""
-        params, views, contributing = self._slots.params, self._buffers.views, self._contributing
-        for stream in run.streams:
-            torch.accelerator.current_stream(run.flat.device).wait_stream(stream)
-        run.streams.clear()
-        self._buffers.capture([slot for slot in run.slots if slot in contributing], params)
-        absent: list[Tensor] = []
-        for slot in run.slots:
-            param, view = params[slot], views[slot]
-            grad = param.grad
-            if grad is None:
-                contributing.discard(slot)
-                absent.append(view)
-            elif slot not in contributing:
-                # Published before, or put there by the user: it takes part, and comes back if no rank used it.
-                self._kept[slot] = (grad, grad.detach().clone() if grad is view else None)
-                if grad is not view:
-                    view.copy_(grad.detach())
-            param.grad = None
-        if absent:
-            torch._foreach_zero_(absent)
-        run.pending = self._collectives.all_reduce_mean(run.flat)
-        run.launched = True
-        self._next += 1
+                self._open(self._root_synchronises)
+            complete = self._runs.arrived(slot)
+            if self._state is PassState.SYNCHRONISED:
+                if self._to_learn is not None:
+                    self._to_learn.arrived(slot)
+                elif complete:
+                    self._runs.launch_complete()
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -425,13 +286,13 @@ class Reducer:
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
             self._state = PassState.BROKEN
-            awaited = [self._slots.specs[slot].name for run in self._active for slot in sorted(run.waiting)]
+            awaited = [self._slots.specs[slot].name for slot in self._runs.awaited()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
             self._agreement.publish_failure(self.pass_number, f"left backward with an exception{where}")
 
     def _end_pass(self) -> None:
         if self._state is PassState.LOCAL:
-            self._buffers.capture(list(self._contributing), self._slots.params)
+            self._runs.capture_rest()
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED:
             self._finish()
@@ -439,29 +300,23 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Launches what is left, waits, and publishes the reduced gradients as views."""
-        self.early_launches = self._next
-        while self._next < len(self._active):
-            self._launch(self._active[self._next])
+        runs = self._runs
+        self.early_launches = runs.launched
+        runs.launch_rest()
         exchange = self._start_control(failed=False)
-
-        params, views, contributing = self._slots.params, self._buffers.views, self._contributing
         unused: list[int] = []
-        for run in self._active:
+        for run in runs.active:
             assert run.pending is not None
             with self._waiting_for(run):
                 run.pending.wait(self.raise_if_a_peer_failed)
-            for slot in run.slots:
-                if slot in contributing:
-                    params[slot].grad = views[slot]
-                else:
-                    unused.append(slot)
+            unused.extend(runs.publish(run))
         with self._waiting_for(None):
             exchange.wait(self.raise_if_a_peer_failed)
-        if unused or self._to_learn is not None or not self._on_accelerator:
+        if unused or self._to_learn is not None or exchange.arrived():
             control = exchange.read()
             self._require_success(control)
             for slot in unused:
-                self._publish_unused(slot, control.used_somewhere(slot))
+                runs.publish_unused(slot, control.used_somewhere(slot))
         else:
             self._unread.append(exchange)
         if self._to_learn is not None:
@@ -469,28 +324,15 @@ class Reducer:
         self._end_reduction()
 
     def _start_control(self, failed: bool) -> ControlExchange:
-        assert self._since_reduction is not None
         self._control = ControlExchange(
             self._collectives,
-            self._runs[0].flat.device,
+            self._runs.device,
             slots=len(self._slots),
-            used=self._contributing,
-            fingerprint=fingerprint(self.pass_number, self._since_reduction),
+            used=self._runs.contributing,
+            fingerprint=fingerprint(self.pass_number, self._trainable.since_reduction),
             failed=failed,
         )
         return self._control
-
-    def _publish_unused(self, slot: int, used_elsewhere: bool) -> None:
-        """A parameter without a gradient here: another rank's share if there was one, else what it had before."""
-        param, view = self._slots.params[slot], self._buffers.views[slot]
-        kept = self._kept.get(slot)
-        if used_elsewhere:
-            param.grad = view
-        elif kept is not None:
-            grad, value = kept
-            if value is not None:
-                view.copy_(value)
-            param.grad = grad
 
     def _learn(self, order: ReadyOrder) -> None:
         """The first pass teaches the order; the next pass is laid out by it."""
@@ -499,16 +341,15 @@ class Reducer:
             self._graph_shows_all = seen <= self._reachable
         with self._waiting_for(None):
             positions, repeated = order.share(
-                len(self._slots), self._collectives, self._runs[0].flat.device, self.raise_if_a_peer_failed
+                len(self._slots), self._collectives, self._runs.device, self.raise_if_a_peer_failed
             )
         self._slots.learn(positions, repeated)
         self._to_learn = None
         self._replan_due = True
 
     def _end_reduction(self) -> None:
-        self._kept.clear()
-        self._contributing.clear()
-        self._since_reduction = None
+        self._runs.end()
+        self._trainable.reduced()
         self._state = PassState.IDLE
         self.pass_number += 1
 
@@ -533,9 +374,7 @@ class Reducer:
         cause = self._agreement.failure(self.pass_number)
         if cause is not None:
             raise PeerFailureError(self._peer_failed(cause))
-        if self._asked_in_pass != self.pass_number:
-            trainable = self._since_reduction or self._agreed
-            self._agreement.answer_trainable(self.pass_number, self._changes + 1, trainable, self._slots.names)
+        self._trainable.answer(self.pass_number)
 
     def _settle(self, cause: str) -> None:
         """Ends a pass in which backward raised on this rank, together with the others.
@@ -559,12 +398,9 @@ class Reducer:
             self._agreement.publish_failure(self.pass_number, cause)
             if self._control is not None:
                 return
-            for run in self._active[self._next :]:
-                run.pending = self._collectives.all_reduce_mean(run.flat)
+            self._runs.launch_rest_as_they_are()
             exchange = self._start_control(failed=True)
-            for run in self._active:
-                assert run.pending is not None
-                run.pending.wait(raise_when_late)
+            self._runs.wait(raise_when_late)
             exchange.wait(raise_when_late)
             control = exchange.read()
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
@@ -573,9 +409,7 @@ class Reducer:
             self._drop_pass()
 
     def _drop_pass(self) -> None:
-        for run in self._active:
-            for slot in run.slots:
-                self._slots.params[slot].grad = None
+        self._runs.drop()
         if self._to_learn is not None:
             self._to_learn = ReadyOrder()
         self._failure = ""
@@ -595,14 +429,6 @@ class Reducer:
             self._fail(self._peer_failed(cause))
             raise PeerFailureError(self._failure)
         if not control.agreed:
-            assert self._since_reduction is not None
-            try:
-                self._agreement.require_same_trainable(
-                    self.pass_number, -1, self._since_reduction, self._slots.names, lambda: None
-                )
-            except (RuntimeError, RankMismatchError) as error:
-                self._fail(str(error))
-                raise
             self._fail(
                 f"rank {self._collectives.rank}: ranks are in different passes; this one is in {self.pass_number}"
             )
@@ -614,7 +440,7 @@ class Reducer:
             self._require_success(self._unread.popleft().read())
 
     @contextmanager
-    def _waiting_for(self, run: _BucketRun | None) -> Iterator[None]:
+    def _waiting_for(self, run: BucketRun | None) -> Iterator[None]:
         """Around a wait: whatever it raises leaves the reducer failed, and says what was waited for."""
         try:
             yield
@@ -642,11 +468,4 @@ class Reducer:
         return (
             f"rank {self._collectives.rank}: pass {self.pass_number} cannot be completed: {cause}. "
             "Gradients of the ranks are no longer the same; restart from a checkpoint"
-        )
-
-    def _late_gradient(self, slot: int) -> str:
-        return (
-            f"rank {self._collectives.rank}: a gradient of parameter {self._slots.specs[slot].name!r} arrived after "
-            f"its bucket was on its way in pass {self.pass_number}. It came less often in the first pass than now, "
-            "as with re-entrant checkpointing of a varying number of calls; use checkpoint(..., use_reentrant=False)"
         )

@@ -82,7 +82,6 @@ class BucketDDP(nn.Module):
         device = _require_trainable(module, params)
         self.module = module
         self.process_group = process_group
-        self._synchronised = True
         self._leaf_hooks: list[RemovableHandle] = []
         self._collectives = Collectives(process_group)
         agreement = Agreement(self._collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
@@ -113,7 +112,7 @@ class BucketDDP(nn.Module):
         """Calls the module. In training, synchronises module buffers first if a pass has gone by since."""
         if not torch.is_grad_enabled() or self._reducer.state is PassState.CLOSED:
             return self.module(*args, **kwargs)
-        self._reducer.note_forward(self._synchronised)
+        self._reducer.note_forward()
         if self.training:
             self.synchronise_module_buffers()
         output = self.module(*args, **kwargs)
@@ -125,7 +124,7 @@ class BucketDDP(nn.Module):
         for hook in self._leaf_hooks:
             hook.remove()
         self._leaf_hooks.clear()
-        on_root = partial(self._reducer.on_root, self._synchronised)
+        on_root = partial(self._reducer.on_root, self._reducer.synchronise)
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 hook = tensor.register_hook(on_root)
@@ -138,12 +137,12 @@ class BucketDDP(nn.Module):
 
         As with torch DDP the forward decides: run it inside too. May be nested.
         """
-        before = self._synchronised
-        self._synchronised = False
+        before = self._reducer.synchronise
+        self._reducer.synchronise = False
         try:
             yield
         finally:
-            self._synchronised = before
+            self._reducer.synchronise = before
 
     def backward_pass(self, loss: Tensor) -> AbstractContextManager[None]:
         """A context for calling ``loss.backward()`` in, for code that owns the call.
@@ -158,7 +157,7 @@ class BucketDDP(nn.Module):
             PeerFailureError: On leaving, if another rank failed in this pass.
             RankMismatchError: On entering, if ranks disagree on which parameters are trainable.
         """
-        return self._reducer.backward_pass(loss, self._synchronised)
+        return self._reducer.backward_pass(loss)
 
     def synchronise_module_buffers(self) -> None:
         """Makes module buffers the same on all ranks, if a synchronised pass has gone by since the last time.

@@ -236,6 +236,53 @@ def test_buckets_launch_before_backward_has_finished(run_ranks: RunRanks) -> Non
         assert len(events) > early + 1
 
 
+def nothing_accumulates_on_the_wire() -> None:
+    ours = BucketDDP(seeded(lambda: Mlp(depth=6)), bucket_cap_mb=TINY)
+    inputs, target = batch(0, dist.get_rank())
+    nn.functional.mse_loss(ours(inputs), target).backward()  # not zeroed: gradients are there before the next pass
+    on_the_wire: list[bool] = []
+    ours.module.layers[0].weight.register_hook(lambda _: on_the_wire.append(ours.module.head.weight.grad is None))
+    nn.functional.mse_loss(ours(inputs), target).backward()
+    assert ours.early_launches >= 1
+    assert on_the_wire == [True]
+    assert ours.module.head.weight.grad is ours._reducer.views()["head.weight"]
+    ours.close()
+
+
+def test_grad_is_none_between_launch_and_finish(run_ranks: RunRanks) -> None:
+    run_ranks(2, nothing_accumulates_on_the_wire)
+
+
+def incomplete_bucket_in_a_local_pass() -> None:
+    ours = BucketDDP(seeded(Branches), bucket_cap_mb=1)  # one bucket, of which the unused parameter never comes
+    inputs, _ = batch(0, dist.get_rank())
+    with ours.no_sync():
+        ours(inputs, "left").square().mean().backward()
+    assert ours.module.left.weight.grad is ours._reducer.views()["left.weight"]
+    assert ours.module.right.weight.grad is None
+    ours.close()
+
+
+def test_local_passes_accumulate_in_the_buffers(run_ranks: RunRanks) -> None:
+    run_ranks(2, incomplete_bucket_in_a_local_pass)
+
+
+def no_sync_without_a_root() -> None:
+    ours = BucketDDP(seeded(Mlp))
+    inputs, target = batch(0, dist.get_rank())
+    nn.functional.mse_loss(ours(inputs), target).backward()
+    with ours.no_sync():
+        nn.functional.mse_loss(ours.module(inputs), target).backward()
+    assert ours.passes == 1
+    nn.functional.mse_loss(ours.module(inputs), target).backward()
+    assert ours.passes == 2
+    ours.close()
+
+
+def test_without_a_root_no_sync_around_backward_decides(run_ranks: RunRanks) -> None:
+    run_ranks(2, no_sync_without_a_root)
+
+
 def learned_order() -> list[tuple[str, ...]]:
     ours = BucketDDP(seeded(OutOfOrder), bucket_cap_mb=0.0001)
     inputs, target = batch(0, dist.get_rank())

@@ -349,6 +349,16 @@ def test_every_rank_validates_the_same_model(run_ranks: RunRanks) -> None:
         assert seen == [0.0] * 5
 
 
+def module_buffers_after_fit() -> float:
+    model = Regression("conv")
+    trainer(ours()).fit(model, data())
+    return largest_difference_between_ranks(model)
+
+
+def test_module_buffers_are_the_same_after_fit_without_validation(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, module_buffers_after_fit) == [0.0, 0.0]
+
+
 def checkpoints_go_both_ways(folder: str) -> None:
     first = Regression("conv", "adamw")
     runs = trainer(ours())
