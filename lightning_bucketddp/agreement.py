@@ -6,7 +6,8 @@ upsetting the order of the collectives. Every wait is bounded and names the rank
 Keys, below a prefix of the wrapper's own::
 
     <topic>/<rank>      what this rank says on a topic; everyone reads everyone's
-    failed/<pass>       the first failure in this pass, in words
+    failed/<pass>       the first rank whose backward raised in this pass; if all did, training may go on
+    failed/for good     the first failure after which the ranks cannot go on together
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from lightning_bucketddp.collectives import POLL_SECONDS, Collectives
 
+_PROBLEM = "problem: "
 _wrappers_per_group: Counter[str] = Counter()
 
 
@@ -103,7 +106,7 @@ class Agreement:
     def _say(self, topic: str, mine: str) -> None:
         self._store.set(f"{topic}/{self.rank}", mine)
 
-    def require_same(self, topic: str, entries: Sequence[Entry]) -> None:
+    def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
         """Requires that all ranks have the same entries in the same order.
 
         Digests are compared first; the entries themselves travel only if they differ.
@@ -111,13 +114,24 @@ class Agreement:
         Args:
             topic: A name used once per wrapper, in the error too.
             entries: What this rank has.
+            problem: What is wrong on this rank, so that it cannot go on whatever the others have.
 
         Raises:
+            Exception: The problem, on the rank that has it.
+            PeerFailureError: If another rank has a problem; says which.
             RankMismatchError: On every rank, naming the first entry that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
         text = json.dumps([[entry.subject, entry.value] for entry in entries])
-        digests = self.exchange(topic, hashlib.sha256(text.encode()).hexdigest())
+        mine = hashlib.sha256(text.encode()).hexdigest() if problem is None else f"{_PROBLEM}{problem}"
+        digests = self.exchange(topic, mine)
+        if problem is not None:
+            raise problem
+        for rank, digest in enumerate(digests):
+            if digest.startswith(_PROBLEM):
+                raise PeerFailureError(
+                    f"rank {self.rank}: rank {rank} cannot go on with {topic}: {digest.removeprefix(_PROBLEM)}"
+                )
         if len(set(digests)) == 1:
             return
         everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
@@ -201,14 +215,27 @@ class Agreement:
 
     # -- failures ------------------------------------------------------------------------------------
 
-    def publish_failure(self, pass_number: int, cause: str) -> None:
-        """Tells the others that this rank failed in a pass. The first cause of a pass stays."""
-        self._store.compare_set(f"failed/{pass_number}", "", f"rank {self.rank} {cause}")
+    def publish_failure(self, pass_number: int | None, cause: str) -> None:
+        """Tells the others that this rank failed. The first cause stays; a store that is gone is no error here.
+
+        Args:
+            pass_number: The pass in which backward raised, if training may go on should all ranks raise in it; None
+                if this rank cannot go on in any case.
+            cause: What happened, as the end of a sentence that begins with the rank.
+        """
+        with suppress(RuntimeError):
+            self._store.compare_set(_failure_key(pass_number), "", f"rank {self.rank} {cause}")
 
     def failure(self, pass_number: int) -> str | None:
-        """The first failure in a pass, in words, if some rank published one."""
-        key = f"failed/{pass_number}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        """The first failure that concerns a pass, in words, if some rank published one."""
+        for key in (_failure_key(pass_number), _failure_key(None)):
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
+
+
+def _failure_key(pass_number: int | None) -> str:
+    return f"failed/{'for good' if pass_number is None else pass_number}"
 
 
 def _trainable_topic(pass_number: int, number: int) -> str:

@@ -17,6 +17,9 @@ from lightning_bucketddp.grad_buffer import GradBuffers
 from lightning_bucketddp.layout import Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 
+MAX_REMEMBERED_SETS = 64
+"""Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
+
 
 class BucketRun:
     """One bucket: its memory, and which of its gradients are still awaited in the present pass.
@@ -108,6 +111,10 @@ class BucketRuns:
         self._buffers.relayout(self._slots.plan(), self._slots.params)
         self._make_runs()
 
+    def under_way(self) -> bool:
+        """Whether collectives were launched that nobody has waited for."""
+        return any(run.pending is not None and not run.pending.done() for run in self.active)
+
     def release(self) -> None:
         """Gives gradients back as plain tensors, and the buffers to the allocator."""
         for param, view in zip(self._slots.params, self._buffers.views, strict=False):
@@ -121,6 +128,8 @@ class BucketRuns:
         """Per bucket, the slots whose parameters are in the set."""
         found = self._expected.get(trainable)
         if found is None:
+            if len(self._expected) >= MAX_REMEMBERED_SETS:
+                self._expected.clear()
             found = [
                 (run, frozenset(slot for slot in run.slots if self._slots.is_in(slot, trainable))) for run in self._runs
             ]
@@ -216,21 +225,29 @@ class BucketRuns:
         self._capture(run)
         absent: list[Tensor] = []
         for slot in run.slots:
-            param, view = params[slot], views[slot]
+            param = params[slot]
             grad = param.grad
             if grad is None:
                 contributing.discard(slot)  # zero_grad() has dropped what there was
-                absent.append(view)
+                absent.append(views[slot])
             elif slot not in contributing:
-                self._kept[slot] = (grad, grad.detach().clone() if grad is view else None)
-                if grad is not view:
-                    view.copy_(grad.detach())
+                self._keep(slot, grad)
             param.grad = None
         if absent:
             torch._foreach_zero_(absent)
         run.pending = self._collectives.all_reduce_mean(run.flat)
         run.launched = True
         self.launched += 1
+
+    def _keep(self, slot: int, grad: Tensor) -> None:
+        """Lets a gradient without anything new take part, and remembers it should no rank have anything new."""
+        if self._buffers.holds(slot, grad):
+            self._kept[slot] = (grad, grad.detach().clone())
+            return
+        self._buffers.require_fit(slot, grad)
+        self._buffers.renew(slot, grad)
+        self._buffers.views[slot].copy_(grad)
+        self._kept[slot] = (grad, None)
 
     def publish(self, run: BucketRun) -> Iterator[int]:
         """Binds the reduced gradients of a bucket to its parameters; yields the slots not used on this rank."""
@@ -243,15 +260,17 @@ class BucketRuns:
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
-        param, view = self._slots.params[slot], self._buffers.views[slot]
-        kept = self._kept.get(slot)
         if used_elsewhere:
-            param.grad = view
-        elif kept is not None:
-            grad, value = kept
+            self._slots.params[slot].grad = self._buffers.views[slot]
+        else:
+            self._put_back(slot)
+
+    def _put_back(self, slot: int) -> None:
+        if slot in self._kept:
+            grad, value = self._kept[slot]
             if value is not None:
-                view.copy_(value)
-            param.grad = grad
+                grad.copy_(value)
+            self._slots.params[slot].grad = grad
 
     def end(self) -> None:
         """Ends a synchronised pass."""
@@ -259,10 +278,14 @@ class BucketRuns:
         self.contributing.clear()
 
     def drop(self) -> None:
-        """Ends a synchronised pass whose gradients are of no use: the parameters it concerned have none."""
-        for run in self.active:
-            for slot in run.slots:
-                self._slots.params[slot].grad = None
+        """Ends a synchronised pass whose gradients are of no use.
+
+        What accumulated since the last reduction is gone, on every rank; other gradients are put back.
+        """
+        for slot in self.contributing:
+            self._slots.params[slot].grad = None
+        for slot in self._kept:
+            self._put_back(slot)
         self.end()
 
     def wait(self, on_idle: Callable[[], None]) -> None:

@@ -31,6 +31,10 @@ class Pending:
         self._after = after
         self._blocking = blocking
 
+    def done(self) -> bool:
+        """Whether it was waited for, or has completed by itself."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self, on_idle: Callable[[], None] | None = None) -> None:
         """Waits for the collective, in the sense of the device (host or current stream).
 
@@ -53,6 +57,9 @@ class Pending:
         if self._after is not None:
             self._after()
             self._after = None
+
+
+_left_behind: dict[str, str] = {}
 
 
 class Collectives:
@@ -85,6 +92,20 @@ class Collectives:
     def group(self) -> dist.ProcessGroup:
         """The process group."""
         return self._group
+
+    def leave_behind(self, why: str) -> None:
+        """Remembers that collectives are under way in the group which not all ranks will join.
+
+        Whatever is started after them would be paired with them.
+
+        Args:
+            why: What happened.
+        """
+        _left_behind[self._group.group_name] = why
+
+    def left_behind(self) -> str | None:
+        """Why the group is not fit for use any more in this process; None if it is."""
+        return _left_behind.get(self._group.group_name)
 
     def store(self, prefix: str) -> Store:
         """The group's key-value store, with ``prefix`` before every key."""

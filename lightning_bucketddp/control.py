@@ -4,9 +4,10 @@ Layout, all int64::
 
     0            how many ranks failed in this pass
     1, 2         a fingerprint f of the rank's view of the pass, and f * f
-    3 ...        per slot: how many ranks have something to contribute
+    3, 4         how many steps c the rank has begun, modulo 2 ** 20, and c * c
+    5 ...        per slot: how many ranks have something to contribute
 
-All ranks hold the same fingerprint exactly if ``world * sum(f * f) == sum(f) ** 2`` (the equality case of
+All ranks hold the same number f exactly if ``world * sum(f * f) == sum(f) ** 2`` (the equality case of
 Cauchy-Schwarz), which every rank computes from the same two sums, so all of them notice or none does.
 """
 
@@ -20,22 +21,23 @@ from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives
 
-HEADER = 3
-_FINGERPRINT_BITS = 20  # f * f * world stays below 2 ** 63 up to 2 ** 23 ranks
+HEADER = 5
+_BITS = 20  # f * f * world stays below 2 ** 63 up to 2 ** 23 ranks
 
 
 def fingerprint(*parts: object) -> int:
     """A hash of ``parts`` in 20 bits, the same in every process."""
-    return zlib.crc32(repr(parts).encode()) >> (32 - _FINGERPRINT_BITS)
+    return zlib.crc32(repr(parts).encode()) >> (32 - _BITS)
 
 
-def encode(slots: int, used: Collection[int], fingerprint: int, failed: bool) -> Tensor:
+def encode(slots: int, used: Collection[int], fingerprint: int, steps: int, failed: bool) -> Tensor:
     """This rank's control vector, on the CPU.
 
     Args:
         slots: Number of slots in the layout.
         used: The slots to which this rank contributes.
         fingerprint: What :func:`fingerprint` gave for this rank's view of the pass.
+        steps: How many steps this rank has begun.
         failed: Whether backward raised on this rank.
 
     Returns:
@@ -46,7 +48,8 @@ def encode(slots: int, used: Collection[int], fingerprint: int, failed: bool) ->
         vector[HEADER:] = 1
     elif used:
         vector[torch.tensor(list(used)) + HEADER] = 1
-    vector[:HEADER] = torch.tensor([int(failed), fingerprint, fingerprint * fingerprint])
+    steps %= 2**_BITS
+    vector[:HEADER] = torch.tensor([int(failed), fingerprint, fingerprint * fingerprint, steps, steps * steps])
     return vector
 
 
@@ -60,12 +63,14 @@ class Control:
     Attributes:
         failed_ranks: On how many ranks backward raised.
         agreed: Whether all ranks had the same fingerprint.
+        in_step: Whether all ranks have begun the same number of steps.
     """
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
-        failed, total, squares = summed[:HEADER].tolist()
+        failed, total, squares, steps, squared_steps = summed[:HEADER].tolist()
         self.failed_ranks: int = failed
         self.agreed: bool = world_size * squares == total * total
+        self.in_step: bool = world_size * squared_steps == steps * steps
         self._used = summed[HEADER:]
 
     def used_somewhere(self, slot: int) -> bool:
@@ -82,6 +87,7 @@ class ControlExchange:
         slots: As for :func:`encode`.
         used: As for :func:`encode`.
         fingerprint: As for :func:`encode`.
+        steps: As for :func:`encode`.
         failed: As for :func:`encode`.
     """
 
@@ -93,10 +99,11 @@ class ControlExchange:
         slots: int,
         used: Collection[int],
         fingerprint: int,
+        steps: int,
         failed: bool,
     ) -> None:
         self._world_size = collectives.world_size
-        vector = encode(slots, used, fingerprint, failed)
+        vector = encode(slots, used, fingerprint, steps, failed)
         self._event: torch.Event | None = None
         if device.type != "cpu":
             vector = vector.pin_memory().to(device, non_blocking=True)

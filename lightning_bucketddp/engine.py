@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 
 class BackwardEnd:
@@ -58,13 +59,15 @@ class BackwardEnd:
             self._dropped()
 
 
-def reachable_leaves(root: Tensor) -> set[int]:
-    """The ids of the leaf tensors into which ``root.backward()`` will accumulate.
-
-    Parameters inside re-entrant checkpoints are not visible from outside and are missing.
+def reachable_leaves(root: Tensor) -> set[int] | None:
+    """The ids of the leaf tensors into which ``root.backward()`` will accumulate, if the graph shows them all.
 
     Args:
         root: The loss.
+
+    Returns:
+        None if there is a function written in Python on the way: it may run a backward of its own, as re-entrant
+        checkpointing does, whose leaves are not visible from outside.
     """
     if root.grad_fn is None:
         return {id(root)} if root.requires_grad else set()
@@ -73,6 +76,8 @@ def reachable_leaves(root: Tensor) -> set[int]:
     stack = [root.grad_fn]
     while stack:
         node = stack.pop()
+        if isinstance(node, BackwardCFunction):
+            return None
         variable = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
         if variable is not None:
             leaves.add(id(variable))

@@ -29,10 +29,25 @@ class GradBuffers:
         self.views = self._make_views()
 
     def _make_views(self) -> list[Tensor]:
-        return [
-            self.flats[slot.buffer].as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
-            for slot in self.layout.slots
-        ]
+        views = [self._view(slot) for slot in range(len(self.layout.slots))]
+        self._addresses = [view.data_ptr() for view in views]
+        return views
+
+    def _view(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        return self.flats[slot.buffer].as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
+
+    def holds(self, slot: int, grad: Tensor) -> bool:
+        """Whether ``grad`` is the slot's view, and lies in the buffer still.
+
+        ``param.grad.data = other``, which ``module.to(dtype)`` does too, keeps the object and moves it elsewhere.
+        """
+        return grad is self.views[slot] and grad.data_ptr() == self._addresses[slot]
+
+    def renew(self, slot: int, grad: Tensor) -> None:
+        """Gives the slot a view of its own again if ``grad``, which was it, was moved elsewhere."""
+        if grad is self.views[slot]:
+            self.views[slot] = self._view(slot)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +77,7 @@ class GradBuffers:
         if layout == self.layout:
             return
         old = list(self.views)
-        live = [slot for slot, view in enumerate(old) if params[slot].grad is view]
+        live = [slot for slot in range(len(old)) if (g := params[slot].grad) is not None and self.holds(slot, g)]
         if not live:
             old.clear()
             self.release()
@@ -87,22 +102,36 @@ class GradBuffers:
             RuntimeError: If a gradient cannot live in its view: it requires grad itself
                 (``create_graph=True``), is sparse, or has another shape, dtype or device.
         """
+        fresh = [slot for slot in slots if (g := params[slot].grad) is not None and not self.holds(slot, g)]
+        if not fresh:
+            return
         sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for slot in slots:
-            param, view = params[slot], self.views[slot]
-            grad = param.grad
-            if grad is None or grad is view:
-                continue
-            if grad.requires_grad or grad.layout is not torch.strided or grad.shape != view.shape:
-                raise RuntimeError(self._refusal(slot, grad))
-            if grad.dtype is not view.dtype or grad.device != view.device:
-                raise RuntimeError(self._refusal(slot, grad))
+        for slot in fresh:  # nothing is bound before everything has been looked at
+            grad = params[slot].grad
+            assert grad is not None
+            self.require_fit(slot, grad)
             sources.append(grad)
-            targets.append(view)
-            param.grad = view
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        for slot, grad in zip(fresh, sources, strict=True):
+            self.renew(slot, grad)
+        torch._foreach_copy_([self.views[slot] for slot in fresh], sources)
+        for slot in fresh:
+            params[slot].grad = self.views[slot]
+
+    def require_fit(self, slot: int, grad: Tensor) -> None:
+        """Requires that ``grad`` can live in the slot's view.
+
+        Raises:
+            RuntimeError: As :meth:`capture`.
+        """
+        spec = self.layout.slots[slot].spec
+        if (
+            grad.requires_grad
+            or grad.layout is not torch.strided
+            or grad.shape != spec.shape
+            or grad.dtype is not spec.dtype
+            or grad.device != self.flats[self.layout.slots[slot].buffer].device
+        ):
+            raise RuntimeError(self._refusal(slot, grad))
 
     def _refusal(self, slot: int, grad: Tensor) -> str:
         spec = self.layout.slots[slot].spec
@@ -116,5 +145,6 @@ class GradBuffers:
         return (
             f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
             f"{spec.shape}, {spec.dtype} on {spec.device}, found {grad.layout} of shape {tuple(grad.shape)}, "
-            f"{grad.dtype} on {grad.device}"
+            f"{grad.dtype} on {grad.device}. If the module was changed after it was wrapped (.to(), .double()), "
+            "change it before"
         )

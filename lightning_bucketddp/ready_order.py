@@ -1,8 +1,8 @@
-"""The order in which gradients become ready, learned in one pass and shared by rank 0."""
+"""The order in which gradients become ready, learned in one pass and shared between the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 
@@ -23,14 +23,10 @@ class ReadyOrder:
         else:
             self._positions[slot] = len(self._positions)
 
-    def slots(self) -> Collection[int]:
-        """The slots that had a gradient, earliest first."""
-        return self._positions.keys()
-
     def share(
         self, slots: int, collectives: Collectives, device: torch.device, on_idle: Callable[[], None]
-    ) -> tuple[list[int], list[int]]:
-        """Gives every rank rank 0's order and everyone's repeated slots. All ranks must call this.
+    ) -> tuple[list[float | None], list[int]]:
+        """Merges what the ranks saw. All ranks must call this.
 
         Args:
             slots: Number of slots.
@@ -39,16 +35,17 @@ class ReadyOrder:
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
 
         Returns:
-            Per slot, its position in rank 0's order (``slots`` for never); and the slots that had more than one
-            gradient on some rank.
+            Per slot, its mean position over the ranks that had a gradient for it, None if none had; and the slots that
+            had more than one gradient on some rank.
         """
-        vector = torch.zeros(2 * slots, dtype=torch.int64)
-        if collectives.rank == 0:
-            for slot in range(slots):
-                vector[slot] = self._positions.get(slot, slots)
+        vector = torch.zeros(3, slots, dtype=torch.int64)
+        for slot, position in self._positions.items():
+            vector[0, slot] = position
+            vector[1, slot] = 1
         for slot in self._repeated:
-            vector[slots + slot] = 1
+            vector[2, slot] = 1
         vector = vector.to(device)
         collectives.all_reduce_sum(vector).wait(on_idle)
-        numbers = vector.tolist()
-        return numbers[:slots], [slot for slot in range(slots) if numbers[slots + slot]]
+        total, ranks, repeated = vector.tolist()
+        positions = [at / seen if seen else None for at, seen in zip(total, ranks, strict=True)]
+        return positions, [slot for slot in range(slots) if repeated[slot]]

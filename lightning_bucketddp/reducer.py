@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -59,6 +60,20 @@ class PassState(Enum):
     """Hooks are gone; nothing is reduced any more."""
 
 
+def _hook(param: nn.Parameter, reducer: weakref.ref[Reducer], index: int) -> RemovableHandle:
+    """Hooks a parameter, frozen or not, without keeping the reducer alive."""
+
+    def on_gradient(_: Tensor) -> None:
+        if (alive := reducer()) is not None:
+            alive.on_gradient(index)
+
+    trainable = param.requires_grad
+    param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
+    handle = param.register_post_accumulate_grad_hook(on_gradient)
+    param.requires_grad_(trainable)
+    return handle
+
+
 class Reducer:
     """Keeps gradients in contiguous buffers and replaces them by their means over the ranks.
 
@@ -72,7 +87,10 @@ class Reducer:
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
+        steps: How many steps this rank has begun; a caller that knows counts them here. Ranks are expected to be in the
+            same step when they are in the same pass.
         pass_number: How many synchronised passes have been completed.
+        hooks: What keeps the reducer informed; a hook on each parameter.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
 
@@ -89,14 +107,14 @@ class Reducer:
         self._find_unused = find_unused_parameters
         self._slots = SlotTable(named_params, bucket_cap_bytes)
         self._runs = BucketRuns(self._slots, collectives)
-        self._hooks: list[RemovableHandle] = []
-        self._hook_slots(range(len(self._slots)))
+        self.hooks = [_hook(param, weakref.ref(self), index) for index, param in enumerate(self._slots.all_params)]
 
         devices = {param.device for param in self._slots.all_params}
         # Each device has its autograd thread; with one device there is nobody to lock out.
         self._lock: AbstractContextManager[object] = threading.RLock() if len(devices) > 1 else nullcontext()
 
         self.synchronise = True
+        self.steps = 0
         self.pass_number = 0
         self.early_launches = 0
         self._state = PassState.IDLE
@@ -107,12 +125,10 @@ class Reducer:
 
         self._trainable = TrainableHistory(self._slots, agreement)
         self._replan_due = False
-        self._imported: set[int] = set()  # slots whose hooks came after some of this cycle's gradients
+        self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
         self._unread: deque[ControlExchange] = deque()
         self._to_learn: ReadyOrder | None = ReadyOrder()
-        self._reachable: set[int] | None = None
-        self._graph_shows_all = True
 
     # -- what others may ask -------------------------------------------------------------------------
 
@@ -132,53 +148,44 @@ class Reducer:
 
     def close(self) -> None:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks.clear()
+        self.hooks.clear()
+        if self._runs.under_way():
+            self._collectives.leave_behind(self._failure or "it was closed in the middle of a pass")
         self._runs.release()
         self._state = PassState.CLOSED
 
-    def _hook_slots(self, slots: range) -> None:
-        for slot in slots:
-            param = self._slots.params[slot]
-            trainable = param.requires_grad
-            param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
-            self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)))
-            param.requires_grad_(trainable)
+    # -- opening -------------------------------------------------------------------------------------
 
-    # -- trainable sets ------------------------------------------------------------------------------
-
-    def note_forward(self) -> None:
-        """Called at each forward that records a graph.
-
-        Settles a broken pass, and gives parameters that were unfrozen their slots and hooks before backward
-        needs them.
+    def require_usable(self) -> None:
+        """Settles a broken pass.
 
         Raises:
-            RuntimeError: If the ranks cannot go on together.
-            RankMismatchError: If the ranks disagree on what is trainable.
+            PeerFailureError: If the ranks cannot go on together.
+            RuntimeError: If the reducer is closed.
         """
-        self._require_usable()
-        trainable = self._slots.trainable_now()
-        if trainable == self._trainable.agreed or self._slots.has_all(trainable):
-            return
-        since = self._trainable.note(trainable)
-        if self.synchronise:
-            self._agree_on(since)
+        if self._state is PassState.BROKEN:
+            self._settle("left backward with an exception")
+        if self._state is PassState.FAILED:
+            raise PeerFailureError(self._failure)
+        if self._state is PassState.CLOSED:
+            raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
             changed = self._trainable.agree(trainable, self.pass_number, self.raise_if_a_peer_failed)
-        except (RuntimeError, RankMismatchError) as error:
+        except (PeerFailureError, RankMismatchError) as error:  # which the other ranks find too
             self._fail(str(error))
+            raise
+        except RuntimeError as error:
+            self._fail(str(error), cause=f"gave up: {error}")
             raise
         if changed and not self._slots.knows(trainable):
             added = self._slots.add(trainable)
-            self._hook_slots(added)
-            self._imported.update(added)
+            if added:
+                self._to_learn = ReadyOrder()
             self._replan_due = True
-
-    # -- opening -------------------------------------------------------------------------------------
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
         """Called when backward reaches a tensor that ``forward`` returned.
@@ -209,8 +216,7 @@ class Reducer:
             RankMismatchError: If the ranks disagree on what is trainable.
         """
         synchronised = self.synchronise
-        prune = self._find_unused and synchronised and self._graph_shows_all
-        self._open(synchronised, reachable_leaves(loss) if prune else None)
+        self._open(synchronised, reachable_leaves(loss) if self._find_unused and synchronised else None)
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         try:
@@ -230,30 +236,31 @@ class Reducer:
         self._end_queued = True
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None) -> None:
-        self._require_usable()
+        self.require_usable()
         trainable = self._slots.trainable_now()
         since = self._trainable.note(trainable)
         if synchronised:
             self._agree_on(since)
         if self._replan_due:
-            self._replan_due = False
             self._runs.relayout()
+            self._replan_due = False
         self._runs.begin(trainable, reachable if self._to_learn is None else None)
         if not synchronised:
             self._state = PassState.LOCAL
             return
         self._read_controls_that_arrived()
-        self._runs.contributing.update(slot for slot in self._imported if self._slots.params[slot].grad is not None)
-        self._imported.clear()
+        for index in self._without_slot:
+            if (slot := self._slots.slot_of(index)) is not None:
+                self._runs.contributing.add(slot)
+        self._without_slot.clear()
         self._runs.activate(since)
         self._control = None
-        self._reachable = reachable
         self._state = PassState.SYNCHRONISED
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def _on_gradient(self, slot: int, param: Tensor) -> None:
-        """Autograd has accumulated into ``param.grad``."""
+    def on_gradient(self, index: int) -> None:
+        """Autograd has accumulated into the ``.grad`` of the parameter at ``index`` in the module."""
         with self._lock:
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
@@ -262,6 +269,10 @@ class Reducer:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                 self._open(self._root_synchronises)
+            slot = self._slots.slot_of(index)
+            if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
+                self._without_slot.add(index)
+                return
             complete = self._runs.arrived(slot)
             if self._state is PassState.SYNCHRONISED:
                 if self._to_learn is not None:
@@ -308,10 +319,10 @@ class Reducer:
         for run in runs.active:
             assert run.pending is not None
             with self._waiting_for(run):
-                run.pending.wait(self.raise_if_a_peer_failed)
+                run.pending.wait(self._while_waiting)
             unused.extend(runs.publish(run))
         with self._waiting_for(None):
-            exchange.wait(self.raise_if_a_peer_failed)
+            exchange.wait(self._while_waiting)
         if unused or self._to_learn is not None or exchange.arrived():
             control = exchange.read()
             self._require_success(control)
@@ -330,22 +341,21 @@ class Reducer:
             slots=len(self._slots),
             used=self._runs.contributing,
             fingerprint=fingerprint(self.pass_number, self._trainable.since_reduction),
+            steps=self.steps,
             failed=failed,
         )
         return self._control
 
     def _learn(self, order: ReadyOrder) -> None:
         """The first pass teaches the order; the next pass is laid out by it."""
-        if self._reachable is not None:
-            seen = {id(self._slots.params[slot]) for slot in order.slots()}
-            self._graph_shows_all = seen <= self._reachable
         with self._waiting_for(None):
             positions, repeated = order.share(
                 len(self._slots), self._collectives, self._runs.device, self.raise_if_a_peer_failed
             )
-        self._slots.learn(positions, repeated)
-        self._to_learn = None
-        self._replan_due = True
+        if any(position is not None for position in positions):
+            self._slots.learn(positions, repeated)
+            self._to_learn = None
+            self._replan_due = True
 
     def _end_reduction(self) -> None:
         self._runs.end()
@@ -356,24 +366,29 @@ class Reducer:
     # -- when something is wrong ---------------------------------------------------------------------
 
     def publish_failure(self, cause: str) -> None:
-        """Tells ranks that wait, or will wait, for this rank in the present pass that it has failed.
+        """Tells ranks that wait, or will wait, for this rank that it has failed for good.
 
         Args:
             cause: What happened, as the end of a sentence that begins with the rank.
         """
-        if self._state not in (PassState.FAILED, PassState.CLOSED):
-            self._agreement.publish_failure(self.pass_number, cause)
+        self._agreement.publish_failure(None, cause)
 
     def raise_if_a_peer_failed(self) -> None:
         """Called now and then while this rank waits for the others.
 
         Raises:
-            PeerFailureError: If another rank failed in this pass.
-            RankMismatchError: If another rank asks about a trainable set that this rank does not have.
+            PeerFailureError: If another rank failed in this pass, or for good.
         """
         cause = self._agreement.failure(self.pass_number)
         if cause is not None:
             raise PeerFailureError(self._peer_failed(cause))
+
+    def _while_waiting(self) -> None:
+        """Called now and then while this rank waits for the pass that it is in.
+
+        Only here may it answer for this pass: before it has opened the pass itself, a question is no disagreement.
+        """
+        self.raise_if_a_peer_failed()
         self._trainable.answer(self.pass_number)
 
     def _settle(self, cause: str) -> None:
@@ -387,7 +402,11 @@ class Reducer:
             self._state = PassState.IDLE
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
-        self._fail(self._peer_failed(f"rank {self._collectives.rank} {cause}"))
+        message = self._peer_failed(f"rank {self._collectives.rank} {cause}")
+        self._agreement.publish_failure(self.pass_number, cause)
+        if self._control is not None:  # the pass was through; nobody will ask in it any more
+            self._fail(message, cause)
+            return
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:
@@ -395,33 +414,24 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            self._agreement.publish_failure(self.pass_number, cause)
-            if self._control is not None:
-                return
             self._runs.launch_rest_as_they_are()
             exchange = self._start_control(failed=True)
             self._runs.wait(raise_when_late)
             exchange.wait(raise_when_late)
             control = exchange.read()
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
+            self._fail(message, cause)
             return
         if control.failed_ranks == self._collectives.world_size:
             self._drop_pass()
+        else:
+            self._fail(message, cause)
 
     def _drop_pass(self) -> None:
         self._runs.drop()
         if self._to_learn is not None:
             self._to_learn = ReadyOrder()
-        self._failure = ""
         self._end_reduction()
-
-    def _require_usable(self) -> None:
-        if self._state is PassState.BROKEN:
-            self._settle("left backward with an exception")
-        if self._state is PassState.FAILED:
-            raise PeerFailureError(self._failure)
-        if self._state is PassState.CLOSED:
-            raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
     def _require_success(self, control: Control) -> None:
         if control.failed_ranks:
@@ -429,8 +439,13 @@ class Reducer:
             self._fail(self._peer_failed(cause))
             raise PeerFailureError(self._failure)
         if not control.agreed:
+            self._fail(f"rank {self._collectives.rank}: ranks took pass {self.pass_number} for different things")
+            raise RankMismatchError(self._failure)
+        if not control.in_step:
             self._fail(
-                f"rank {self._collectives.rank}: ranks are in different passes; this one is in {self.pass_number}"
+                f"rank {self._collectives.rank}: ranks met in pass {self.pass_number} from different steps; this rank "
+                f"is in step {self.steps}. Some rank skipped a backward that the others ran, or ran one more: look for "
+                "a backward in a branch that depends on the rank or on its data"
             )
             raise RankMismatchError(self._failure)
 
@@ -456,13 +471,22 @@ class Reducer:
             with suppress(RuntimeError):  # the store goes with the rank that serves it
                 cause = self._agreement.failure(self.pass_number) or cause
             self._fail(
-                f"rank {self._collectives.rank}: reducing {what} failed in pass {self.pass_number}: {cause} ({error})"
+                f"rank {self._collectives.rank}: reducing {what} failed in pass {self.pass_number}: {cause} ({error})",
+                cause=f"could not reduce {what}: {error}",
             )
             raise PeerFailureError(self._failure) from error
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, cause: str | None = None) -> None:
+        """Gives up for good.
+
+        Args:
+            message: What every later use raises.
+            cause: What happened, for other ranks that would otherwise wait for this one in a later pass.
+        """
         self._failure = message
         self._state = PassState.FAILED
+        if cause is not None:
+            self._agreement.publish_failure(None, cause)
 
     def _peer_failed(self, cause: str) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
@@ -54,11 +55,16 @@ class SlotTable:
         self._index_of: list[int] = []
         self._slot_of: dict[int, int] = {}
         self._order: list[int] = []
+        self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
         self.add(self.trainable_now())
 
     def __len__(self) -> int:
         return len(self.params)
+
+    def slot_of(self, index: int) -> int | None:
+        """The slot of the parameter at ``index`` in the module, if it has one."""
+        return self._slot_of.get(index)
 
     def trainable_now(self) -> TrainableSet:
         """The trainable set as ``requires_grad`` has it at this moment."""
@@ -98,20 +104,26 @@ class SlotTable:
             self._grouping_sets.append(trainable)
         return range(known, len(self.params))
 
-    def learn(self, positions: Sequence[int], repeated: Iterable[int]) -> None:
+    def learn(self, positions: Sequence[float | None], repeated: Iterable[int]) -> None:
         """Takes in the order in which gradients became ready.
 
         Args:
-            positions: Per slot, when its first gradient came; ``len(positions)`` for never.
-            repeated: Slots with more than one gradient in a pass.
+            positions: Per slot, when its first gradient came; None for never.
+            repeated: Slots with more than one gradient in a pass; they stay so.
         """
-        never = len(positions)
         for slot, position in enumerate(positions):
-            if position == never:
-                self.kinds[slot] = SlotKind.NEVER_SEEN
+            if position is not None:
+                self._seen.add(slot)
+            if self.kinds[slot] is not SlotKind.REPEATED:
+                self.kinds[slot] = SlotKind.NORMAL if slot in self._seen else SlotKind.NEVER_SEEN
         for slot in repeated:
             self.kinds[slot] = SlotKind.REPEATED
-        self._order.sort(key=lambda slot: positions[slot] if slot < never else never)
+
+        def when(slot: int) -> float:
+            position = positions[slot]
+            return math.inf if position is None else position
+
+        self._order.sort(key=when)  # stable: what was not seen this time keeps its order
 
     def plan(self) -> Layout:
         """The layout for what is known now; the same on every rank that was told the same."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -152,6 +153,12 @@ class BucketDDPStrategy(DDPStrategy):
         with wrapper.backward_pass(closure_loss):
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if (wrapper := self.bucket_ddp) is not None:
+            wrapper.count_step()
+        return super().training_step(*args, **kwargs)
 
     @override
     @contextmanager

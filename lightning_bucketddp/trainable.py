@@ -29,7 +29,6 @@ class TrainableHistory:
         self.agreed = slots.trainable_now()
         self.since_reduction: TrainableSet | None = None
         self._changes = 0
-        self._asked_in_pass = -1
 
     def note(self, trainable: TrainableSet) -> TrainableSet:
         """Adds the set of a pass, and returns the union since the last reduction."""
@@ -58,20 +57,20 @@ class TrainableHistory:
         if trainable == self.agreed:
             return False
         self._changes += 1
-        self._asked_in_pass = pass_number
         self._agreement.require_same_trainable(pass_number, self._changes, trainable, self._slots.names, on_idle)
         self.agreed = trainable
         return True
 
     def answer(self, pass_number: int) -> None:
-        """Tells a rank that asks about this pass, while this one does not, what is trainable here.
+        """Tells a rank that asks about a pass, in which this one has found nothing to ask, what is trainable here.
+
+        Args:
+            pass_number: The synchronised pass that this rank is in.
 
         Raises:
             RankMismatchError: If a rank asks.
         """
-        if self._asked_in_pass != pass_number:
-            mine = self.since_reduction or self.agreed
-            self._agreement.answer_trainable(pass_number, self._changes + 1, mine, self._slots.names)
+        self._agreement.answer_trainable(pass_number, self._changes + 1, self.agreed, self._slots.names)
 
     def reduced(self) -> None:
         """A synchronised pass has ended."""

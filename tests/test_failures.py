@@ -153,6 +153,81 @@ def test_a_rank_that_is_gone_is_an_error_that_names_what_was_waited_for(run_rank
     assert "failed in pass 1" in message
 
 
+def interrupted_after_the_pass() -> str:
+    """Rank 1 raises when the collectives of the pass are through: rank 0 learns of it in the next one."""
+    ours = BucketDDP(Mlp())
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    loss = loss_of(ours(inputs), target)
+    if rank == 1:
+        ours._reducer._end_reduction = interrupt
+        with pytest.raises(KeyboardInterrupt), ours.backward_pass(loss):
+            loss.backward()
+        return ""
+    with ours.backward_pass(loss):
+        loss.backward()
+    with pytest.raises(PeerFailureError) as error:
+        loss_of(ours(inputs), target).backward()
+    return str(error.value)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_interrupted_after_a_pass_is_noticed_in_the_next(run_ranks: RunRanks) -> None:
+    message = run_ranks(2, interrupted_after_the_pass, fresh=True)[0]
+    assert "rank 0: pass 1 cannot be completed: rank 1 raised KeyboardInterrupt" in message
+
+
+def a_skipped_backward() -> str:
+    ours = BucketDDP(Mlp())
+    rank = dist.get_rank()
+    with pytest.raises(RankMismatchError) as error:
+        run_steps(ours, skipped=1 if rank == 1 else None)
+    return str(error.value)
+
+
+def run_steps(ours: BucketDDP, skipped: int | None) -> None:
+    for step in range(4):
+        ours.count_step()
+        inputs, target = batch(step, dist.get_rank())
+        loss = loss_of(ours(inputs), target)
+        if step != skipped:
+            with ours.backward_pass(loss):
+                loss.backward()
+
+
+def test_a_rank_that_skipped_a_backward_is_noticed(run_ranks: RunRanks) -> None:
+    for rank, message in enumerate(run_ranks(2, a_skipped_backward, fresh=True)):
+        assert f"rank {rank}: ranks met in pass 1 from different steps; this rank is in step {2 + rank}" in message
+
+
+def the_group_of_a_failed_pass() -> tuple[str, str]:
+    module = Mlp()
+    ours = BucketDDP(module, timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    if rank == 1:
+        ours.publish_failure(OSError("disk full"))
+    else:
+        with pytest.raises(PeerFailureError):
+            loss_of(ours(inputs), target).backward()
+    ours.close()
+    with pytest.raises(RuntimeError) as error:
+        BucketDDP(module, timeout=timedelta(seconds=20))
+    return type(error.value).__name__, str(error.value)
+
+
+def test_a_group_with_collectives_left_behind_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    (kind0, message0), (kind1, message1) = run_ranks(2, the_group_of_a_failed_pass, fresh=True)
+    assert kind0 == "RuntimeError"
+    assert "disk full" in message0
+    assert kind1 == "PeerFailureError"
+    assert "rank 1: rank 0 cannot go on" in message1
+    assert "start the processes anew" in message1
+
+
 def late_gradient() -> str:
     """The block is called once in the pass that teaches the order, and twice later."""
     from tests.models import Checkpointed
@@ -237,6 +312,26 @@ def test_ranks_built_differently(run_ranks: RunRanks, world_size: int, kind: str
         assert elapsed < 5
 
 
+def one_rank_cannot_wrap() -> str:
+    rank = dist.get_rank()
+    begin = time.monotonic()
+    with pytest.raises((ValueError, PeerFailureError)) as error:
+        BucketDDP(Mlp().requires_grad_(rank == 0))
+    assert time.monotonic() - begin < 5
+    module = Mlp()
+    again = BucketDDP(module)  # the failed attempt leaves nothing that the next could stumble over
+    inputs, target = batch(0, rank)
+    loss_of(again(inputs), target).backward()
+    again.close()
+    return str(error.value)
+
+
+def test_an_error_in_wrapping_reaches_the_other_ranks(run_ranks: RunRanks) -> None:
+    message0, message1 = run_ranks(2, one_rank_cannot_wrap)
+    assert "rank 0: rank 1 cannot go on with parameters, module buffers and options: expected at least" in message0
+    assert message1.startswith("expected at least one parameter that requires grad")
+
+
 def silent_rank() -> str:
     if dist.get_rank() == 1:
         return ""
@@ -265,6 +360,11 @@ def bad_arguments() -> None:
         BucketDDP(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="'weight' is uninitialised"):
         BucketDDP(nn.LazyLinear(2))
+    module = Mlp()
+    optimizer = torch.optim.SGD([module.head.bias], lr=0.1)
+    module.head.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(ValueError, match=r"'head\.bias' has a post-accumulate-grad hook"):
+        BucketDDP(module)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "ready_order": {"collectives"},
     "agreement": {"collectives"},
     "module_state": {"collectives"},
+    "module_watch": set(),
     "bucket_runs": {"collectives", "grad_buffer", "layout", "slots"},
     "trainable": {"agreement", "slots"},
     "reducer": {
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
         "slots",
         "trainable",
     },
-    "wrapper": {"agreement", "collectives", "layout", "module_state", "reducer"},
+    "wrapper": {"agreement", "collectives", "layout", "module_state", "module_watch", "reducer"},
     "strategy": {"module_state", "wrapper", LIGHTNING},
     "__init__": {"agreement", "strategy", "wrapper"},
 }
@@ -97,3 +98,6 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert callable(dist.ProcessGroup.get_group_store)
     assert callable(torch._foreach_copy_)
     assert callable(torch._foreach_zero_)
+    param = torch.nn.Parameter(torch.ones(1))
+    param.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(param._post_accumulate_grad_hooks) == 1

@@ -1,6 +1,8 @@
 """What a pass does, in plain PyTorch, against means worked out one parameter at a time."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, collectives
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -488,7 +490,7 @@ def closing() -> None:
     inputs, target = batch(0, dist.get_rank())
     nn.functional.mse_loss(ours(inputs), target).backward()
     before = grads(module)
-    with pytest.raises(ValueError, match="expected a module that is not wrapped"):
+    with pytest.raises(ValueError, match=r"expected parameters that are not wrapped, found 'layers\.0\.weight'"):
         BucketDDP(module)
     ours.close()
     for name, param in module.named_parameters():
@@ -524,6 +526,172 @@ def state_dicts() -> None:
 
 def test_state_dicts_have_the_modules_keys(run_ranks: RunRanks) -> None:
     run_ranks(2, state_dicts)
+
+
+def moved_elsewhere(change: str) -> None:
+    """`.data` keeps the gradient's tensor object and puts it into other memory."""
+    rank = dist.get_rank()
+    plain = seeded(ConvBatchNorm)
+    ours = BucketDDP(copy.deepcopy(plain).to(memory_format=torch.contiguous_format), bucket_cap_mb=TINY)
+    for step in range(3):
+        inputs, _ = batch(step, rank)
+        for model in (plain, ours):
+            model(inputs).square().mean().backward()
+        assert_grads(ours.module, expected := mean_over_ranks(plain))
+        for name, param in plain.named_parameters():
+            param.grad = expected[name]
+        if change == "data":
+            for model in (plain, ours):
+                for param in model.parameters():
+                    param.grad.data = param.grad * 0.5
+        else:
+            ours.module.to(memory_format=torch.channels_last)
+    if change == "data":  # and of no use to the next pass, of no rank
+        before = grads(ours.module)
+        ours(inputs)[:0].sum().backward()
+        assert_grads(ours.module, before)
+    ours.close()
+
+
+@pytest.mark.parametrize("change", ["data", "memory format"])
+def test_a_gradient_that_was_moved_out_of_the_buffer_counts(run_ranks: RunRanks, change: str) -> None:
+    run_ranks(2, moved_elsewhere, change)
+
+
+def changed_dtype() -> str:
+    module = seeded(Mlp)
+    ours = BucketDDP(module)
+    inputs, target = batch(0, dist.get_rank())
+    nn.functional.mse_loss(ours(inputs), target).backward()
+    module.double()
+    with pytest.raises(RuntimeError) as error:
+        nn.functional.mse_loss(ours(inputs.double()), target.double()).backward()
+    return str(error.value)
+
+
+def test_a_module_that_changed_its_dtype_is_refused_by_name(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, changed_dtype, fresh=True):
+        assert "cannot be reduced: expected a dense gradient of shape" in message
+        assert "torch.float32 on cpu, found torch.strided of shape" in message
+
+
+def dropped_without_close() -> tuple[int, int]:
+    module = seeded(Mlp)
+    alive = []
+    for _ in range(3):
+        ours = BucketDDP(module)
+        inputs, target = batch(0, dist.get_rank())
+        nn.functional.mse_loss(ours(inputs), target).backward()
+        alive.append(weakref.ref(ours._reducer))
+        del ours
+        gc.collect()
+    hooks = sum(len(param._post_accumulate_grad_hooks or ()) for param in module.parameters())
+    return sum(ref() is not None for ref in alive), hooks
+
+
+def test_a_wrapper_dropped_without_close_leaves_nothing_behind(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, dropped_without_close) == [(0, 0), (0, 0)]
+
+
+def refused_capture_binds_nothing() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a.square() * x).sum() + (self.b * 2 * x).sum()
+
+    ours = BucketDDP(Two())
+    ours(torch.ones(3) * 7).backward()
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match="create_graph=True"), ours.no_sync():
+        ours(torch.ones(3)).backward(create_graph=True)
+    for param in ours.parameters():
+        torch.testing.assert_close(param.grad.detach(), torch.full((3,), 2.0))
+    ours.zero_grad()
+    ours.close()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_refused_gradient_leaves_the_others_as_they_are(run_ranks: RunRanks) -> None:
+    run_ranks(2, refused_capture_binds_nothing)
+
+
+def find_unused(reentrant: bool) -> int:
+    """Rank 1's first loss shows nothing of the graph; later ones hide what is inside a re-entrant checkpoint."""
+    rank = dist.get_rank()
+    plain = seeded(lambda: Checkpointed(use_reentrant=reentrant))
+    plain.spare = nn.Linear(8, 8)
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001, find_unused_parameters=True)
+    for step in range(4):
+        inputs, target = batch(step, rank)
+        plain.zero_grad()
+        ours.zero_grad()
+        if step == 0:  # so that it is not among the parameters never seen
+            plain.spare(inputs).sum().backward()
+        if step or rank == 0:
+            nn.functional.mse_loss(plain(inputs), target).backward()
+        loss = torch.zeros((), requires_grad=True)
+        if step or rank == 0:
+            loss = nn.functional.mse_loss(ours(inputs), target)
+        if step == 0:
+            loss = loss + ours.module.spare(inputs).sum()
+        with ours.backward_pass(loss):
+            loss.backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    assert ours.layout.slots[ours.layout.buckets[0].slots[0]].spec.name.startswith("spare")
+    early = ours.early_launches
+    ours.close()
+    return early
+
+
+def test_find_unused_parameters_keeps_the_overlap_where_the_graph_shows_all(run_ranks: RunRanks) -> None:
+    assert min(run_ranks(2, find_unused, False)) == 8, "not held up by the first bucket, which is unused"
+    assert run_ranks(2, find_unused, True) == [0, 0], "a re-entrant checkpoint may hide it"
+
+
+def new_head() -> str:
+    module = seeded(Mlp)
+    ours = BucketDDP(module)
+    inputs, target = batch(0, dist.get_rank())
+    module.note = nn.Identity()  # no parameters: of no concern
+    nn.functional.mse_loss(ours(inputs), target).backward()
+    module.head = nn.Linear(16, 4)
+    with pytest.raises(RuntimeError) as error:
+        ours(inputs)
+    ours.close()
+    return str(error.value)
+
+
+def test_a_parameter_replaced_after_wrapping_is_refused_by_name(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, new_head):
+        assert "parameter 'head.weight' was added or replaced after the module was wrapped" in message
+
+
+def averaging_op() -> list[str]:
+    ours = BucketDDP(seeded(Mlp), bucket_cap_mb=1)
+    inputs, target = batch(0, dist.get_rank())
+    ops = []
+    start = dist.all_reduce
+
+    def record(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        ops.append(str(op))
+        return start(tensor, op=op, **options)
+
+    collectives.dist.all_reduce = record
+    try:
+        nn.functional.mse_loss(ours(inputs), target).backward()
+    finally:
+        collectives.dist.all_reduce = start
+    ours.close()
+    return ops
+
+
+def test_the_backend_averages_where_it_can(run_ranks: RunRanks) -> None:
+    """One bucket, the control vector, and what the first pass learned."""
+    for ops in run_ranks(2, averaging_op):
+        assert [op.split(".")[-1] for op in ops] == ["AVG", "SUM", "SUM"]
 
 
 def one_rank() -> None:

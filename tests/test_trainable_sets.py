@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.models import Branches, Mlp, batch, loss_of
+from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -210,6 +211,84 @@ def random_freezing() -> None:
 
 def test_a_trainable_set_that_changes_every_step(run_ranks: RunRanks) -> None:
     run_ranks(2, random_freezing)
+
+
+def a_straggler() -> None:
+    """Rank 3 is late, so that others wait for module buffers while rank 1 asks about the next pass's set already."""
+
+    class WithBuffers(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.critic(self.norm(self.generator(x)))
+
+    ours = BucketDDP(WithBuffers())
+    rank = dist.get_rank()
+    for step in range(4):
+        inputs, _ = batch(step, rank)
+        ours.module.generator.requires_grad_(step % 2 == 0)
+        ours.module.critic.requires_grad_(step % 2 == 1)
+        if step == 2 and rank == 3:
+            time.sleep(1.5)  # several polls
+        ours.zero_grad()
+        ours(inputs).mean().backward()
+    assert ours.passes == 4
+    ours.close()
+
+
+def test_a_question_about_the_next_pass_is_no_disagreement(run_ranks: RunRanks) -> None:
+    run_ranks(4, a_straggler)
+
+
+def two_changes_in_one_pass() -> tuple[str, float]:
+    module = Mlp(depth=3)
+    module.layers[1].requires_grad_(False)
+    ours = BucketDDP(module, timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    inputs, target = batch(0, rank)
+    loss_of(ours(inputs), target).backward()
+    module.layers[1].requires_grad_(True)
+    with ours.backward_pass(loss := loss_of(ours(inputs), target)):
+        loss.backward()
+    loss = loss_of(ours(inputs), target)
+    if rank == 1:
+        module.layers[1].requires_grad_(False)
+    begin = time.monotonic()
+    with pytest.raises(RankMismatchError) as error:
+        loss.backward()
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_changes_between_forward_and_backward_is_named(run_ranks: RunRanks) -> None:
+    for message, elapsed in run_ranks(2, two_changes_in_one_pass, fresh=True):
+        assert "'layers.1.weight'" in message
+        assert elapsed < 8
+
+
+def unfrozen_and_repeated() -> None:
+    """The unfrozen block is called three times in a re-entrant checkpoint: its gradients come three times."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    plain = Checkpointed(use_reentrant=True, calls=3)
+    plain.block.requires_grad_(False)
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001)
+    for step in range(5):
+        if step == 2:
+            for module in (plain, ours.module):
+                module.block.requires_grad_(True)
+        inputs, target = batch(step, rank)
+        for model in (plain, ours):
+            model.zero_grad()
+            loss_of(model(inputs), target).backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    assert ours.early_launches > 0
+    ours.close()
+
+
+def test_the_order_of_unfrozen_parameters_is_learned(run_ranks: RunRanks) -> None:
+    run_ranks(2, unfrozen_and_repeated)
 
 
 def one_rank_alone(change: str) -> tuple[str, str, float]:

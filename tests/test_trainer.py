@@ -245,6 +245,51 @@ def test_toggled_optimizers_and_manual_backward(run_ranks: RunRanks, plain_backw
     assert run_ranks(2, adversarial, plain_backward) == [0.0, 0.0]
 
 
+class UnfreezesWithin(pl.LightningModule):
+    """Manual optimisation that unfreezes another network inside ``training_step`` and calls plain ``backward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.second.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        late = batch_idx >= 2
+        self.first.requires_grad_(not late)
+        self.second.requires_grad_(late)
+        optimizer.zero_grad()
+        if batch_idx % 3 == 1:  # a local pass, and one that is reduced with it
+            with self.trainer.strategy.block_backward_sync():
+                nn.functional.mse_loss(
+                    (self.second if late else self.first)(batch[1] @ torch.ones(4, 8)), batch[1]
+                ).backward()
+        nn.functional.mse_loss((self.second if late else self.first)(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def unfreeze_within() -> tuple[float, int]:
+    class Passes(pl.Callback):
+        count = 0
+
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            self.count = trainer.strategy.bucket_ddp.passes
+
+    model, passes = UnfreezesWithin(), Passes()
+    trainer(ours(), callbacks=[passes]).fit(model, data())
+    assert not torch.equal(model.second.weight, UnfreezesWithin().second.weight)
+    return largest_difference_between_ranks(model), passes.count
+
+
+def test_unfreezing_within_a_step_of_manual_optimisation(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, unfreeze_within) == [(0.0, 6), (0.0, 6)]
+
+
 # -- errors ------------------------------------------------------------------------------------------
 
 
@@ -401,5 +446,5 @@ def test_the_names_are_registered() -> None:
 
 
 def test_options_are_refused_early() -> None:
-    with pytest.raises(TypeError, match="gradient_as_bucket_view"):
-        BucketDDPStrategy(gradient_as_bucket_view=True)
+    with pytest.raises(TypeError, match="bucket_cap"):
+        BucketDDPStrategy(bucket_cap=25)
