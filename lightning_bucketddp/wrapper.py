@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.agreement import Agreement, Entry
+from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.layout import MIB, Layout, ParamSpec
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
@@ -193,6 +193,8 @@ class BucketDDP(nn.Module):
         Args:
             error: What was raised here.
         """
+        if isinstance(error, PeerFailureError | RankMismatchError):
+            return  # the others know, or find the same and say it better
         self._reducer.publish_failure(f"raised {type(error).__name__}: {error}")
 
     def close(self) -> None:
