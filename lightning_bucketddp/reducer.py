@@ -237,6 +237,8 @@ class Reducer:
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None) -> None:
         self.require_usable()
+        if self._state is not PassState.IDLE:
+            raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
         trainable = self._slots.trainable_now()
         since = self._trainable.note(trainable)
         if synchronised:

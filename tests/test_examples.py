@@ -5,12 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
 def run_example(name: str, *arguments: str) -> str:
+    return run_python(f"examples/{name}", *arguments)
+
+
+def run_python(*arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, f"examples/{name}", *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -25,6 +31,13 @@ def number_after(text: str, output: str) -> float:
     match = re.search(re.escape(text) + r"\s+([\d.e+-]+)", output)
     assert match, output
     return float(match.group(1))
+
+
+@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "bucketddp_fork", "bucketddp_notebook"])
+def test_every_registered_name_trains_from_a_script(strategy: str) -> None:
+    output = run_python("-m", "tests.launch_script", strategy)
+    for rank in (0, 1):
+        assert f"rank {rank}: 4 passes, difference 0" in output
 
 
 def test_finetune_digits() -> None:

@@ -1,0 +1,48 @@
+"""A script as users write it; run by test_examples.py with each start method."""
+
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_bucketddp  # noqa: F401
+from tests.reference import largest_difference_between_ranks
+
+
+class Tiny(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0] + self.global_rank).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self) -> None:
+        wrapper = self.trainer.strategy.bucket_ddp
+        difference = largest_difference_between_ranks(self)
+        print(f"rank {self.global_rank}: {wrapper.passes} passes, difference {difference:g}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    runs = pl.Trainer(
+        strategy=sys.argv[1],
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    runs.fit(Tiny(), DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4))
+
+
+if __name__ == "__main__":
+    main()
