@@ -7,6 +7,7 @@ Keys, below a prefix of the wrapper's own::
 
     <topic>/<rank>      what this rank says on a topic; everyone reads everyone's
     failed/<pass>       the first rank whose backward raised in this pass; if all did, training may go on
+    skipped/<step>      some rank went through this step without a backward
     failed/for good     the first failure after which the ranks cannot go on together
 """
 
@@ -225,6 +226,15 @@ class Agreement:
         """
         with suppress(RuntimeError):
             self._store.compare_set(_failure_key(pass_number), "", f"rank {self.rank} {cause}")
+
+    def publish_skip(self, step: int) -> None:
+        """Tells ranks that run a backward in ``step`` that this rank ran none."""
+        self._store.compare_set(f"skipped/{step}", "", str(self.rank))
+
+    def skipped_by(self, step: int) -> int | None:
+        """A rank that ran no backward in ``step``, if there is one."""
+        key = f"skipped/{step}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
 
     def failure(self, pass_number: int) -> str | None:
         """The first failure that concerns a pass, in words, if some rank published one."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -60,20 +59,6 @@ class PassState(Enum):
     """Hooks are gone; nothing is reduced any more."""
 
 
-def _hook(param: nn.Parameter, reducer: weakref.ref[Reducer], index: int) -> RemovableHandle:
-    """Hooks a parameter, frozen or not, without keeping the reducer alive."""
-
-    def on_gradient(_: Tensor) -> None:
-        if (alive := reducer()) is not None:
-            alive.on_gradient(index)
-
-    trainable = param.requires_grad
-    param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
-    handle = param.register_post_accumulate_grad_hook(on_gradient)
-    param.requires_grad_(trainable)
-    return handle
-
-
 class Reducer:
     """Keeps gradients in contiguous buffers and replaces them by their means over the ranks.
 
@@ -87,10 +72,11 @@ class Reducer:
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
-        steps: How many steps this rank has begun; a caller that knows counts them here. Ranks are expected to be in the
-            same step when they are in the same pass.
+        steps: How many steps this rank has begun, if the caller tells. Ranks are expected to be in the same step when
+            they are in the same pass.
         pass_number: How many synchronised passes have been completed.
-        hooks: What keeps the reducer informed; a hook on each parameter.
+        hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
+            drops the reducer removes them.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
 
@@ -107,7 +93,7 @@ class Reducer:
         self._find_unused = find_unused_parameters
         self._slots = SlotTable(named_params, bucket_cap_bytes)
         self._runs = BucketRuns(self._slots, collectives)
-        self.hooks = [_hook(param, weakref.ref(self), index) for index, param in enumerate(self._slots.all_params)]
+        self.hooks = [self._hook(index) for index in range(len(self._slots.all_params))]
 
         devices = {param.device for param in self._slots.all_params}
         # Each device has its autograd thread; with one device there is nobody to lock out.
@@ -115,6 +101,7 @@ class Reducer:
 
         self.synchronise = True
         self.steps = 0
+        self._passes_begun = self._passes_begun_before_step = 0
         self.pass_number = 0
         self.early_launches = 0
         self._state = PassState.IDLE
@@ -129,6 +116,15 @@ class Reducer:
         self._control: ControlExchange | None = None
         self._unread: deque[ControlExchange] = deque()
         self._to_learn: ReadyOrder | None = ReadyOrder()
+
+    def _hook(self, index: int) -> RemovableHandle:
+        """Hooks a parameter, frozen or not: one that is frozen now may be unfrozen inside a step."""
+        param = self._slots.all_params[index]
+        trainable = param.requires_grad
+        param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
+        handle = param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+        param.requires_grad_(trainable)
+        return handle
 
     # -- what others may ask -------------------------------------------------------------------------
 
@@ -155,6 +151,18 @@ class Reducer:
             self._collectives.leave_behind(self._failure or "it was closed in the middle of a pass")
         self._runs.release()
         self._state = PassState.CLOSED
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A training step begins, on every rank."""
+        self.steps += 1
+        self._passes_begun_before_step = self._passes_begun
+
+    def end_step(self) -> None:
+        """All backwards of the step have been run: if there was none, ranks that are in one need not wait."""
+        if self._passes_begun == self._passes_begun_before_step and self._state is PassState.IDLE:
+            self._agreement.publish_skip(self.steps)
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -246,6 +254,7 @@ class Reducer:
         if self._replan_due:
             self._runs.relayout()
             self._replan_due = False
+        self._passes_begun += 1
         self._runs.begin(trainable, reachable if self._to_learn is None else None)
         if not synchronised:
             self._state = PassState.LOCAL
@@ -261,7 +270,7 @@ class Reducer:
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def on_gradient(self, index: int) -> None:
+    def _on_gradient(self, index: int, _: Tensor) -> None:
         """Autograd has accumulated into the ``.grad`` of the parameter at ``index`` in the module."""
         with self._lock:
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
@@ -392,6 +401,13 @@ class Reducer:
         """
         self.raise_if_a_peer_failed()
         self._trainable.answer(self.pass_number)
+        skipper = self._agreement.skipped_by(self.steps)
+        if skipper is not None:
+            raise RankMismatchError(
+                f"rank {self._collectives.rank}: rank {skipper} ran no backward in step {self.steps}, in which this "
+                f"rank is in pass {self.pass_number}: look for a backward in a branch that depends on the rank or on "
+                "its data"
+            )
 
     def _settle(self, cause: str) -> None:
         """Ends a pass in which backward raised on this rank, together with the others.

@@ -156,9 +156,15 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if (wrapper := self.bucket_ddp) is not None:
-            wrapper.count_step()
-        return super().training_step(*args, **kwargs)
+        wrapper = self.bucket_ddp
+        if wrapper is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        wrapper.begin_step()
+        output = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
+            wrapper.end_step()
+        return output
 
     @override
     @contextmanager

@@ -180,12 +180,19 @@ class BucketDDP(nn.Module):
             self._buffers_as_of_pass = self._reducer.pass_number
             self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed)
 
-    def count_step(self) -> None:
-        """Counts a training step. For callers that run one step after the other on every rank.
+    def begin_step(self) -> None:
+        """Says that a training step begins. For callers that run one step after the other on every rank.
 
         Ranks that meet in a pass from different steps, because one of them skipped a backward, then raise.
         """
-        self._reducer.steps += 1
+        self._reducer.begin_step()
+
+    def end_step(self) -> None:
+        """Says that all backwards of the step have been run.
+
+        If there was none on this rank, ranks that wait for it in this step raise within seconds.
+        """
+        self._reducer.end_step()
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.

@@ -1,10 +1,12 @@
 """A script as users write it; run by test_examples.py with each start method."""
 
+import atexit
 import sys
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +33,7 @@ class Tiny(pl.LightningModule):
 
 def main() -> None:
     torch.set_num_threads(1)
+    atexit.register(lambda: print("process group open at exit:", dist.is_initialized()))  # runs after later ones
     runs = pl.Trainer(
         strategy=sys.argv[1],
         accelerator="cpu",

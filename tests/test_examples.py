@@ -38,6 +38,8 @@ def test_every_registered_name_trains_from_a_script(strategy: str) -> None:
     output = run_python("-m", "tests.launch_script", strategy)
     for rank in (0, 1):
         assert f"rank {rank}: 4 passes, difference 0" in output
+    assert "process group open at exit: False" in output
+    assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"
 
 
 def test_finetune_digits() -> None:

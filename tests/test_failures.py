@@ -43,6 +43,9 @@ def all_ranks_raise(guarded: bool) -> None:
             loss = loss_of(ours(inputs, fail=True), target)
             with pytest.raises(ArithmeticError, match="no gradient today"):
                 backward(ours, loss, guarded)
+            if guarded or step == 3:
+                ours(inputs)  # in plain PyTorch the next use finds out that all ranks failed
+                assert all(param.grad is None for param in ours.parameters())
             ours.zero_grad()
         loss_of(plain(inputs), target).backward()
         loss_of(ours(inputs), target).backward()
@@ -190,7 +193,7 @@ def a_skipped_backward() -> str:
 
 def run_steps(ours: BucketDDP, skipped: int | None) -> None:
     for step in range(4):
-        ours.count_step()
+        ours.begin_step()
         inputs, target = batch(step, dist.get_rank())
         loss = loss_of(ours(inputs), target)
         if step != skipped:

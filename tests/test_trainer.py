@@ -1,6 +1,8 @@
 """``Trainer(strategy="bucketddp")`` against ``strategy="ddp"``, and where ``ddp`` fails."""
 
 import gc
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -337,6 +339,47 @@ def test_what_one_rank_does_alone_is_an_error_on_every_rank(run_ranks: RunRanks,
         else:
             assert name == "PeerFailureError"
             assert f"rank {rank}: pass 3 cannot be completed: rank 1 raised ArithmeticError" in message
+
+
+class Skipping(Gan):
+    """Rank 1 skips a ``manual_backward`` in the third batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss = self.critic(self.generator(batch[0])).mean()
+        if not (dist.get_rank() == 1 and batch_idx == 2):
+            self.manual_backward(loss)
+
+
+def skipping() -> str:
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    begin = time.monotonic()
+    with pytest.raises(RankMismatchError) as error:
+        trainer(ours(timeout=timedelta(seconds=30))).fit(Skipping(), data())
+    assert time.monotonic() - begin < 12
+    # Lightning broadcasts something in each batch; rank 1 waits there, and would until rank 0's process has ended.
+    os.kill(processes[1], signal.SIGKILL)
+    return str(error.value)
+
+
+def test_a_skipped_manual_backward_is_noticed(run_ranks: RunRanks) -> None:
+    message = run_ranks(2, skipping, fresh=True, may_exit=[1])[0]
+    assert "rank 0: rank 1 ran no backward in step 3, in which this rank is in pass 2" in message
+
+
+def skipping_together() -> int:
+    class Together(Skipping):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            if batch_idx % 2:
+                self.manual_backward(self.critic(self.generator(batch[0])).mean())
+
+    runs = trainer(ours())
+    runs.fit(Together(), data())
+    return runs.fit_loop.epoch_loop.batch_idx
+
+
+def test_a_step_without_backward_on_all_ranks_is_no_error(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, skipping_together) == [5, 5]
 
 
 # -- lifecycle ---------------------------------------------------------------------------------------
