@@ -37,7 +37,7 @@ class BucketRun:
     def __init__(self, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
         self.slots = bucket.slots
         self.flat = flat
-        self.held_back = held_back  # holds a repeated gradient: only the end of backward may launch it
+        self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
         self.waiting: set[int] = set()
         self.streams: set[torch.Stream] = set()
         self.launched = False
@@ -92,7 +92,7 @@ class BucketRuns:
             BucketRun(
                 bucket,
                 self._buffers.bucket_flat(bucket),
-                held_back=any(kinds[slot] is SlotKind.REPEATED for slot in bucket.slots),
+                held_back=any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
             )
             for bucket in self._buffers.layout.buckets
         ]

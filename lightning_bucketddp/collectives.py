@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -24,9 +25,17 @@ class Pending:
         after: Run once, on the waiting thread, when the collective has completed.
         blocking: Whether the host must wait for it (CPU tensors). On accelerators waiting only makes
             the current stream wait.
+        left_behind: Called with the error when a wait ends with one, the collective being under way still.
     """
 
-    def __init__(self, work: dist.Work | None, after: Callable[[], object] | None, blocking: bool) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None = None,
+        after: Callable[[], object] | None = None,
+        blocking: bool = False,
+        left_behind: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._left_behind = left_behind
         self._work = work
         self._after = after
         self._blocking = blocking
@@ -45,6 +54,17 @@ class Pending:
         Raises:
             RuntimeError: What the backend raises when a peer is gone or the time is up.
         """
+        try:
+            self._wait(on_idle)
+        except BaseException as error:
+            self._left_behind(str(error))
+            raise
+        self._work = None
+        if self._after is not None:
+            self._after()
+            self._after = None
+
+    def _wait(self, on_idle: Callable[[], None] | None) -> None:
         work = self._work
         if work is not None:
             if on_idle is not None and self._blocking and not work.is_completed():
@@ -53,13 +73,9 @@ class Pending:
                 while not done.wait(POLL_SECONDS):
                     on_idle()
             work.wait()
-        self._work = None
-        if self._after is not None:
-            self._after()
-            self._after = None
 
 
-_left_behind: dict[str, str] = {}
+_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class Collectives:
@@ -101,11 +117,20 @@ class Collectives:
         Args:
             why: What happened.
         """
-        _left_behind[self._group.group_name] = why
+        _left_behind[self._group] = why
 
-    def left_behind(self) -> str | None:
-        """Why the group is not fit for use any more in this process; None if it is."""
-        return _left_behind.get(self._group.group_name)
+    def require_nothing_left_behind(self) -> None:
+        """Requires that the group is fit for use in this process.
+
+        Raises:
+            RuntimeError: If collectives of a failed pass are under way.
+        """
+        why = _left_behind.get(self._group)
+        if why is not None:
+            raise RuntimeError(
+                "expected a process group without unfinished collectives, found one in which a pass failed half-way "
+                f"({why}); start the processes anew, or make a new group"
+            )
 
     def store(self, prefix: str) -> Store:
         """The group's key-value store, with ``prefix`` before every key."""
@@ -137,7 +162,7 @@ class Collectives:
         fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
         """
         if self._nothing_to_do(flat):
-            return Pending(None, None, False)
+            return Pending()
         if flat.is_complex():
             flat = torch.view_as_real(flat)
         after = None
@@ -156,19 +181,18 @@ class Collectives:
     def all_reduce_sum(self, tensor: Tensor) -> Pending:
         """Starts replacing ``tensor`` by its sum over the ranks, in place."""
         if self._nothing_to_do(tensor):
-            return Pending(None, None, False)
+            return Pending()
         return self._started(dist.all_reduce(tensor, group=self._group, async_op=True), None, tensor)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Starts replacing ``tensor`` by the group's rank 0's, in place."""
         if self._nothing_to_do(tensor):
-            return Pending(None, None, False)
+            return Pending()
         work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
         return self._started(work, None, tensor)
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0
 
-    @staticmethod
-    def _started(work: dist.Work | None, after: Callable[[], object] | None, tensor: Tensor) -> Pending:
-        return Pending(work, after, blocking=tensor.device.type == "cpu")
+    def _started(self, work: dist.Work | None, after: Callable[[], object] | None, tensor: Tensor) -> Pending:
+        return Pending(work, after, tensor.device.type == "cpu", self.leave_behind)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 
 class BackwardEnd:
@@ -57,6 +58,21 @@ class BackwardEnd:
         if not self._called:
             self._called = True
             self._dropped()
+
+
+def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Hooks what autograd accumulates into a parameter, also one that is frozen now and may be unfrozen later.
+
+    Returns:
+        None for a parameter that can never have a gradient (integers, inference tensors).
+    """
+    if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
+        return None
+    trainable = param.requires_grad
+    param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
+    handle = param.register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(trainable)
+    return handle
 
 
 def reachable_leaves(root: Tensor) -> set[int] | None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import is_
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_bucketddp.engine import hook_gradient
 
 
 class ModuleWatch:
-    """Remembers a module's structure, and tells cheaply whether a trainable parameter has come in since.
+    """Remembers a module's structure, and refuses gradients of parameters that have come in since.
+
+    A parameter that never gets a gradient, such as an averaged copy's, is of no concern.
 
     Args:
         module: The module, as it was wrapped.
@@ -17,6 +23,7 @@ class ModuleWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known = {id(param) for param in module.parameters()}
+        self._hooks: list[RemovableHandle] = []
         self._remember()
 
     def _remember(self) -> None:
@@ -24,11 +31,10 @@ class ModuleWatch:
             (owner, list(owner._modules.values()), list(owner._parameters.values())) for owner in self._module.modules()
         ]
 
-    def require_no_new_parameters(self) -> None:
-        """Compares the structure with the remembered one; looks closer only where something differs.
+    def look(self) -> None:
+        """Compares the structure with the remembered one, and hooks parameters that were not there.
 
-        Raises:
-            RuntimeError: If there is a trainable parameter that was not there; names it.
+        Their gradients raise a RuntimeError in backward that names them.
         """
         for owner, modules, params in self._structure:
             if (
@@ -40,13 +46,25 @@ class ModuleWatch:
                 break
         else:
             return
-        unknown = [(name, param) for name, param in self._module.named_parameters() if id(param) not in self._known]
-        for name, param in unknown:
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name!r} was added or replaced after the module was wrapped, so that its gradient "
-                    "would not be averaged over the ranks; change the module before it is wrapped (a LightningModule "
-                    "in configure_model() or setup()), or close() the wrapper and wrap the module again"
-                )
-        if not unknown:  # something without parameters has come or gone, or parameters have gone
-            self._remember()
+        for name, param in self._module.named_parameters():
+            if id(param) not in self._known:
+                self._known.add(id(param))
+                hook = hook_gradient(param, partial(_refuse, name))
+                if hook is not None:
+                    self._hooks.append(hook)
+        self._remember()
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _refuse(name: str, param: Tensor) -> None:
+    if param.requires_grad:
+        raise RuntimeError(
+            f"parameter {name!r} was added or replaced after the module was wrapped, so that its gradient would not be "
+            "averaged over the ranks; change the module before it is wrapped (a LightningModule in configure_model() "
+            "or setup()), or close() the wrapper and wrap the module again"
+        )

@@ -26,13 +26,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
 from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.control import Control, ControlExchange, fingerprint
-from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
+from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.ready_order import ReadyOrder
 from lightning_bucketddp.slots import SlotTable, TrainableSet
@@ -40,6 +39,10 @@ from lightning_bucketddp.trainable import TrainableHistory
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others to take note before it goes on raising."""
+
+
+MAX_LEARNED_SETS = 64
+"""Trainable sets whose first pass teaches the order of what was never seen before."""
 
 
 class PassState(Enum):
@@ -57,6 +60,11 @@ class PassState(Enum):
     """The ranks cannot go on together; every use raises."""
     CLOSED = auto()
     """Hooks are gone; nothing is reduced any more."""
+
+
+def is_reducers_own(hook: object) -> bool:
+    """Whether a post-accumulate-grad hook is a reducer's."""
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)
 
 
 class Reducer:
@@ -93,7 +101,8 @@ class Reducer:
         self._find_unused = find_unused_parameters
         self._slots = SlotTable(named_params, bucket_cap_bytes)
         self._runs = BucketRuns(self._slots, collectives)
-        self.hooks = [self._hook(index) for index in range(len(self._slots.all_params))]
+        hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
+        self.hooks = [hook for hook in hooks if hook is not None]
 
         devices = {param.device for param in self._slots.all_params}
         # Each device has its autograd thread; with one device there is nobody to lock out.
@@ -116,15 +125,7 @@ class Reducer:
         self._control: ControlExchange | None = None
         self._unread: deque[ControlExchange] = deque()
         self._to_learn: ReadyOrder | None = ReadyOrder()
-
-    def _hook(self, index: int) -> RemovableHandle:
-        """Hooks a parameter, frozen or not: one that is frozen now may be unfrozen inside a step."""
-        param = self._slots.all_params[index]
-        trainable = param.requires_grad
-        param.requires_grad_(True)  # torch refuses hooks on a parameter that is frozen at the moment
-        handle = param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
-        param.requires_grad_(trainable)
-        return handle
+        self._learned_sets: set[TrainableSet] = set()
 
     # -- what others may ask -------------------------------------------------------------------------
 
@@ -189,11 +190,15 @@ class Reducer:
         except RuntimeError as error:
             self._fail(str(error), cause=f"gave up: {error}")
             raise
-        if changed and not self._slots.knows(trainable):
-            added = self._slots.add(trainable)
-            if added:
-                self._to_learn = ReadyOrder()
+        if not changed:
+            return
+        if not self._slots.knows(trainable):
+            self._slots.add(trainable)
             self._replan_due = True
+        if trainable not in self._learned_sets and len(self._learned_sets) < MAX_LEARNED_SETS:
+            self._learned_sets.add(trainable)
+            if self._slots.unseen(trainable):
+                self._to_learn = ReadyOrder()
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
         """Called when backward reaches a tensor that ``forward`` returned.
@@ -270,8 +275,10 @@ class Reducer:
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def _on_gradient(self, index: int, _: Tensor) -> None:
-        """Autograd has accumulated into the ``.grad`` of the parameter at ``index`` in the module."""
+    def _on_gradient(self, index: int, param: Tensor) -> None:
+        """Autograd has accumulated into ``param.grad``; ``param`` is the parameter at ``index`` in the module."""
+        if not param.requires_grad:  # frozen since forward: autograd calls the hook and accumulates nothing
+            return
         with self._lock:
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
@@ -329,10 +336,10 @@ class Reducer:
         unused: list[int] = []
         for run in runs.active:
             assert run.pending is not None
-            with self._waiting_for(run):
+            with self.waiting_for(run):
                 run.pending.wait(self._while_waiting)
             unused.extend(runs.publish(run))
-        with self._waiting_for(None):
+        with self.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
         if unused or self._to_learn is not None or exchange.arrived():
             control = exchange.read()
@@ -359,7 +366,7 @@ class Reducer:
 
     def _learn(self, order: ReadyOrder) -> None:
         """The first pass teaches the order; the next pass is laid out by it."""
-        with self._waiting_for(None):
+        with self.waiting_for("the order of readiness"):
             positions, repeated = order.share(
                 len(self._slots), self._collectives, self._runs.device, self.raise_if_a_peer_failed
             )
@@ -473,7 +480,7 @@ class Reducer:
             self._require_success(self._unread.popleft().read())
 
     @contextmanager
-    def _waiting_for(self, run: BucketRun | None) -> Iterator[None]:
+    def waiting_for(self, what: str | BucketRun) -> Iterator[None]:
         """Around a wait: whatever it raises leaves the reducer failed, and says what was waited for."""
         try:
             yield
@@ -481,9 +488,8 @@ class Reducer:
             self._fail(str(error))
             raise
         except RuntimeError as error:
-            what = "the control vector"
-            if run is not None:
-                names = [self._slots.specs[slot].name for slot in run.slots]
+            if isinstance(what, BucketRun):
+                names = [self._slots.specs[slot].name for slot in what.slots]
                 what = f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
             cause = "another rank ended or did not get here in time; its output tells why"
             with suppress(RuntimeError):  # the store goes with the rank that serves it

@@ -22,7 +22,7 @@ class SlotKind(Enum):
 
     NORMAL = 0
     NEVER_SEEN = 1
-    """No gradient in the pass that taught the order: must hold nobody up."""
+    """No gradient in the passes that taught the order: must hold nobody up, and may come any number of times."""
     REPEATED = 2
     """More than one gradient in one pass (re-entrant checkpointing of one layer several times): only the end of
     backward tells that the last has come."""
@@ -103,6 +103,10 @@ class SlotTable:
         if trainable not in self._grouping_sets and len(self._grouping_sets) < MAX_GROUPING_SETS:
             self._grouping_sets.append(trainable)
         return range(known, len(self.params))
+
+    def unseen(self, trainable: TrainableSet) -> bool:
+        """Whether a parameter of the set has not had a gradient in any pass that taught the order."""
+        return any(slot not in self._seen and self.is_in(slot, trainable) for slot in range(len(self)))
 
     def learn(self, positions: Sequence[float | None], repeated: Iterable[int]) -> None:
         """Takes in the order in which gradients became ready.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.wrapper import DEFAULT_TIMEOUT, BucketDDP
+from lightning_bucketddp.wrapper import DEFAULT_TIMEOUT, BucketDDP, require_fit_group
 
 _START_METHODS: dict[str, Literal["popen", "spawn", "fork", "forkserver"]] = {
     "bucketddp": "popen",
@@ -97,6 +97,8 @@ class BucketDDPStrategy(DDPStrategy):
         if mine:
             # Lightning does this for NCCL only; a gloo process that exits with an open group aborts now and then.
             atexit.register(_destroy_process_group)
+        else:  # another fit in the same processes: Lightning's own collectives come before the module is wrapped
+            require_fit_group(None, self._timeout)
 
     @override
     def configure_ddp(self) -> None:

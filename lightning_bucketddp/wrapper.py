@@ -20,7 +20,7 @@ from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.layout import MIB, Layout, ParamSpec
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
-from lightning_bucketddp.reducer import PassState, Reducer
+from lightning_bucketddp.reducer import PassState, Reducer, is_reducers_own
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others to agree on something; torch's default for process groups."""
@@ -88,7 +88,7 @@ class BucketDDP(nn.Module):
         try:
             _require_valid_options(bucket_cap_mb, module_buffers)
             _require_valid_parameters(module, params)
-            self._require_fit_group()
+            self._collectives.require_nothing_left_behind()
             entries = _entries(module, params, options)
         except (ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
@@ -111,14 +111,6 @@ class BucketDDP(nn.Module):
             if param.requires_grad:
                 _open_wrappers[id(param)] = self
 
-    def _require_fit_group(self) -> None:
-        why = self._collectives.left_behind()
-        if why is not None:
-            raise RuntimeError(
-                "expected a process group without unfinished collectives, found one in which a pass failed half-way "
-                f"({why}); start the processes anew, or make a new group"
-            )
-
     # -- passes --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +118,7 @@ class BucketDDP(nn.Module):
         if not torch.is_grad_enabled() or self._reducer.state is PassState.CLOSED:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
-        self._watch.require_no_new_parameters()
+        self._watch.look()
         if self.training:
             self.synchronise_module_buffers()
         output = self.module(*args, **kwargs)
@@ -178,7 +170,8 @@ class BucketDDP(nn.Module):
         """
         if self._buffers_as_of_pass != self._reducer.pass_number:
             self._buffers_as_of_pass = self._reducer.pass_number
-            self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed)
+            with self._reducer.waiting_for("the module buffers"):
+                self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed)
 
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
@@ -211,6 +204,7 @@ class BucketDDP(nn.Module):
         """
         self._reducer.close()
         _remove_hooks(self._leaf_hooks)
+        self._watch.close()
         for param in self.module.parameters():
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
@@ -252,6 +246,25 @@ class BucketDDP(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
+def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
+    """Requires, on all ranks alike, that no collectives of a failed pass are under way in the group.
+
+    For callers that use the group themselves before they wrap: their collectives would be paired with those.
+
+    Raises:
+        RuntimeError: On a rank that left some.
+        PeerFailureError: On the other ranks.
+    """
+    collectives = Collectives(process_group)
+    agreement = Agreement(collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
+    problem: Exception | None = None
+    try:
+        collectives.require_nothing_left_behind()
+    except RuntimeError as error:
+        problem = error
+    agreement.require_same("the process group", [], problem)
+
+
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
@@ -281,7 +294,8 @@ def _require_valid_parameters(module: nn.Module, params: list[tuple[str, nn.Para
                 "close() that one first"
             )
         # Private, like everything that tells of such hooks; without it they go unnoticed. A test notices.
-        if getattr(param, "_post_accumulate_grad_hooks", None):
+        hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+        if not all(is_reducers_own(hook) for hook in hooks):  # of a wrapper in which it is frozen too
             raise ValueError(
                 f"parameter {name!r} has a post-accumulate-grad hook: it would run before the gradient is averaged, "
                 "and an optimizer that steps there lets the ranks drift apart. Step after backward instead; a hook "

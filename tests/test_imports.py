@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "ready_order": {"collectives"},
     "agreement": {"collectives"},
     "module_state": {"collectives"},
-    "module_watch": set(),
+    "module_watch": {"engine"},
     "bucket_runs": {"collectives", "grad_buffer", "layout", "slots"},
     "trainable": {"agreement", "slots"},
     "reducer": {

@@ -657,16 +657,64 @@ def new_head() -> str:
     inputs, target = batch(0, dist.get_rank())
     module.note = nn.Identity()  # no parameters: of no concern
     nn.functional.mse_loss(ours(inputs), target).backward()
+    module.average = copy.deepcopy(module.head)  # gets no gradient: of no concern
+    nn.functional.mse_loss(ours(inputs), target).backward()
     module.head = nn.Linear(16, 4)
     with pytest.raises(RuntimeError) as error:
-        ours(inputs)
+        nn.functional.mse_loss(ours(inputs), target).backward()
     ours.close()
+    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
     return str(error.value)
 
 
 def test_a_parameter_replaced_after_wrapping_is_refused_by_name(run_ranks: RunRanks) -> None:
     for message in run_ranks(2, new_head):
-        assert "parameter 'head.weight' was added or replaced after the module was wrapped" in message
+        assert "parameter 'head." in message
+        assert "was added or replaced after the module was wrapped" in message
+
+
+def not_for_gradients() -> None:
+    """Frozen parameters that can have no gradient, and a frozen module that two wrappers share."""
+
+    class Quantised(nn.Module):
+        def __init__(self, encoder: nn.Module) -> None:
+            super().__init__()
+            self.encoder, self.head = encoder, nn.Linear(8, 4)
+            self.codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x))
+
+    encoder = nn.Linear(8, 8).requires_grad_(False)
+    first, second = BucketDDP(Quantised(encoder)), BucketDDP(Quantised(encoder))
+    inputs, _ = batch(0, dist.get_rank())
+    (first(inputs) + second(inputs)).sum().backward()
+    assert (first.passes, second.passes) == (1, 1)
+    first.close()
+    second.close()
+
+
+def test_frozen_parameters_may_be_integers_and_shared(run_ranks: RunRanks) -> None:
+    run_ranks(2, not_for_gradients)
+
+
+def first_used_later() -> None:
+    """A block under a re-entrant checkpoint, called three times, that the first passes do not use."""
+    rank = dist.get_rank()
+    plain = seeded(lambda: Checkpointed(use_reentrant=True, calls=0))
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001)
+    for step in range(4):
+        plain.calls = ours.module.calls = 3 if step >= 2 else 0
+        inputs, target = batch(step, rank)
+        for model in (plain, ours):
+            model.zero_grad()
+            nn.functional.mse_loss(model(inputs), target).backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    ours.close()
+
+
+def test_a_branch_first_used_later_may_be_checkpointed_several_times(run_ranks: RunRanks) -> None:
+    run_ranks(2, first_used_later)
 
 
 def averaging_op() -> list[str]:

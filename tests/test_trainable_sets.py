@@ -267,6 +267,31 @@ def test_a_rank_that_changes_between_forward_and_backward_is_named(run_ranks: Ru
         assert elapsed < 8
 
 
+def frozen_between_forward_and_backward() -> None:
+    """Autograd calls the hooks of parameters that were frozen since forward, and accumulates nothing."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    plain = Mlp(depth=4)
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=TINY)
+    for step in range(6):
+        inputs, target = batch(step, rank)
+        for model in (plain, ours):
+            model.zero_grad()
+            module = model if model is plain else ours.module
+            module.layers.requires_grad_(True)
+            with ours.no_sync():
+                loss_of(model(inputs), target).backward()
+            loss = loss_of(model(inputs), target)
+            module.layers[step % 3].requires_grad_(False)
+            loss.backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    ours.close()
+
+
+def test_parameters_frozen_between_forward_and_backward(run_ranks: RunRanks) -> None:
+    run_ranks(2, frozen_between_forward_and_backward)
+
+
 def unfrozen_and_repeated() -> None:
     """The unfrozen block is called three times in a re-entrant checkpoint: its gradients come three times."""
     rank = dist.get_rank()

@@ -410,6 +410,23 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory(run_ranks: RunRanks) ->
         assert difference == 0
 
 
+def fit_after_a_failure(kind: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    with pytest.raises((ArithmeticError, PeerFailureError)):
+        trainer(ours(timeout=timedelta(seconds=30))).fit(Failing(kind), data())
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        trainer(ours(timeout=timedelta(seconds=30))).fit(Regression(), data())
+    assert time.monotonic() - begin < 12
+    return type(error.value).__name__, f"rank {rank}: {error.value}"
+
+
+def test_fit_after_one_rank_failed_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    for _, message in run_ranks(2, fit_after_a_failure, "raises in forward", fresh=True):
+        assert "expected a process group without unfinished collectives" in message
+        assert "ArithmeticError: no output today" in message
+
+
 def validate_and_test() -> list[float]:
     seen = []
 
