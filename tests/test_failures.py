@@ -206,15 +206,19 @@ def test_a_rank_that_skipped_a_backward_is_noticed(run_ranks: RunRanks) -> None:
         assert f"rank {rank}: ranks met in pass 1 from different steps; this rank is in step {2 + rank}" in message
 
 
-def the_group_of_a_failed_pass() -> tuple[str, str]:
-    module = Mlp()
+def the_group_of_a_failed_pass(waits_for: str) -> tuple[str, str]:
+    """Rank 0 waits for a bucket, or rank 1 for rank 0's module buffers, when the other has failed."""
+    module = ConvBatchNorm()
     ours = BucketDDP(module, timeout=timedelta(seconds=20))
     rank = dist.get_rank()
     inputs, target = batch(0, rank)
-    if rank == 1:
+    loss_of(ours(inputs), target).backward()
+    if waits_for == "bucket":
+        ours.synchronise_module_buffers()
+    if rank == (1 if waits_for == "bucket" else 0):
         ours.publish_failure(OSError("disk full"))
     else:
-        with pytest.raises(PeerFailureError):
+        with pytest.raises(PeerFailureError, match="disk full"):
             loss_of(ours(inputs), target).backward()
     ours.close()
     with pytest.raises(RuntimeError) as error:
@@ -222,13 +226,17 @@ def the_group_of_a_failed_pass() -> tuple[str, str]:
     return type(error.value).__name__, str(error.value)
 
 
-def test_a_group_with_collectives_left_behind_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
-    (kind0, message0), (kind1, message1) = run_ranks(2, the_group_of_a_failed_pass, fresh=True)
-    assert kind0 == "RuntimeError"
-    assert "disk full" in message0
-    assert kind1 == "PeerFailureError"
-    assert "rank 1: rank 0 cannot go on" in message1
-    assert "start the processes anew" in message1
+@pytest.mark.parametrize("waits_for", ["bucket", "module buffers"])
+def test_a_group_with_collectives_left_behind_is_refused_on_every_rank(run_ranks: RunRanks, waits_for: str) -> None:
+    waited, failed = (0, 1) if waits_for == "bucket" else (1, 0)
+    results = run_ranks(2, the_group_of_a_failed_pass, waits_for, fresh=True)
+    kind, message = results[waited]
+    assert kind == "RuntimeError"
+    assert "disk full" in message
+    kind, message = results[failed]
+    assert kind == "PeerFailureError"
+    assert f"rank {failed}: rank {waited} cannot go on" in message
+    assert "start the processes anew" in message
 
 
 def late_gradient() -> str:

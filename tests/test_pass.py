@@ -699,16 +699,20 @@ def test_frozen_parameters_may_be_integers_and_shared(run_ranks: RunRanks) -> No
 
 
 def first_used_later() -> None:
-    """A block under a re-entrant checkpoint, called three times, that the first passes do not use."""
+    """A block under a re-entrant checkpoint, called three times, that the first passes do not use.
+
+    The stem is frozen: no other gradient comes after the block's, for which its bucket might wait by chance.
+    """
     rank = dist.get_rank()
     plain = seeded(lambda: Checkpointed(use_reentrant=True, calls=0))
+    plain.stem.requires_grad_(False)
     ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001)
     for step in range(4):
         plain.calls = ours.module.calls = 3 if step >= 2 else 0
         inputs, target = batch(step, rank)
         for model in (plain, ours):
             model.zero_grad()
-            nn.functional.mse_loss(model(inputs), target).backward()
+            nn.functional.mse_loss(model(inputs.requires_grad_()), target).backward()
         assert_grads(ours.module, mean_over_ranks(plain))
     ours.close()
 

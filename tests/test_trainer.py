@@ -166,6 +166,18 @@ def test_what_a_rank_uses_may_depend_on_the_rank(
         assert set(unmoved) == expected
 
 
+def unused_with_ddp() -> str:
+    with pytest.raises(RuntimeError) as error:
+        trainer(ddp()).fit(ByRank("unused"), data())
+    return str(error.value)
+
+
+def test_ddp_raises_where_a_parameter_is_unused(run_ranks: RunRanks) -> None:
+    """The reason for the test above; `ddp` hangs in the other cases, which is not tried here."""
+    for message in run_ranks(2, unused_with_ddp, fresh=True):
+        assert "parameters that were not used in producing the loss" in message
+
+
 class Backboned(Regression):
     """A frozen backbone that ``BackboneFinetuning`` unfreezes."""
 
