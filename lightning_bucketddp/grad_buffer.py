@@ -49,11 +49,6 @@ class GradBuffers:
         if grad is self.views[slot]:
             self.views[slot] = self._view(slot)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the flat tensors."""
-        return self.layout.nbytes
-
     def bucket_flat(self, bucket: Bucket) -> Tensor:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]

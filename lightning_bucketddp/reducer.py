@@ -38,7 +38,10 @@ from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.trainable import TrainableHistory
 
 SETTLE_SECONDS = 10.0
-"""How long a rank whose backward raised waits for the others to take note before it goes on raising."""
+"""How long a rank whose backward raised waits for the others to take note before it goes on raising.
+
+A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
+"""
 
 
 MAX_LEARNED_SETS = 64
@@ -365,7 +368,7 @@ class Reducer:
         return self._control
 
     def _learn(self, order: ReadyOrder) -> None:
-        """The first pass teaches the order; the next pass is laid out by it."""
+        """Takes in the order that this pass showed, on all ranks alike; the next pass is laid out by it."""
         with self.waiting_for("the order of readiness"):
             positions, repeated = order.share(
                 len(self._slots), self._collectives, self._runs.device, self.raise_if_a_peer_failed
