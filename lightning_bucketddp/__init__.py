@@ -4,11 +4,12 @@ Importing the package registers ``Trainer(strategy="bucketddp")`` and its varian
 """
 
 from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.bucket_runs import GradientError
 from lightning_bucketddp.strategy import BucketDDPStrategy, register
 from lightning_bucketddp.wrapper import BucketDDP
 
 __version__ = "0.1.0"
 
-__all__ = ["BucketDDP", "BucketDDPStrategy", "PeerFailureError", "RankMismatchError", "__version__"]
+__all__ = ["BucketDDP", "BucketDDPStrategy", "GradientError", "PeerFailureError", "RankMismatchError", "__version__"]
 
 register()

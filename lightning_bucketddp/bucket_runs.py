@@ -7,6 +7,7 @@ buffer never reaches the wire.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,6 +20,10 @@ from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 
 MAX_REMEMBERED_SETS = 64
 """Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
+
+
+class GradientError(RuntimeError):
+    """A gradient that is not to be averaged: not finite, or larger than the limit that was asked for."""
 
 
 class BucketRun:
@@ -50,6 +55,8 @@ class BucketRuns:
     Args:
         slots: The slots; a layout is made of what the table knows.
         collectives: The group.
+        overlap: Whether buckets are launched as they become complete; if not, all of them at the end of backward.
+        max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
 
     Attributes:
         contributing: Slots with a gradient since their last reduction.
@@ -57,15 +64,24 @@ class BucketRuns:
         launched: How many of them have been launched.
     """
 
-    def __init__(self, slots: SlotTable, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        slots: SlotTable,
+        collectives: Collectives,
+        overlap: bool = True,
+        max_abs_grad: float | None = None,
+    ) -> None:
         self._slots = slots
         self._collectives = collectives
+        self._overlap = overlap
+        self._max_abs_grad = max_abs_grad
         self._on_accelerator = any(param.device.type != "cpu" for param in slots.all_params)
-        self._buffers = GradBuffers(slots.plan())
+        self._make_buffers()
         self._make_runs()
         self.contributing: set[int] = set()
         self.active: list[BucketRun] = []
         self.launched = 0
+        self._known_clear = False
         # Gradients that were there before the pass without anything new in them; the clone if `.grad` is the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -82,24 +98,38 @@ class BucketRuns:
     @property
     def device(self) -> torch.device:
         """A device whose tensors the group sends."""
-        return self._runs[0].flat.device
+        return self._slots.all_params[0].device
 
     # -- layout --------------------------------------------------------------------------------------
+
+    def _make_buffers(self) -> None:
+        self._buffers = GradBuffers(self._slots.plan())
+
+    def _memory(self, index: int) -> Tensor:
+        """The contiguous 1-D tensor of a bucket."""
+        return self._buffers.bucket_flat(self._buffers.layout.buckets[index])
 
     def _make_runs(self) -> None:
         kinds = self._slots.kinds
         self._runs = [
             BucketRun(
                 bucket,
-                self._buffers.bucket_flat(bucket),
-                held_back=any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
+                self._memory(index),
+                held_back=not self._overlap or any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
             )
-            for bucket in self._buffers.layout.buckets
+            for index, bucket in enumerate(self.layout.buckets)
         ]
+        self._bind_main_grads()
         self._run_of = {slot: run for run in self._runs for slot in run.slots}
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
 
+    def _bind_main_grads(self) -> None:
+        for slot in self._slots.with_main_grad():
+            self._slots.params[slot].main_grad = self._buffers.views[slot]  # type: ignore[attr-defined]
+
     def _forget_runs(self) -> None:
+        for slot in self._slots.with_main_grad():
+            self._slots.params[slot].__dict__.pop("main_grad", None)
         self._runs.clear()
         self._run_of.clear()
         self._expected.clear()
@@ -135,6 +165,41 @@ class BucketRuns:
             ]
             self._expected[trainable] = found
         return found
+
+    # -- between passes ------------------------------------------------------------------------------
+
+    def zero(self) -> None:
+        """Sets all gradients to zero, in the buffers: one fill for each of them."""
+        for flat in self._buffers.flats:
+            flat.zero_()
+        for slot, param in enumerate(self._slots.params):
+            self._buffers.bind(slot, param)
+        self.contributing.clear()
+        self._known_clear = True
+
+    def contribute_present(self) -> None:
+        """Lets every gradient that is there take part in the next reduction, wherever it came from."""
+        self.contributing.update(slot for slot, param in enumerate(self._slots.params) if param.grad is not None)
+
+    def require_clear(self) -> None:
+        """Requires that nothing is in ``.grad`` but what accumulated since the last reduction.
+
+        Raises:
+            RuntimeError: If something is; names the first parameter.
+        """
+        if self._known_clear:
+            return
+        params = self._slots.params
+        old = [slot for slot, p in enumerate(params) if p.grad is not None and slot not in self.contributing]
+        values = [grad for slot in old if (grad := params[slot].grad) is not None]
+        if not values or not any(norm.item() for norm in torch._foreach_norm([v.reshape(-1) for v in values])):
+            return
+        slot = next(slot for slot, value in zip(old, values, strict=True) if value.count_nonzero().item())
+        raise RuntimeError(
+            f"rank {self._collectives.rank}: expected cleared gradients before a pass whose sum is not divided by the "
+            f"world size, found {self._slots.specs[slot].name!r} with the gradient of an earlier one, which would be "
+            "rescaled once more; call optimizer.zero_grad() after each step"
+        )
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -176,7 +241,7 @@ class BucketRuns:
             )
         self.contributing.add(slot)
         if self._on_accelerator:
-            run.streams.add(torch.accelerator.current_stream(run.flat.device))
+            run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
         waiting = run.waiting
         if slot in waiting:
             waiting.discard(slot)
@@ -218,11 +283,37 @@ class BucketRuns:
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
-        params, views, contributing = self._slots.params, self._buffers.views, self.contributing
         for stream in run.streams:
-            torch.accelerator.current_stream(run.flat.device).wait_stream(stream)
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
         run.streams.clear()
         self._capture(run)
+        if self._max_abs_grad is not None:
+            self._require_sound(run, self._max_abs_grad)
+        self._fill(run)
+        run.pending = self._collectives.all_reduce_mean(run.flat)
+        run.launched = True
+        self.launched += 1
+
+    def _require_sound(self, run: BucketRun, limit: float) -> None:
+        """Requires that what a bucket is about to send is finite and within the limit. The host waits for it."""
+        params = self._slots.params
+        present = [(slot, g) for slot in run.slots if (g := params[slot].grad) is not None and g.numel()]
+        if not present:
+            return
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm([g for _, g in present], math.inf)])
+        for (slot, _), value in zip(present, largest.tolist(), strict=True):
+            if math.isfinite(value) and value <= limit:
+                continue
+            what = "NaN" if math.isnan(value) else "Inf" if math.isinf(value) else f"{value:.4g} in absolute value"
+            raise GradientError(
+                f"rank {self._collectives.rank}: found {what} in the gradient of parameter "
+                f"{self._slots.specs[slot].name!r} before it was averaged, where max_abs_grad={limit} was asked for; "
+                "look at this rank's batch and loss"
+            )
+
+    def _fill(self, run: BucketRun) -> None:
+        """Gets a bucket's memory ready for the wire, and hides what lies there."""
+        params, views, contributing = self._slots.params, self._buffers.views, self.contributing
         absent: list[Tensor] = []
         for slot in run.slots:
             param = params[slot]
@@ -235,9 +326,6 @@ class BucketRuns:
             param.grad = None
         if absent:
             torch._foreach_zero_(absent)
-        run.pending = self._collectives.all_reduce_mean(run.flat)
-        run.launched = True
-        self.launched += 1
 
     def _keep(self, slot: int, grad: Tensor) -> None:
         """Lets a gradient without anything new take part, and remembers it should no rank have anything new."""
@@ -261,7 +349,7 @@ class BucketRuns:
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
         if used_elsewhere:
-            self._slots.params[slot].grad = self._buffers.views[slot]
+            self._buffers.bind(slot, self._slots.params[slot])
         else:
             self._put_back(slot)
 
@@ -272,10 +360,20 @@ class BucketRuns:
                 grad.copy_(value)
             self._slots.params[slot].grad = grad
 
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiplies what was reduced.
+
+        Args:
+            factor: A number, or a tensor of no dimension on :attr:`device`.
+        """
+        for run in self.active:
+            run.flat.mul_(factor.to(run.flat.device) if isinstance(factor, Tensor) else factor)
+
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
         self.contributing.clear()
+        self._known_clear = False
 
     def drop(self) -> None:
         """Ends a synchronised pass whose gradients are of no use.

@@ -109,6 +109,10 @@ class Collectives:
         """The process group."""
         return self._group
 
+    def is_default(self) -> bool:
+        """Whether the group is the default one, of all processes."""
+        return self._group is dist.group.WORLD
+
     def leave_behind(self, why: str) -> None:
         """Remembers that collectives are under way in the group which not all ranks will join.
 
@@ -184,11 +188,11 @@ class Collectives:
             return Pending()
         return self._started(dist.all_reduce(tensor, group=self._group, async_op=True), None, tensor)
 
-    def broadcast(self, tensor: Tensor) -> Pending:
-        """Starts replacing ``tensor`` by the group's rank 0's, in place."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """Starts replacing ``tensor`` by that of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
             return Pending()
-        work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+        work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         return self._started(work, None, tensor)
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:

@@ -3,9 +3,12 @@
 Layout, all int64::
 
     0            how many ranks failed in this pass
-    1, 2         a fingerprint f of the rank's view of the pass, and f * f
-    3, 4         how many steps c the rank has begun, modulo 2 ** 20, and c * c
-    5 ...        per slot: how many ranks have something to contribute
+    1            how many ranks have run out of data
+    2            tokens that the gradients were summed over
+    3, 4         a fingerprint f of the rank's view of the pass, and f * f
+    5, 6         how many steps the rank has begun, modulo 2 ** 20, and the square
+    7, 8         how many training forwards the rank has run, modulo 2 ** 20, and the square
+    9 ...        per slot: how many ranks have something to contribute
 
 All ranks hold the same number f exactly if ``world * sum(f * f) == sum(f) ** 2`` (the equality case of
 Cauchy-Schwarz), which every rank computes from the same two sums, so all of them notice or none does.
@@ -15,13 +18,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives
 
-HEADER = 5
+HEADER = 9
+TOKENS = 2
 _BITS = 20  # f * f * world stays below 2 ** 63 up to 2 ** 23 ranks
 
 
@@ -30,15 +35,36 @@ def fingerprint(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode()) >> (32 - _BITS)
 
 
-def encode(slots: int, used: Collection[int], fingerprint: int, steps: int, failed: bool) -> Tensor:
-    """This rank's control vector, on the CPU.
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of its pass.
 
-    Args:
-        slots: Number of slots in the layout.
-        used: The slots to which this rank contributes.
+    Attributes:
         fingerprint: What :func:`fingerprint` gave for this rank's view of the pass.
         steps: How many steps this rank has begun.
+        forwards: How many training forwards this rank has run.
+        tokens: How many tokens this rank's gradients were summed over, as far as the host knows.
+        tokens_on_device: More of them, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
+        out_of_data: Whether this rank takes part for the others' sake alone.
+    """
+
+    fingerprint: int
+    steps: int = 0
+    forwards: int = 0
+    tokens: int = 0
+    tokens_on_device: Tensor | None = None
+    failed: bool = False
+    out_of_data: bool = False
+
+
+def encode(report: Report, slots: int, used: Collection[int]) -> Tensor:
+    """This rank's control vector, on the CPU, without the tokens that only the device knows.
+
+    Args:
+        report: What this rank says of its pass.
+        slots: Number of slots in the layout.
+        used: The slots to which this rank contributes.
 
     Returns:
         An int64 tensor of ``HEADER + slots`` elements.
@@ -48,8 +74,10 @@ def encode(slots: int, used: Collection[int], fingerprint: int, steps: int, fail
         vector[HEADER:] = 1
     elif used:
         vector[torch.tensor(list(used)) + HEADER] = 1
-    steps %= 2**_BITS
-    vector[:HEADER] = torch.tensor([int(failed), fingerprint, fingerprint * fingerprint, steps, steps * steps])
+    numbers = [report.failed, report.out_of_data, report.tokens]
+    for number in (report.fingerprint, report.steps % 2**_BITS, report.forwards % 2**_BITS):
+        numbers += [number, number * number]
+    vector[:HEADER] = torch.tensor(numbers)
     return vector
 
 
@@ -62,15 +90,17 @@ class Control:
 
     Attributes:
         failed_ranks: On how many ranks backward raised.
+        ranks_out_of_data: How many ranks took part for the others' sake alone.
         agreed: Whether all ranks had the same fingerprint.
         in_step: Whether all ranks have begun the same number of steps.
+        same_forwards: Whether all ranks have run the same number of training forwards.
     """
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
-        failed, total, squares, steps, squared_steps = summed[:HEADER].tolist()
-        self.failed_ranks: int = failed
-        self.agreed: bool = world_size * squares == total * total
-        self.in_step: bool = world_size * squared_steps == steps * steps
+        self.failed_ranks, self.ranks_out_of_data, _, *pairs = summed[:HEADER].tolist()
+        self.agreed, self.in_step, self.same_forwards = (
+            world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)
+        )
         self._used = summed[HEADER:]
 
     def used_somewhere(self, slot: int) -> bool:
@@ -84,30 +114,27 @@ class ControlExchange:
     Args:
         collectives: The group.
         device: The device whose tensors travel.
+        report: As for :func:`encode`.
         slots: As for :func:`encode`.
         used: As for :func:`encode`.
-        fingerprint: As for :func:`encode`.
-        steps: As for :func:`encode`.
-        failed: As for :func:`encode`.
     """
 
     def __init__(
         self,
         collectives: Collectives,
         device: torch.device,
-        *,
+        report: Report,
         slots: int,
         used: Collection[int],
-        fingerprint: int,
-        steps: int,
-        failed: bool,
     ) -> None:
         self._world_size = collectives.world_size
-        vector = encode(slots, used, fingerprint, steps, failed)
+        vector = encode(report, slots, used)
         self._event: torch.Event | None = None
         if device.type != "cpu":
             vector = vector.pin_memory().to(device, non_blocking=True)
-        self._vector = vector
+        if report.tokens_on_device is not None:
+            vector[TOKENS] += report.tokens_on_device.to(device)
+        self._vector = self._summed = vector
         self._pending = collectives.all_reduce_sum(vector)
 
     def wait(self, on_idle: Callable[[], None]) -> None:
@@ -123,6 +150,10 @@ class ControlExchange:
             self._event = torch.Event(self._vector.device)
             self._event.record()
             self._vector = on_host
+
+    def tokens(self) -> Tensor:
+        """The tokens of all ranks, at least 1, as a tensor of no dimension on the device; wait first."""
+        return self._summed[TOKENS].clamp(min=1)
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""

@@ -110,7 +110,15 @@ class GradBuffers:
             self.renew(slot, grad)
         torch._foreach_copy_([self.views[slot] for slot in fresh], sources)
         for slot in fresh:
-            params[slot].grad = self.views[slot]
+            self.bind(slot, params[slot])
+
+    def bind(self, slot: int, param: Tensor) -> None:
+        """Makes the slot's view the parameter's ``.grad``."""
+        view = self.views[slot]
+        if param.grad_dtype not in (view.dtype, None):  # lost where a parameter's data was replaced or copied
+            param.grad = None
+            param.grad_dtype = view.dtype
+        param.grad = view
 
     def require_fit(self, slot: int, grad: Tensor) -> None:
         """Requires that ``grad`` can live in the slot's view.
@@ -123,7 +131,7 @@ class GradBuffers:
             grad.requires_grad
             or grad.layout is not torch.strided
             or grad.shape != spec.shape
-            or grad.dtype is not spec.dtype
+            or grad.dtype not in (spec.dtype, spec.param_dtype)
             or grad.device != self.flats[self.layout.slots[slot].buffer].device
         ):
             raise RuntimeError(self._refusal(slot, grad))

@@ -47,8 +47,9 @@ class ParamSpec:
         shape: Its shape.
         strides: Strides, in elements, of its view: the parameter's own if it is dense and
             non-overlapping, contiguous ones otherwise.
-        dtype: The gradient's dtype.
+        dtype: The gradient's dtype: the parameter's own unless ``Tensor.grad_dtype`` says otherwise.
         device: The device as a string, e.g. ``"cpu"`` or ``"cuda:0"``.
+        param_dtype: The parameter's dtype where the gradient has another; None where it is the same.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParamSpec:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    param_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -74,7 +76,8 @@ class ParamSpec:
         strides = tuple(param.stride())
         if not is_dense(shape, strides):
             strides = contiguous_strides(shape)
-        return cls(name, shape, strides, param.dtype, str(param.device))
+        dtype = param.grad_dtype or param.dtype
+        return cls(name, shape, strides, dtype, str(param.device), None if dtype is param.dtype else param.dtype)
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ def plan(
     order: Sequence[int],
     bucket_cap_bytes: int | None = None,
     groups: Sequence[Hashable] | None = None,
+    multiple: int = 1,
 ) -> Layout:
     """Lays parameters out in the order in which their gradients become ready.
 
@@ -176,6 +180,7 @@ def plan(
         bucket_cap_bytes: Largest bucket in bytes; a parameter larger than that has a bucket of its
             own. ``None``: :func:`default_bucket_cap` of the total, with small buckets at both ends.
         groups: One key per parameter. Parameters with different keys never share a bucket.
+        multiple: Elements that the length of each bucket is a multiple of.
 
     Returns:
         The layout. Slots have the order of ``specs``; buckets are sorted by when their last
@@ -216,6 +221,7 @@ def plan(
         for slot in bucket:
             slots[slot] = Slot(specs[slot], buffer, filled[buffer])
             filled[buffer] += _padded(specs[slot])
+        filled[buffer] += -(filled[buffer] - start) % multiple
         buckets.append(Bucket(buffer, start, filled[buffer], bucket))
     return Layout(
         slots=tuple(slots[index] for index in range(len(specs))),

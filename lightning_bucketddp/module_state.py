@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -18,9 +18,12 @@ _CHUNK_BYTES = 32 * 1024 * 1024
 
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: Sequence[Tensor], collectives: Collectives, on_idle: Callable[[], None] | None = None
+    tensors: Sequence[Tensor],
+    collectives: Collectives,
+    on_idle: Callable[[], None] | None = None,
+    source: int = 0,
 ) -> None:
-    """Gives every rank the group's rank 0's values of ``tensors``, in place.
+    """Gives every rank one rank's values of ``tensors``, in place.
 
     The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device and are
     written back past autograd's version counters: a graph that saved one of the tensors stays valid.
@@ -29,10 +32,11 @@ def broadcast_tensors(
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
         collectives: The group.
         on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+        source: The rank, in the group, whose values it is.
     """
     for chunk in _chunks(tensors):
         staging = _stage(chunk)
-        collectives.broadcast(staging).wait(on_idle)
+        collectives.broadcast(staging, source).wait(on_idle)
         _write_back(staging, chunk)
 
 
@@ -46,16 +50,19 @@ class ModuleBuffers:
         module: The module.
         collectives: The group.
         mode: ``"broadcast"``, ``"mean"`` or ``"off"``.
+        ignored: Qualified names of module buffers that are nobody's business but the rank's.
     """
 
-    def __init__(self, module: nn.Module, collectives: Collectives, mode: ModuleBufferSync) -> None:
+    def __init__(
+        self, module: nn.Module, collectives: Collectives, mode: ModuleBufferSync, ignored: Container[str] = ()
+    ) -> None:
         self._collectives = collectives
         self._mode = mode
         self._owners: list[tuple[nn.Module, str]] = [
             (owner, name)
-            for owner in module.modules()
+            for prefix, owner in module.named_modules()
             for name, buffer in owner.named_buffers(recurse=False)
-            if isinstance(buffer, Tensor)
+            if isinstance(buffer, Tensor) and f"{prefix}.{name}".lstrip(".") not in ignored
         ]
 
     def tensors(self) -> list[Tensor]:
@@ -64,21 +71,31 @@ class ModuleBuffers:
         return list(found.values())
 
     @torch.no_grad()
-    def synchronise(self, on_idle: Callable[[], None] | None = None) -> None:
+    def synchronise(self, on_idle: Callable[[], None] | None = None, active: Sequence[int] | None = None) -> None:
         """Makes the module buffers the same on all ranks, in place, as the mode says.
 
-        With ``"mean"`` floating buffers are averaged; the others (counters) are rank 0's.
+        With ``"mean"`` floating buffers are averaged; the others (counters) are one rank's.
+
+        Args:
+            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+            active: The ranks whose values count, if not all of them; the first is the one whose values are broadcast.
         """
         if self._mode == "off" or not self._owners or self._collectives.world_size == 1:
             return
         tensors = self.tensors()
+        world_size = self._collectives.world_size
+        active = range(world_size) if active is None else active
         if self._mode == "mean":
             for chunk in _chunks([t for t in tensors if t.is_floating_point()]):
                 staging = _stage(chunk)
+                if self._collectives.rank not in active:
+                    staging.zero_()
                 self._collectives.all_reduce_mean(staging).wait(on_idle)
+                if len(active) < world_size:
+                    staging.mul_(world_size / len(active))
                 _write_back(staging, chunk)
             tensors = [t for t in tensors if not t.is_floating_point()]
-        broadcast_tensors(tensors, self._collectives, on_idle)
+        broadcast_tensors(tensors, self._collectives, on_idle, source=active[0])
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

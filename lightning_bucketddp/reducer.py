@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
@@ -28,11 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
-from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
+from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns, GradientError
+from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.control import Control, ControlExchange, fingerprint
+from lightning_bucketddp.control import Control, ControlExchange, Report, fingerprint
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.options import Options
 from lightning_bucketddp.ready_order import ReadyOrder
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.trainable import TrainableHistory
@@ -77,14 +80,16 @@ class Reducer:
         named_params: All parameters of the module, each once, in registration order; the same on every rank.
         collectives: The group.
         agreement: The group's store.
-        bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
-        find_unused_parameters: Look at the graph, where the loss is known, so as not to wait for gradients that
-            this backward will not produce; and open the pass at the root rather than at the first gradient.
+        options: What was asked for.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
         steps: How many steps this rank has begun, if the caller tells. Ranks are expected to be in the same step when
             they are in the same pass.
+        forwards: How many training forwards this rank has run. Ranks that meet in a pass after different numbers of
+            them are told so, once.
+        uneven: Whether some ranks may run out of data before others.
+        divide_by_active: Whether the ranks that have run out of data are left out of the mean.
         pass_number: How many synchronised passes have been completed.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
             drops the reducer removes them.
@@ -96,14 +101,16 @@ class Reducer:
         named_params: Sequence[tuple[str, nn.Parameter]],
         collectives: Collectives,
         agreement: Agreement,
-        bucket_cap_bytes: int | None = None,
-        find_unused_parameters: bool = False,
+        options: Options,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
-        self._find_unused = find_unused_parameters
-        self._slots = SlotTable(named_params, bucket_cap_bytes)
-        self._runs = BucketRuns(self._slots, collectives)
+        self._find_unused = options.find_unused_parameters
+        self._divide_by = options.gradient_divide_by
+        overlap = options.overlap and options.use_contiguous_buffers
+        self._slots = SlotTable(named_params, options.bucket_cap_bytes, options.pad_buckets_to, overlap)
+        runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
+        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad)
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
 
@@ -113,6 +120,14 @@ class Reducer:
 
         self.synchronise = True
         self.steps = 0
+        self.forwards = 0
+        self.uneven = False
+        self.divide_by_active = False
+        self._out_of_data = False
+        self._warned_of_forwards = False
+        self._tokens = 0
+        self._tokens_on_device: Tensor | None = None
+        self._tokens_counted = False
         self._passes_begun = self._passes_begun_before_step = 0
         self.pass_number = 0
         self.early_launches = 0
@@ -127,7 +142,8 @@ class Reducer:
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
         self._unread: deque[ControlExchange] = deque()
-        self._to_learn: ReadyOrder | None = ReadyOrder()
+        self._to_learn: ReadyOrder | None = ReadyOrder() if overlap else None
+        self._learns = overlap
         self._learned_sets: set[TrainableSet] = set()
 
     # -- what others may ask -------------------------------------------------------------------------
@@ -200,7 +216,7 @@ class Reducer:
             self._replan_due = True
         if trainable not in self._learned_sets and len(self._learned_sets) < MAX_LEARNED_SETS:
             self._learned_sets.add(trainable)
-            if self._slots.unseen(trainable):
+            if self._learns and self._slots.unseen(trainable):
                 self._to_learn = ReadyOrder()
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
@@ -217,8 +233,11 @@ class Reducer:
                 return
             self._root_synchronises = synchronised
             self._queue_end()
-            if synchronised and self._find_unused and self._state in (PassState.IDLE, PassState.BROKEN):
-                self._open(synchronised=True)
+            # Before the first gradient, where others must not wait for one that will not come, or where what was
+            # there before must be told from what accumulates now.
+            early = (synchronised and self._find_unused) or self._divide_by != "world_size"
+            if early and self._state in (PassState.IDLE, PassState.BROKEN):
+                self._open(synchronised)
 
     @contextmanager
     def backward_pass(self, loss: Tensor) -> Iterator[None]:
@@ -262,6 +281,13 @@ class Reducer:
         if self._replan_due:
             self._runs.relayout()
             self._replan_due = False
+        if self._divide_by != "world_size":
+            self._runs.require_clear()
+        if synchronised and self._divide_by == "tokens" and not self._tokens_counted and not self._out_of_data:
+            raise RuntimeError(
+                f"rank {self._collectives.rank}: expected count_tokens() before each synchronised backward with "
+                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
+            )
         self._passes_begun += 1
         self._runs.begin(trainable, reachable if self._to_learn is None else None)
         if not synchronised:
@@ -289,6 +315,12 @@ class Reducer:
                 if not self._end_queued:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
+                    if self._divide_by != "world_size":
+                        raise RuntimeError(
+                            f"rank {self._collectives.rank}: expected a backward by way of what forward returned, or "
+                            f"inside backward_pass(), where gradients are divided by {self._divide_by!r}; found one by "
+                            f"neither, in which parameter {self._slots.names[index]!r} got a gradient"
+                        )
                 self._open(self._root_synchronises)
             slot = self._slots.slot_of(index)
             if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
@@ -299,7 +331,82 @@ class Reducer:
                 if self._to_learn is not None:
                     self._to_learn.arrived(slot)
                 elif complete:
-                    self._runs.launch_complete()
+                    self._launch(self._runs.launch_complete)
+
+    def _launch(self, launch: Callable[[], None]) -> None:
+        try:
+            launch()
+        except GradientError as error:  # the others are to hear the reason, not only that backward raised
+            self._agreement.publish_failure(self.pass_number, f"raised {type(error).__name__}: {error}")
+            raise
+
+    # -- a reduction without a backward --------------------------------------------------------------
+
+    def start_reduction(self) -> None:
+        """Opens a synchronised pass for the gradients that are there, and launches all buckets.
+
+        Raises:
+            RuntimeError: If the ranks cannot go on together.
+        """
+        self._runs.contribute_present()
+        self._open(synchronised=True)
+        try:
+            self._launch(self._runs.launch_rest)
+        except BaseException as error:
+            self._settle(f"raised {type(error).__name__}: {error}")
+            raise
+
+    def finish_reduction(self) -> None:
+        """Waits for what :meth:`start_reduction` launched, and publishes the gradients.
+
+        Raises:
+            RuntimeError: If nothing was started, or the ranks cannot go on together.
+        """
+        if self._state is not PassState.SYNCHRONISED:
+            raise RuntimeError("expected a reduction under way, found none; call start_grad_sync() first")
+        self._finish()
+
+    def shadow_pass(self) -> None:
+        """A synchronised pass to which this rank, which has run out of data, contributes nothing."""
+        for param in self._slots.params:
+            param.grad = None
+        self._runs.contributing.clear()
+        self._out_of_data = True
+        try:
+            self._open(synchronised=True)
+            self._runs.launch_rest()
+            self._finish()
+        finally:
+            self._out_of_data = False
+
+    def zero_gradients(self) -> None:
+        """Sets all gradients to zero, in place."""
+        self.require_usable()
+        self._runs.zero()
+
+    # -- tokens --------------------------------------------------------------------------------------
+
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Adds to the number of tokens that this rank's gradients are summed over."""
+        if self._divide_by != "tokens":
+            raise RuntimeError(
+                'expected gradient_divide_by="tokens" where tokens are counted, found '
+                f"gradient_divide_by={self._divide_by!r}"
+            )
+        if not isinstance(tokens, Tensor) and tokens < 0:
+            raise ValueError(f"expected a number of tokens, found {tokens}")
+        self._tokens_counted = True
+        if not isinstance(tokens, Tensor):
+            self._tokens += tokens
+        elif self._tokens_on_device is None:
+            self._tokens_on_device = tokens.detach().to(torch.int64, copy=True).reshape(())
+        else:
+            self._tokens_on_device += tokens.detach().reshape(())
+
+    def _forget_tokens(self) -> None:
+        self._tokens = 0
+        self._tokens_on_device = None
+        self._tokens_counted = False
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -334,36 +441,47 @@ class Reducer:
         """Launches what is left, waits, and publishes the reduced gradients as views."""
         runs = self._runs
         self.early_launches = runs.launched
-        runs.launch_rest()
+        self._launch(runs.launch_rest)
         exchange = self._start_control(failed=False)
-        unused: list[int] = []
         for run in runs.active:
             assert run.pending is not None
             with self.waiting_for(run):
                 run.pending.wait(self._while_waiting)
-            unused.extend(runs.publish(run))
         with self.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
-        if unused or self._to_learn is not None or exchange.arrived():
-            control = exchange.read()
-            self._require_success(control)
+        if self._divide_by != "world_size":
+            divisor = exchange.tokens() if self._divide_by == "tokens" else self._divide_by
+            runs.rescale(self._collectives.world_size / divisor)
+        control = self._require_success(exchange.read()) if self.uneven else None
+        if control is not None and self.divide_by_active and control.ranks_out_of_data:
+            world_size = self._collectives.world_size
+            runs.rescale(world_size / (world_size - control.ranks_out_of_data))
+        unused: list[int] = []
+        for run in runs.active:
+            unused.extend(runs.publish(run))
+        if control is None and (unused or self._to_learn is not None or exchange.arrived()):
+            control = self._require_success(exchange.read())
+        if control is None:
+            self._unread.append(exchange)
+        else:
             for slot in unused:
                 runs.publish_unused(slot, control.used_somewhere(slot))
-        else:
-            self._unread.append(exchange)
         if self._to_learn is not None:
             self._learn(self._to_learn)
         self._end_reduction()
 
     def _start_control(self, failed: bool) -> ControlExchange:
+        report = Report(
+            fingerprint(self.pass_number, self._trainable.since_reduction),
+            self.steps,
+            self.forwards,
+            self._tokens,
+            self._tokens_on_device,
+            failed,
+            self._out_of_data,
+        )
         self._control = ControlExchange(
-            self._collectives,
-            self._runs.device,
-            slots=len(self._slots),
-            used=self._runs.contributing,
-            fingerprint=fingerprint(self.pass_number, self._trainable.since_reduction),
-            steps=self.steps,
-            failed=failed,
+            self._collectives, self._runs.device, report, len(self._slots), self._runs.contributing
         )
         return self._control
 
@@ -380,6 +498,7 @@ class Reducer:
 
     def _end_reduction(self) -> None:
         self._runs.end()
+        self._forget_tokens()
         self._trainable.reduced()
         self._state = PassState.IDLE
         self.pass_number += 1
@@ -461,7 +580,7 @@ class Reducer:
             self._to_learn = ReadyOrder()
         self._end_reduction()
 
-    def _require_success(self, control: Control) -> None:
+    def _require_success(self, control: Control) -> Control:
         if control.failed_ranks:
             cause = self._agreement.failure(self.pass_number) or f"{control.failed_ranks} rank(s) raised in backward"
             self._fail(self._peer_failed(cause))
@@ -469,6 +588,17 @@ class Reducer:
         if not control.agreed:
             self._fail(f"rank {self._collectives.rank}: ranks took pass {self.pass_number} for different things")
             raise RankMismatchError(self._failure)
+        if control.ranks_out_of_data:  # a shadow knows nothing of steps and forwards
+            return control
+        if not control.same_forwards and not self.steps and not self._warned_of_forwards:
+            self._warned_of_forwards = True
+            warnings.warn(
+                f"rank {self._collectives.rank}: ranks met in pass {self.pass_number} after different numbers of "
+                f"training forwards, {self.forwards} on this rank. If some rank skipped a backward, gradients of "
+                "different batches are being averaged; a forward that only some ranks run belongs under "
+                "torch.no_grad()",
+                stacklevel=2,
+            )
         if not control.in_step:
             self._fail(
                 f"rank {self._collectives.rank}: ranks met in pass {self.pass_number} from different steps; this rank "
@@ -476,6 +606,7 @@ class Reducer:
                 "a backward in a branch that depends on the rank or on its data"
             )
             raise RankMismatchError(self._failure)
+        return control
 
     def _read_controls_that_arrived(self) -> None:
         """Looks at earlier passes' control vectors on accelerators, without waiting for the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
@@ -36,6 +37,9 @@ class SlotTable:
     Args:
         named_params: All parameters of the module, each once, in registration order.
         bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
+        bucket_multiple: Elements that the length of each bucket is a multiple of.
+        overlap: Whether buckets may be launched during backward; if not, each buffer is one bucket per set of
+            parameters that are trainable together.
 
     Attributes:
         names: Names of all parameters.
@@ -45,10 +49,18 @@ class SlotTable:
         kinds: The kind of each slot.
     """
 
-    def __init__(self, named_params: Sequence[tuple[str, nn.Parameter]], bucket_cap_bytes: int | None) -> None:
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        bucket_cap_bytes: int | None,
+        bucket_multiple: int = 1,
+        overlap: bool = True,
+    ) -> None:
         self.names = [name for name, _ in named_params]
         self.all_params = [param for _, param in named_params]
-        self._bucket_cap_bytes = bucket_cap_bytes
+        self._bucket_cap_bytes = bucket_cap_bytes if overlap else sys.maxsize
+        self._bucket_multiple = bucket_multiple
+        self._overlap = overlap
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
@@ -65,6 +77,10 @@ class SlotTable:
     def slot_of(self, index: int) -> int | None:
         """The slot of the parameter at ``index`` in the module, if it has one."""
         return self._slot_of.get(index)
+
+    def with_main_grad(self) -> list[int]:
+        """The slots whose gradients have another dtype than their parameters; they carry a ``main_grad``."""
+        return [slot for slot, spec in enumerate(self.specs) if spec.param_dtype is not None]
 
     def trainable_now(self) -> TrainableSet:
         """The trainable set as ``requires_grad`` has it at this moment."""
@@ -133,7 +149,7 @@ class SlotTable:
         """The layout for what is known now; the same on every rank that was told the same."""
         order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
         groups = [
-            (kind, tuple(members[index] for members in self._grouping_sets))
+            (kind if self._overlap else None, tuple(members[index] for members in self._grouping_sets))
             for kind, index in zip(self.kinds, self._index_of, strict=True)
         ]
-        return plan(self.specs, order, self._bucket_cap_bytes, groups)
+        return plan(self.specs, order, self._bucket_cap_bytes, groups, self._bucket_multiple)

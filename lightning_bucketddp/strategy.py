@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.wrapper import DEFAULT_TIMEOUT, BucketDDP, require_fit_group
+from lightning_bucketddp.options import DEFAULT_TIMEOUT
+from lightning_bucketddp.wrapper import BucketDDP, require_fit_group
 
 _START_METHODS: dict[str, Literal["popen", "spawn", "fork", "forkserver"]] = {
     "bucketddp": "popen",

@@ -2,55 +2,114 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.layout import MIB, Layout, ParamSpec
+from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
-from lightning_bucketddp.reducer import PassState, Reducer, is_reducers_own
+from lightning_bucketddp.nested import move_to, tensors_in
+from lightning_bucketddp.options import (
+    DEFAULT_TIMEOUT,
+    Divisor,
+    GradDtype,
+    Options,
+    resolve_grad_dtype,
+    resolve_module_buffers,
+)
+from lightning_bucketddp.reducer import Reducer
+from lightning_bucketddp.uneven import JoinedRank, UnevenInputs
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others to agree on something; torch's default for process groups."""
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _open_wrappers: weakref.WeakValueDictionary[int, BucketDDP] = weakref.WeakValueDictionary()
 
+_MADE_BY_START = frozenset(
+    {
+        "_collectives",
+        "_agreement",
+        "_reducer",
+        "_module_buffers",
+        "_watch",
+        "_uneven",
+        "_leaf_hooks",
+        "_buffers_as_of_pass",
+    }
+)
+"""Attributes that belong to this process, which a copy or a loaded pickle makes for itself."""
 
-class BucketDDP(nn.Module):
+
+class BucketDDP(nn.Module, Joinable):
     """Trains ``module`` data-parallel, with gradients in contiguous buffers that are averaged during backward.
+
+    Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it accepts, and of Megatron-LM's
+    contiguous-buffer DDP.
 
     After a synchronised backward ``param.grad`` is a view into a buffer and holds the mean over the ranks. It is
     valid until the next backward; clone it to keep it longer. A parameter that no rank used keeps the ``.grad`` it
     had (None stays None), without a flag.
 
     Args:
-        module: The module; the same on every rank but for the values, which are taken from rank 0.
+        module: The module; the same on every rank but for the values, which are taken from rank 0. Parameters and
+            module buffers named in its attribute ``_ddp_params_and_buffers_to_ignore`` (torch's) are left alone.
+        device_ids: None, or the one device that holds the parameters: arguments of ``forward`` are then moved there.
+            None for modules on the CPU or on several devices.
+        output_device: Accepted for torch DDP's sake; outputs stay where the module puts them.
+        dim: Accepted for torch DDP's sake; of no use with one device per process.
+        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
+            first synchronisation included.
+        init_sync: Whether parameters and module buffers are copied from rank 0 at first.
         process_group: The ranks that train together; the default group if None.
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
-        module_buffers: What happens to module buffers (BatchNorm statistics and the like) in the first training
-            forward after a synchronised pass: ``"broadcast"`` rank 0's, ``"mean"`` (floating ones), ``"off"``.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
-        init_sync: Whether parameters and module buffers are copied from rank 0 at first.
+        check_reduction: Accepted for torch DDP's sake; what it checked is always checked.
+        gradient_as_bucket_view: Accepted for torch DDP's sake; gradients are views in any case, unless
+            ``use_contiguous_buffers`` is False.
+        static_graph: Accepted for torch DDP's sake; what it allows is always allowed.
+        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
+        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``, without the first synchronisation.
+        module_buffers: What happens to module buffers (BatchNorm statistics and the like) in the first training
+            forward after a synchronised pass: ``"broadcast"`` rank 0's, ``"mean"`` (floating ones), ``"off"``.
+        grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
+            parameters of lower precision (``torch.float32`` for bf16 and fp16 ones), or per pattern of parameter names
+            (``fnmatch``; the first that matches). Such parameters also have their view as ``main_grad``.
+        accumulate_allreduce_grads_in_fp32: Megatron's spelling of ``grad_dtype=torch.float32``.
+        master_params: Whether optimizers step on fp32 copies of such parameters, which are rounded copies of them; by
+            default where ``grad_dtype`` is given.
+        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced per dtype and
+            reduced after backward.
+        overlap: If False, each buffer is reduced after backward, in one piece per set of parameters that are trainable
+            together.
+        gradient_divide_by: What the sum over the ranks is divided by: ``"world_size"``, an integer, or ``"tokens"``:
+            the sum over ranks and local passes of what :meth:`count_tokens` was told, for losses that are sums over
+            tokens. With anything but the world size, gradients must be cleared after each step.
+        max_abs_grad: Refuses gradients that are larger in absolute value, NaN or Inf, before they are sent
+            (``math.inf``: any finite one will do). The host waits for the check.
+        pad_buckets_to: Number of elements that each bucket's length is a multiple of. 65536 is what Megatron-LM pads
+            to for NCCL's full bus bandwidth on many nodes.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
         ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised, with
-            sparse gradients or with post-accumulate-grad hooks, if an option is out of range, or if a parameter is
-            wrapped already.
+            sparse gradients or with post-accumulate-grad hooks, if an option is out of range or contradicts another,
+            or if a parameter is wrapped already.
+        GradientError: In backward, if a gradient is not what ``max_abs_grad`` asks for.
         PeerFailureError: If another rank raises one of these.
         RankMismatchError: If ranks disagree on parameters, module buffers or options; names the first difference.
         RuntimeError: If ``torch.distributed`` is not initialised, a rank stays silent for the whole timeout, or the
@@ -62,64 +121,128 @@ class BucketDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        *,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
-        module_buffers: ModuleBufferSync = "broadcast",
         find_unused_parameters: bool = False,
-        init_sync: bool = True,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        module_buffers: ModuleBufferSync | None = None,
+        grad_dtype: GradDtype | None = None,
+        accumulate_allreduce_grads_in_fp32: bool = False,
+        master_params: bool | None = None,
+        use_contiguous_buffers: bool = True,
+        overlap: bool = True,
+        gradient_divide_by: Divisor = "world_size",
+        max_abs_grad: float | None = None,
+        pad_buckets_to: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         self.module = module
-        self.process_group = process_group
+        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
+        self._closed = False
+
+        def make_options() -> Options:
+            mode, initially = resolve_module_buffers(module_buffers, broadcast_buffers, forward_sync_buffers)
+            dtype = resolve_grad_dtype(grad_dtype, accumulate_allreduce_grads_in_fp32)
+            return Options(
+                bucket_cap_mb=bucket_cap_mb,
+                pad_buckets_to=pad_buckets_to,
+                module_buffers=mode,
+                find_unused_parameters=find_unused_parameters,
+                init_sync=init_sync,
+                init_sync_module_buffers=initially,
+                grad_dtype=dtype,
+                master_params=dtype is not None if master_params is None else master_params,
+                use_contiguous_buffers=use_contiguous_buffers,
+                overlap=overlap,
+                gradient_divide_by=gradient_divide_by,
+                max_abs_grad=max_abs_grad,
+            )
+
+        self._start(_group_of(process_group, device_mesh), make_options)
+
+    def _start(self, process_group: dist.ProcessGroup | None, make_options: Callable[[], Options]) -> None:
+        """Makes everything that belongs to this process and its group. All ranks must call this."""
+        module = self.module
         self._leaf_hooks: list[RemovableHandle] = []
-        self._collectives = Collectives(process_group)
-        agreement = Agreement(self._collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
-        params = list(module.named_parameters())
-        options: dict[str, object] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "module_buffers": module_buffers,
-            "find_unused_parameters": find_unused_parameters,
-            "init_sync": init_sync,
-        }
+        collectives = self._collectives = Collectives(process_group)
+        agreement = self._agreement = Agreement(collectives, self._timeout)
+        ignored = names_to_ignore(module)
+        params = [(name, param) for name, param in module.named_parameters() if name not in ignored]
         problem: Exception | None = None
-        entries: list[Entry] = []
+        lines: list[Entry] = []
         try:
-            _require_valid_options(bucket_cap_mb, module_buffers)
-            _require_valid_parameters(module, params)
-            self._collectives.require_nothing_left_behind()
-            entries = _entries(module, params, options)
+            self._options = make_options()
+            require_valid_parameters(module, params, _open_wrappers)
+            self._input_device = input_device(params, self.device_ids, self.output_device)
+            collectives.require_nothing_left_behind()
+            _set_grad_dtypes(params, self._options)
+            lines = entries(module, params, ignored, self._options)
         except (ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
-        agreement.require_same("parameters, module buffers and options", entries, problem)
-        self._collectives.probe(next(param.device for _, param in params if param.requires_grad))
-        if init_sync:
-            broadcast_tensors([param for _, param in params] + list(module.buffers()), self._collectives)
-        self._module_buffers = ModuleBuffers(module, self._collectives, module_buffers)
-        self._reducer = Reducer(
-            params,
-            self._collectives,
-            agreement,
-            int(bucket_cap_mb * MIB) if bucket_cap_mb is not None else None,
-            find_unused_parameters,
-        )
+        agreement.require_same("parameters, module buffers and options", lines, problem)
+        options = self._options
+        collectives.probe(params[0][1].device)
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        if options.init_sync:
+            tensors = [param for _, param in params] + (buffers if options.init_sync_module_buffers else [])
+            broadcast_tensors(tensors, collectives)
+        self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
+        self._reducer = Reducer(params, collectives, agreement, options)
         self._watch = ModuleWatch(module)
+        self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
         for _, param in params:
             if param.requires_grad:
                 _open_wrappers[id(param)] = self
 
+    # -- copies and pickles --------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if "_collectives" in self.__dict__ and not self._collectives.is_default():
+            raise RuntimeError(
+                "expected the default process group where a BucketDDP is copied or pickled, found another one, which "
+                "cannot be; copy or pickle its module, and wrap that"
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy, or one that was loaded from a pickle, starts when it is first used for training: on all ranks then,
+        # which cannot be asked of copying and loading.
+        if name in _MADE_BY_START and "_options" in self.__dict__:
+            options = self._options
+            self._start(None, lambda: options)
+            return self.__dict__[name]
+        return super().__getattr__(name)
+
     # -- passes --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. In training, synchronises module buffers first if a pass has gone by since."""
-        if not torch.is_grad_enabled() or self._reducer.state is PassState.CLOSED:
+        if self._input_device is not None:
+            args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
+        trains = torch.is_grad_enabled() and not self._closed
+        if self._join_config.enable:
+            self._meet_joined_ranks(trains)
+        if not trains:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
+        self._reducer.forwards += 1
         self._watch.look()
-        if self.training:
+        if self.training and not self._join_config.enable:
             self.synchronise_module_buffers()
         output = self.module(*args, **kwargs)
         self._hook_roots(output)
@@ -129,7 +252,7 @@ class BucketDDP(nn.Module):
         """Lets the reducer know when backward comes by one of the output's tensors."""
         _remove_hooks(self._leaf_hooks)
         on_root = partial(self._reducer.on_root, self._reducer.synchronise)
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook = tensor.register_hook(on_root)
                 if tensor.is_leaf:  # lives on after this pass, unlike a tensor with a graph
@@ -148,6 +271,15 @@ class BucketDDP(nn.Module):
         finally:
             self._reducer.synchronise = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next passes are synchronised; what :meth:`no_sync` sets, under torch DDP's name."""
+        return self._reducer.synchronise
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reducer.synchronise = value
+
     def backward_pass(self, loss: Tensor) -> AbstractContextManager[None]:
         """A context for calling ``loss.backward()`` in, for code that owns the call.
 
@@ -163,15 +295,18 @@ class BucketDDP(nn.Module):
         """
         return self._reducer.backward_pass(loss)
 
-    def synchronise_module_buffers(self) -> None:
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
         """Makes module buffers the same on all ranks, if a synchronised pass has gone by since the last time.
 
         All ranks must call this at the same point of the program.
+
+        Args:
+            active: The ranks whose values count, if not all of them.
         """
         if self._buffers_as_of_pass != self._reducer.pass_number:
             self._buffers_as_of_pass = self._reducer.pass_number
             with self._reducer.waiting_for("the module buffers"):
-                self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed)
+                self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed, active)
 
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
@@ -186,6 +321,21 @@ class BucketDDP(nn.Module):
         If there was none on this rank, ranks that wait for it in this step raise within seconds.
         """
         self._reducer.end_step()
+
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
+
+        Call it once or more per backward, local ones included, with what the loss is summed over. The counts of all
+        ranks and of all passes since the last reduction are added up and travel with the gradients.
+
+        Args:
+            tokens: How many, 0 for none. A tensor of no dimension on the device does not make the host wait.
+
+        Raises:
+            ValueError: If the number is negative.
+            RuntimeError: If gradients are divided by something else.
+        """
+        self._reducer.count_tokens(tokens)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
@@ -202,6 +352,7 @@ class BucketDDP(nn.Module):
 
         Sends nothing. The wrapper still forwards to the module, but gradients are no longer averaged.
         """
+        self._closed = True
         self._reducer.close()
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
@@ -209,7 +360,142 @@ class BucketDDP(nn.Module):
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
 
+    # -- gradients without a backward, under Megatron-LM's names ------------------------------------
+
+    def zero_grad_buffer(self) -> None:
+        """Sets all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.
+
+        Unlike after ``zero_grad(set_to_none=True)`` optimizers see zeros for parameters that get no gradient.
+        """
+        self._reducer.zero_gradients()
+
+    def start_grad_sync(self) -> None:
+        """Starts the reduction of every gradient that is there, such as what local passes accumulated.
+
+        All ranks must call this; ``.grad`` is None until :meth:`finish_grad_sync`.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+            RankMismatchError: If ranks disagree on which parameters are trainable.
+        """
+        self._reducer.start_reduction()
+
+    def finish_grad_sync(self) -> None:
+        """Waits for what :meth:`start_grad_sync` started; ``.grad`` holds the reduced gradients afterwards.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+            RuntimeError: If nothing was started.
+        """
+        self._reducer.finish_reduction()
+
+    def allreduce_gradients(self) -> None:
+        """Reduces every gradient that is there: :meth:`start_grad_sync` and :meth:`finish_grad_sync`."""
+        self.start_grad_sync()
+        self.finish_grad_sync()
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiplies every gradient that is there, in place.
+
+        Args:
+            factor: A number, or a tensor of no dimension.
+        """
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def broadcast_params(self) -> None:
+        """Gives every rank the group's rank 0's parameters. All ranks must call this."""
+        ignored = names_to_ignore(self.module)
+        params = [param for name, param in self.module.named_parameters() if name not in ignored]
+        with self._reducer.waiting_for("the parameters"):
+            broadcast_tensors(params, self._collectives, self._reducer.raise_if_a_peer_failed)
+
+    # -- ranks that run out of data before others ----------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of batches, as torch DDP's.
+
+        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
+        then every rank gets the parameters and module buffers of one that was among the last. One forward and at most
+        one backward per iteration. Use torch's ``Join`` directly for several at once, such as a
+        ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
+
+        Args:
+            divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
+            enable: Whether ranks may have different numbers of batches at all.
+            throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's ``Join`` calls on a rank that has run out of data.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``; others are for other members of the context.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
+        by_active = not kwargs.get("divide_by_initial_world_size", True)
+        if by_active and self._options.rescales:
+            raise ValueError(
+                "expected gradients that are divided by the world size where divide_by_initial_world_size=False, found "
+                f"gradient_divide_by={self._options.gradient_divide_by!r}"
+            )
+        self._reducer.uneven = True
+        self._reducer.divide_by_active = by_active
+        return JoinedRank(self._iterate_joined, self._end_join)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's ``Join`` keeps what it sends."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group in which ranks join."""
+        return self.process_group
+
+    def _meet_joined_ranks(self, trains: bool) -> None:
+        if (work := Join.notify_join_context(self)) is not None:
+            work.wait()
+        trains_buffers = trains and self.training
+        iteration = self._uneven.exchange(True, trains and self._reducer.synchronise, trains_buffers)
+        if iteration.trains:
+            self.synchronise_module_buffers(iteration.active)
+
+    def _iterate_joined(self) -> None:
+        iteration = self._uneven.exchange(active=False, synchronises=False, trains=False)
+        if iteration.trains:
+            self.synchronise_module_buffers(iteration.active)
+        if iteration.synchronises:
+            self._reducer.shadow_pass()
+
+    def _end_join(self, is_last_joiner: bool) -> None:
+        source = self._uneven.common_rank(is_last_joiner)
+        ignored = names_to_ignore(self.module)
+        tensors: list[Tensor] = [param for name, param in self.module.named_parameters() if name not in ignored]
+        if self._options.module_buffers != "off":
+            tensors += [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+        broadcast_tensors(tensors, self._collectives, source=source)
+        self._reducer.uneven = self._reducer.divide_by_active = False
+        self._reducer.forwards = 0  # they differ between the ranks, as they should
+
     # -- what is going on ----------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that train together."""
+        return self._collectives.group
 
     @property
     def layout(self) -> Layout:
@@ -226,11 +512,19 @@ class BucketDDP(nn.Module):
         """How many buckets the last synchronised pass put on their way before backward had ended."""
         return self._reducer.early_launches
 
+    def _set_static_graph(self) -> None:
+        """Does nothing: what torch DDP's method allows is always allowed. Some libraries call it."""
+
     # -- state ---------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict; keys have no prefix."""
         return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's method of that name if it has one, as Megatron-LM's have; else its state dict."""
+        save = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        return save(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the module; keys have no prefix.
@@ -265,73 +559,31 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
     agreement.require_same("the process group", [], problem)
 
 
+def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise ValueError("expected a process_group or a device_mesh, found both")
+    if device_mesh.ndim != 1:
+        raise ValueError(
+            f"expected a device mesh of one dimension, found {device_mesh}; name the dimension to train over, as in "
+            'mesh["dp"]'
+        )
+    return device_mesh.get_group()
+
+
+def _set_grad_dtypes(params: Sequence[tuple[str, nn.Parameter]], options: Options) -> None:
+    for name, param in params:
+        dtype = options.grad_dtype_of(name, param.dtype)
+        if options.grad_dtype is None or param.grad_dtype is dtype:
+            continue
+        grad, param.grad = param.grad, None
+        param.grad_dtype = dtype
+        if grad is not None:
+            param.grad = grad.to(dtype)
+
+
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-
-
-def _require_valid_options(bucket_cap_mb: float | None, module_buffers: str) -> None:
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-        raise ValueError(f"expected bucket_cap_mb to be None or a positive number of MiB, found {bucket_cap_mb!r}")
-    if module_buffers not in get_args(ModuleBufferSync):
-        raise ValueError(f"expected module_buffers to be one of {get_args(ModuleBufferSync)}, found {module_buffers!r}")
-
-
-def _require_valid_parameters(module: nn.Module, params: list[tuple[str, nn.Parameter]]) -> None:
-    trainable = [(name, param) for name, param in params if param.requires_grad]
-    if not trainable:
-        raise ValueError(
-            "expected at least one parameter that requires grad, found none; there is nothing to average. Use the "
-            "module as it is"
-        )
-    for name, param in params:
-        if nn.parameter.is_lazy(param):
-            raise ValueError(f"parameter {name!r} is uninitialised; run a forward pass before wrapping a lazy module")
-        if param.requires_grad and id(param) in _open_wrappers:
-            raise ValueError(
-                f"expected parameters that are not wrapped, found {name!r}, whose gradient another BucketDDP averages; "
-                "close() that one first"
-            )
-        # Private, like everything that tells of such hooks; without it they go unnoticed. A test notices.
-        hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
-        if not all(is_reducers_own(hook) for hook in hooks):  # of a wrapper in which it is frozen too
-            raise ValueError(
-                f"parameter {name!r} has a post-accumulate-grad hook: it would run before the gradient is averaged, "
-                "and an optimizer that steps there lets the ranks drift apart. Step after backward instead; a hook "
-                "that only looks at this rank's gradient may be registered after wrapping"
-            )
-    types = sorted({param.device.type for _, param in params})
-    if len(types) > 1 or types == ["meta"]:
-        raise ValueError(f"expected parameters on one type of device that holds values, found {types}")
-    for name, owner in module.named_modules():
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse and owner.weight.requires_grad:
-            raise ValueError(f"module {name!r} makes sparse gradients, which are not supported; set sparse=False")
-
-
-def _entries(module: nn.Module, params: list[tuple[str, nn.Parameter]], options: dict[str, object]) -> list[Entry]:
-    entries = [Entry(f"option {name}", repr(value)) for name, value in options.items()]
-    for name, param in params:
-        spec = ParamSpec.of(name, param)
-        frozen = "" if param.requires_grad else ", frozen"
-        entries.append(
-            Entry(f"parameter {name!r}", f"shape {spec.shape}, {spec.dtype}, strides {spec.strides}{frozen}")
-        )
-    for name, buffer in module.named_buffers():
-        entries.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
-    return entries
-
-
-def _tensors_in(output: object) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, list | tuple | set | frozenset):
-        for value in output:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors_in(getattr(output, field.name, None))

@@ -1,0 +1,116 @@
+"""What a module must be to be wrapped, and what ranks compare before they wrap it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+from torch import nn
+
+from lightning_bucketddp.agreement import Entry
+from lightning_bucketddp.layout import ParamSpec
+from lightning_bucketddp.options import Options
+from lightning_bucketddp.reducer import is_reducers_own
+
+NamedParams = Sequence[tuple[str, nn.Parameter]]
+
+
+def names_to_ignore(module: nn.Module) -> frozenset[str]:
+    """Names of parameters and module buffers that the module asks data-parallel wrappers to leave alone.
+
+    The attribute is torch's: ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` sets it.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Container[int]) -> None:
+    """Requires that the module can be wrapped.
+
+    Args:
+        module: The module.
+        params: Its parameters but for the ones to ignore.
+        in_use: Ids of parameters whose gradients another wrapper averages.
+
+    Raises:
+        ValueError: If not; names the parameter or module.
+    """
+    if not any(param.requires_grad for _, param in params):
+        raise ValueError(
+            "expected at least one parameter that requires grad, found none; there is nothing to average. Use the "
+            "module as it is"
+        )
+    for name, param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"parameter {name!r} is uninitialised; run a forward pass before wrapping a lazy module")
+        if hasattr(param, "placements"):  # a DTensor: its gradient is one too
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, sharded or replicated over a mesh of its own; only plain "
+                "tensors are supported"
+            )
+        if param.requires_grad and id(param) in in_use:
+            raise ValueError(
+                f"expected parameters that are not wrapped, found {name!r}, whose gradient another BucketDDP averages; "
+                "close() that one first"
+            )
+        # Private, like everything that tells of such hooks; without it they go unnoticed. A test notices.
+        hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+        if not all(is_reducers_own(hook) for hook in hooks):  # of a wrapper in which it is frozen too
+            raise ValueError(
+                f"parameter {name!r} has a post-accumulate-grad hook: it would run before the gradient is averaged, "
+                "and an optimizer that steps there lets the ranks drift apart. Step after backward instead; a hook "
+                "that only looks at this rank's gradient may be registered after wrapping"
+            )
+    types = sorted({param.device.type for _, param in params})
+    if len(types) > 1 or types == ["meta"]:
+        raise ValueError(f"expected parameters on one type of device that holds values, found {types}")
+    for name, owner in module.named_modules():
+        if isinstance(owner, nn.SyncBatchNorm) and types == ["cpu"]:
+            raise ValueError(
+                f"module {name!r} is a SyncBatchNorm, which works on accelerators only (torch {torch.__version__}), "
+                "and the parameters are on the CPU; leave BatchNorm layers as they are there"
+            )
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse and owner.weight.requires_grad:
+            raise ValueError(f"module {name!r} makes sparse gradients, which are not supported; set sparse=False")
+
+
+def input_device(
+    params: NamedParams, device_ids: Sequence[int | str | torch.device] | None, output_device: object
+) -> torch.device | None:
+    """The device to which a forward moves its arguments, as torch DDP's ``device_ids=[i]`` asks for.
+
+    Returns:
+        None if no device was named.
+
+    Raises:
+        ValueError: If the choice does not fit the parameters.
+    """
+    devices = sorted({str(param.device) for _, param in params})
+    if not device_ids and output_device is None:
+        return None
+    if devices == ["cpu"] or len(devices) > 1:
+        raise ValueError(
+            f"expected no device_ids and no output_device for a module on the CPU or on several devices, found "
+            f"device_ids={device_ids}, output_device={output_device} and parameters on {devices}"
+        )
+    if device_ids is None or len(device_ids) != 1:
+        raise ValueError(
+            f"expected device_ids to be None or to name the one device that holds the parameters, found {device_ids}"
+        )
+    own = params[0][1].device
+    device = torch.device(own.type, device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    if device != own:
+        raise ValueError(f"expected device_ids to name the device of the parameters, {own}, found {device}")
+    return device
+
+
+def entries(module: nn.Module, params: NamedParams, ignored: Container[str], options: Options) -> list[Entry]:
+    """What must be the same on all ranks, line by line."""
+    lines = [Entry(f"option {name}", value) for name, value in options.described()]
+    for name, param in params:
+        spec = ParamSpec.of(name, param)
+        frozen = "" if param.requires_grad else ", frozen"
+        lines.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{frozen}"))
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+    return lines

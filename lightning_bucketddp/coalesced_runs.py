@@ -1,0 +1,124 @@
+"""Buckets without memory of their own: gradients stay where autograd put them, and are coalesced after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
+from lightning_bucketddp.grad_buffer import GradBuffers
+from lightning_bucketddp.layout import Layout
+
+
+class CoalescedRuns(BucketRuns):
+    """All buckets of the present layout, in memory that exists from the end of backward to the end of the pass.
+
+    ``.grad`` stays the tensor that it is. In exchange gradients are there twice during the reduction, are copied
+    twice, and nothing is reduced while backward runs.
+    """
+
+    def _make_buffers(self) -> None:
+        self._layout = self._slots.plan()
+        self._buffers = GradBuffers(Layout((), (), ()))
+
+    @property
+    def layout(self) -> Layout:
+        """Where the gradients lie during a reduction."""
+        return self._layout
+
+    def relayout(self) -> None:
+        """Lays the buckets out by what the slot table knows now."""
+        self._forget_runs()
+        self._layout = self._slots.plan()
+        self._make_runs()
+
+    def _memory(self, index: int) -> Tensor:
+        return torch.empty(0, device=self.device)
+
+    def _bind_main_grads(self) -> None:
+        """Nothing: there is no memory that a parameter could refer to."""
+
+    def zero(self) -> None:
+        """Sets all gradients that are there to zero."""
+        grads = [param.grad for param in self._slots.params if param.grad is not None]
+        if grads:
+            torch._foreach_zero_(grads)
+        self.contributing.clear()
+
+    def _require_contents(self) -> None:
+        """Makes the memory of the pass, if there is none yet."""
+        if self._buffers.layout is not self._layout:
+            self._buffers = GradBuffers(self._layout)
+            for run, bucket in zip(self._runs, self._layout.buckets, strict=True):
+                run.flat = self._buffers.bucket_flat(bucket)
+
+    def _capture(self, run: BucketRun) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def capture_rest(self) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def _launch(self, run: BucketRun) -> None:
+        self._require_contents()
+        super()._launch(run)
+
+    def launch_rest_as_they_are(self) -> None:
+        """As for buckets with memory of their own."""
+        self._require_contents()
+        super().launch_rest_as_they_are()
+
+    def _fill(self, run: BucketRun) -> None:
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for slot in run.slots:
+            grad = self._slots.params[slot].grad
+            if grad is None:
+                self.contributing.discard(slot)
+                continue
+            self._buffers.require_fit(slot, grad)
+            sources.append(grad)
+            targets.append(self._buffers.views[slot])
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+    def publish(self, run: BucketRun) -> Iterator[int]:
+        """Writes reduced gradients of a bucket back; yields the slots not used on this rank."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for slot in run.slots:
+            grad = self._slots.params[slot].grad
+            if slot not in self.contributing:
+                yield slot
+            elif grad is not None:
+                targets.append(grad)
+                sources.append(self._buffers.views[slot])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
+        """A parameter without a gradient here: the mean if another rank had one, else what is there."""
+        if not used_elsewhere:
+            return
+        param = self._slots.params[slot]
+        if param.grad is None:
+            param.grad = self._buffers.views[slot].clone()
+        else:
+            param.grad.copy_(self._buffers.views[slot])
+
+    def end(self) -> None:
+        """Ends a synchronised pass, and frees its memory."""
+        super().end()
+        self._free()
+
+    def release(self) -> None:
+        """Frees the memory of a pass that was not ended."""
+        self._free()
+        super().release()
+
+    def _free(self) -> None:
+        for run in self._runs:
+            run.flat = torch.empty(0, device=self.device)
+            run.pending = None
+        self._buffers = GradBuffers(Layout((), (), ()))

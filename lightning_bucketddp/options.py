@@ -1,0 +1,171 @@
+"""What a ``BucketDDP`` was asked to do: values that do not depend on the rank, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+
+from lightning_bucketddp.layout import MIB
+from lightning_bucketddp.module_state import ModuleBufferSync
+
+GradDtype = torch.dtype | Mapping[str, torch.dtype]
+"""One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
+
+Divisor = Literal["world_size", "tokens"] | int
+"""What the sum of gradients is divided by."""
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others to agree on something; torch's default for process groups."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of :class:`BucketDDP` that all ranks must have alike; it documents them.
+
+    Raises:
+        ValueError: If a value is out of range, or two values contradict each other; says which.
+    """
+
+    bucket_cap_mb: float | None = None
+    pad_buckets_to: int = 1
+    module_buffers: ModuleBufferSync = "broadcast"
+    find_unused_parameters: bool = False
+    init_sync: bool = True
+    init_sync_module_buffers: bool = True
+    grad_dtype: GradDtype | None = None
+    master_params: bool = False
+    use_contiguous_buffers: bool = True
+    overlap: bool = True
+    gradient_divide_by: Divisor = "world_size"
+    max_abs_grad: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(
+                f"expected bucket_cap_mb to be None or a positive number of MiB, found {self.bucket_cap_mb!r}"
+            )
+        if not (isinstance(self.pad_buckets_to, int) and self.pad_buckets_to >= 1):
+            raise ValueError(
+                f"expected pad_buckets_to to be a number of elements from 1, found {self.pad_buckets_to!r}"
+            )
+        if self.module_buffers not in get_args(ModuleBufferSync):
+            raise ValueError(
+                f"expected module_buffers to be one of {get_args(ModuleBufferSync)}, found {self.module_buffers!r}"
+            )
+        divisor = self.gradient_divide_by
+        if divisor not in ("world_size", "tokens") and not (
+            isinstance(divisor, int) and not isinstance(divisor, bool) and divisor >= 1
+        ):
+            raise ValueError(
+                f'expected gradient_divide_by to be "world_size", "tokens" or an integer from 1, found {divisor!r}'
+            )
+        if self.max_abs_grad is not None and not self.max_abs_grad > 0:
+            raise ValueError(
+                f"expected max_abs_grad to be None or a positive number (math.inf: any finite gradient will do), found "
+                f"{self.max_abs_grad!r}"
+            )
+        self._require_valid_grad_dtype()
+
+    def _require_valid_grad_dtype(self) -> None:
+        dtypes = list(self.grad_dtype.values()) if isinstance(self.grad_dtype, Mapping) else [self.grad_dtype]
+        for dtype in dtypes:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"expected grad_dtype to name floating dtypes, found {dtype!r}")
+        if self.grad_dtype is not None and not self.use_contiguous_buffers:
+            raise ValueError(
+                f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "
+                "with use_contiguous_buffers=False, which leaves gradients where autograd put them"
+            )
+        if self.master_params and self.grad_dtype is None:
+            raise ValueError(
+                "master_params=True steps on gradients of higher precision than the parameters'; give "
+                "grad_dtype=torch.float32 with it"
+            )
+
+    @property
+    def bucket_cap_bytes(self) -> int | None:
+        """Largest bucket in bytes; None for the default rule."""
+        return int(self.bucket_cap_mb * MIB) if self.bucket_cap_mb is not None else None
+
+    @property
+    def rescales(self) -> bool:
+        """Whether gradients are not simply averaged, so that what is in ``.grad`` cannot be reduced a second time."""
+        return self.gradient_divide_by != "world_size"
+
+    def grad_dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the gradient of a parameter.
+
+        Args:
+            name: The parameter's qualified name.
+            dtype: The parameter's dtype.
+
+        Raises:
+            ValueError: If a pattern asks for less precision than the parameter has.
+        """
+        if not dtype.is_floating_point or self.grad_dtype is None:
+            return dtype
+        if isinstance(self.grad_dtype, torch.dtype):
+            return torch.promote_types(self.grad_dtype, dtype)
+        for pattern, wanted in self.grad_dtype.items():
+            if fnmatchcase(name, pattern):
+                if torch.promote_types(wanted, dtype) is not wanted:
+                    raise ValueError(
+                        f"expected a gradient dtype that holds what parameter {name!r} holds, {dtype}; found {wanted} "
+                        f"for the pattern {pattern!r}"
+                    )
+                return wanted
+        return dtype
+
+    def described(self) -> Iterator[tuple[str, str]]:
+        """Each option and its value in words, for ranks to compare."""
+        for field in fields(self):
+            yield field.name, repr(getattr(self, field.name))
+
+
+def resolve_module_buffers(
+    module_buffers: ModuleBufferSync | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[ModuleBufferSync, bool]:
+    """One value for the three spellings of what happens to module buffers.
+
+    Args:
+        module_buffers: This package's.
+        broadcast_buffers: torch DDP's of old, which decides about the first synchronisation too.
+        forward_sync_buffers: torch DDP's since 2.13, which leaves the first synchronisation alone.
+
+    Returns:
+        What happens in forward, and whether module buffers are copied from rank 0 at first.
+
+    Raises:
+        ValueError: If two of them contradict each other.
+    """
+    given: dict[str, bool] = {}
+    if module_buffers is not None:
+        given[f"module_buffers={module_buffers!r}"] = module_buffers != "off"
+    if forward_sync_buffers is not None:
+        given[f"forward_sync_buffers={forward_sync_buffers}"] = forward_sync_buffers
+    if broadcast_buffers is not None:
+        given[f"broadcast_buffers={broadcast_buffers}"] = broadcast_buffers
+    if len(set(given.values())) > 1:
+        raise ValueError(f"expected one choice for module buffers, found {' and '.join(given)}")
+    synchronised = next(iter(given.values()), True)
+    initially = broadcast_buffers is not False or forward_sync_buffers is not None
+    return module_buffers or ("broadcast" if synchronised else "off"), initially
+
+
+def resolve_grad_dtype(grad_dtype: GradDtype | None, in_fp32: bool) -> GradDtype | None:
+    """One value for the two spellings of fp32 gradients.
+
+    Raises:
+        ValueError: If they contradict each other.
+    """
+    if in_fp32 and grad_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"expected one choice for the gradients' dtype, found accumulate_allreduce_grads_in_fp32=True and "
+            f"grad_dtype={grad_dtype!r}"
+        )
+    return torch.float32 if in_fp32 else grad_dtype
