@@ -173,7 +173,10 @@ class BucketRuns:
         for flat in self._buffers.flats:
             flat.zero_()
         for slot, param in enumerate(self._slots.params):
-            self._buffers.bind(slot, param)
+            if param.requires_grad:
+                self._buffers.bind(slot, param)
+            elif param.grad is not None:
+                param.grad.zero_()
         self.contributing.clear()
         self._known_clear = True
 

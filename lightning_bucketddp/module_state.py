@@ -78,12 +78,14 @@ class ModuleBuffers:
 
         Args:
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
-            active: The ranks whose values count, if not all of them; the first is the one whose values are broadcast.
+            active: The ranks whose values count, where that may change. The last one's are broadcast then, as torch
+                DDP does inside ``join``; rank 0's otherwise.
         """
         if self._mode == "off" or not self._owners or self._collectives.world_size == 1:
             return
         tensors = self.tensors()
         world_size = self._collectives.world_size
+        source = 0 if active is None else active[-1]
         active = range(world_size) if active is None else active
         if self._mode == "mean":
             for chunk in _chunks([t for t in tensors if t.is_floating_point()]):
@@ -95,7 +97,7 @@ class ModuleBuffers:
                     staging.mul_(world_size / len(active))
                 _write_back(staging, chunk)
             tensors = [t for t in tensors if not t.is_floating_point()]
-        broadcast_tensors(tensors, self._collectives, on_idle, source=active[0])
+        broadcast_tensors(tensors, self._collectives, on_idle, source)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

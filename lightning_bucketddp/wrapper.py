@@ -235,14 +235,15 @@ class BucketDDP(nn.Module, Joinable):
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         trains = torch.is_grad_enabled() and not self._closed
-        if self._join_config.enable:
+        joining = self._join_config.enable and self._reducer.uneven
+        if joining:
             self._meet_joined_ranks(trains)
         if not trains:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
         self._reducer.forwards += 1
         self._watch.look()
-        if self.training and not self._join_config.enable:
+        if self.training and not joining:
             self.synchronise_module_buffers()
         output = self.module(*args, **kwargs)
         self._hook_roots(output)
@@ -414,12 +415,13 @@ class BucketDDP(nn.Module, Joinable):
 
     # -- ranks that run out of data before others ----------------------------------------------------
 
+    @contextmanager
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> Join:
+    ) -> Iterator[None]:
         """A context in which ranks may have different numbers of batches, as torch DDP's.
 
         A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
@@ -432,9 +434,14 @@ class BucketDDP(nn.Module, Joinable):
             enable: Whether ranks may have different numbers of batches at all.
             throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
         """
-        return Join(
+        context = Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
+        try:
+            with context:
+                yield
+        finally:
+            self._leave_join()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's ``Join`` calls on a rank that has run out of data.
@@ -487,6 +494,10 @@ class BucketDDP(nn.Module, Joinable):
         if self._options.module_buffers != "off":
             tensors += [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
         broadcast_tensors(tensors, self._collectives, source=source)
+        self._leave_join()
+
+    def _leave_join(self) -> None:
+        # torch leaves its own flag on, so that every later forward would go on asking who has data.
         self._reducer.uneven = self._reducer.divide_by_active = False
         self._reducer.forwards = 0  # they differ between the ranks, as they should
 
