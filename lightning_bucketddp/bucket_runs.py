@@ -353,11 +353,7 @@ class BucketRuns:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
         if used_elsewhere:
             self._buffers.bind(slot, self._slots.params[slot])
-        else:
-            self._put_back(slot)
-
-    def _put_back(self, slot: int) -> None:
-        if slot in self._kept:
+        elif slot in self._kept:
             grad, value = self._kept[slot]
             if value is not None:
                 grad.copy_(value)
@@ -379,15 +375,16 @@ class BucketRuns:
         self._known_clear = False
 
     def drop(self) -> None:
-        """Ends a synchronised pass whose gradients are of no use.
+        """Lets the gradients of a pass that failed be of no use; its collectives may be under way still.
 
-        What accumulated since the last reduction is gone, on every rank; other gradients are put back.
+        What accumulated since the last reduction is gone; other gradients are put back.
         """
         for slot in self.contributing:
             self._slots.params[slot].grad = None
-        for slot in self._kept:
-            self._put_back(slot)
-        self.end()
+        for slot, (grad, value) in self._kept.items():
+            self._slots.params[slot].grad = grad if value is None else value  # the view is on the wire
+        self._kept.clear()
+        self.contributing.clear()
 
     def wait(self, on_idle: Callable[[], None]) -> None:
         """Waits for everything that was launched.

@@ -428,6 +428,8 @@ class Reducer:
             awaited = [self._slots.specs[slot].name for slot in self._runs.awaited()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
             self._agreement.publish_failure(self.pass_number, f"left backward with an exception{where}")
+            # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
+            self._runs.drop()
 
     def _end_pass(self) -> None:
         if self._state is PassState.LOCAL:
@@ -542,8 +544,8 @@ class Reducer:
         """Ends a pass in which backward raised on this rank, together with the others.
 
         This rank takes part in every collective of the pass, so that no other rank hangs, and says in the control
-        vector that it failed. If all ranks did, the pass is dropped: no rank keeps a gradient of the parameters it
-        concerned, and training may go on. Otherwise every rank raises.
+        vector that it failed. If all ranks did, training may go on; no rank keeps a gradient of the parameters that
+        the pass concerned. Otherwise every rank raises.
         """
         if self._state is PassState.LOCAL:
             self._state = PassState.IDLE
@@ -554,6 +556,7 @@ class Reducer:
         if self._control is not None:  # the pass was through; nobody will ask in it any more
             self._fail(message, cause)
             return
+        self._runs.drop()
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:
@@ -570,15 +573,11 @@ class Reducer:
             self._fail(message, cause)
             return
         if control.failed_ranks == self._collectives.world_size:
-            self._drop_pass()
+            if self._to_learn is not None:
+                self._to_learn = ReadyOrder()
+            self._end_reduction()
         else:
             self._fail(message, cause)
-
-    def _drop_pass(self) -> None:
-        self._runs.drop()
-        if self._to_learn is not None:
-            self._to_learn = ReadyOrder()
-        self._end_reduction()
 
     def _require_success(self, control: Control) -> Control:
         if control.failed_ranks:

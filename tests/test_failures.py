@@ -61,6 +61,28 @@ def test_training_goes_on_when_backward_raised_on_every_rank(
     run_ranks(world_size, all_ranks_raise, guarded)
 
 
+def failure_then_past_the_wrapper() -> None:
+    torch.manual_seed(0)
+    plain = Fragile()
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=0.0001)
+    rank = dist.get_rank()
+    for step in range(3):
+        inputs, target = batch(step, rank)
+        with pytest.raises(ArithmeticError):
+            loss_of(ours(inputs, fail=True), target).backward()
+        assert all(param.grad is None for param in ours.parameters())
+        plain.zero_grad()
+        loss_of(plain(inputs), target).backward()
+        loss_of(ours.module(inputs), target).backward()  # its first gradient is what finds the failed pass
+        assert_grads(ours.module, mean_over_ranks(plain))
+        ours.zero_grad()
+    ours.close()
+
+
+def test_the_first_gradient_after_a_failure_is_not_lost(run_ranks: RunRanks) -> None:
+    run_ranks(2, failure_then_past_the_wrapper)
+
+
 def one_rank_raises(guarded: bool, step_of_failure: int) -> tuple[str, str, float]:
     ours = BucketDDP(Fragile(), bucket_cap_mb=0.0001)
     rank = dist.get_rank()

@@ -1,0 +1,202 @@
+"""Random training schedules for the fuzz test.
+
+Everything is drawn from one seed, the same in every process. What a rank may do alone (which stages it takes, whether
+its loss is a constant) is drawn per rank; what the ranks must do alike is drawn once.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from tests.random_models import RandomModel, Stage, draw_stages
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward.
+
+    Attributes:
+        take: Per rank, which stages it uses.
+        local: Whether it is inside ``no_sync``.
+        direct: Whether it goes past the wrapper, as ``wrapper.module(...)``.
+        training: ``module.train()`` or ``module.eval()``.
+        inputs_require_grad: Whether the batch does.
+    """
+
+    take: tuple[tuple[bool, ...], ...]
+    local: bool
+    direct: bool
+    training: bool
+    inputs_require_grad: bool
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward.
+
+    Attributes:
+        of: Which forwards of the round are summed in the loss.
+        local: Whether it is inside ``no_sync``.
+        guarded: Whether it is inside ``backward_pass``.
+        only: Per parameter, whether it is named in ``backward(inputs=...)``; None for a plain call.
+        penalty: Whether the loss has a term that does not come by forward's output.
+        constant: Per rank, whether its loss is a constant instead.
+        fail: Where backward raises, on every rank: ``"input"``, ``"output"`` or ``""``.
+    """
+
+    of: tuple[int, ...]
+    local: bool
+    guarded: bool
+    only: tuple[bool, ...] | None
+    penalty: bool
+    constant: tuple[bool, ...]
+    fail: str = ""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happens between two optimizer steps, or less.
+
+    Attributes:
+        trainable: Per parameter, ``requires_grad`` from now on; None to leave it.
+        zero: ``"none"``, ``"zero"`` (as ``set_to_none=False``) or ``""`` for no ``zero_grad``.
+        aside: A forward without backward: ``"no_grad"``, ``"eval"`` (without gradients too), ``"dropped"`` or ``""``.
+        forwards: In this order, before all backwards.
+        backwards: In this order.
+        step: Whether the optimizer steps in the end.
+    """
+
+    trainable: tuple[bool, ...] | None
+    zero: str
+    aside: str
+    forwards: tuple[Forward, ...]
+    backwards: tuple[Backward, ...]
+    step: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is wrapped, and what it goes through."""
+
+    seed: int
+    stages: tuple[Stage, ...]
+    options: dict[str, Any]
+    rounds: tuple[Round, ...]
+
+    def __str__(self) -> str:
+        lines = [f"options {self.options}", *(f"stage {i}: {s}" for i, s in enumerate(self.stages))]
+        for number, item in enumerate(self.rounds):
+            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, aside {item.aside!r}"
+            lines.append(f"{head}, step {item.step}")
+            lines += [f"    {call}" for call in (*item.forwards, *item.backwards)]
+        return "\n".join(lines)
+
+
+def _bits(flags: tuple[bool, ...] | None) -> str:
+    return "as before" if flags is None else "".join("01"[flag] for flag in flags)
+
+
+def synchronised(step: Round, backward: Backward) -> bool:
+    """Whether a backward is to be reduced: the guard's place decides, else the forward's, else the backward's."""
+    wrapped = [step.forwards[index] for index in backward.of if not step.forwards[index].direct]
+    if backward.guarded or not wrapped:
+        return not backward.local
+    return not wrapped[0].local
+
+
+def draw_options(draw: random.Random) -> dict[str, Any]:
+    """Keyword arguments of ``BucketDDP``; new ones go here."""
+    return {
+        "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
+        "find_unused_parameters": draw.random() < 0.3,
+        "module_buffers": draw.choice(["broadcast", "mean", "off"]),
+    }
+
+
+def draw_case(seed: int, world_size: int) -> Case:
+    """Draws a case."""
+    draw = random.Random(seed)
+    stages = draw_stages(draw)
+    options = draw_options(draw)
+    rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size)
+    return Case(seed, stages, options, tuple(rounds.round() for _ in range(draw.randint(3, 10))))
+
+
+class _Rounds:
+    def __init__(self, draw: random.Random, stages: tuple[Stage, ...], params: int, world_size: int) -> None:
+        self.draw = draw
+        self.stages = stages
+        self.params = params
+        self.world_size = world_size
+        self.freezes = self.chance(0.5)
+        self.branches = draw.choice(["all", "same", "by rank"])
+        self.reentrant = any(s.checkpoint == "reentrant" for s in stages)
+        # Without several calls, two forwards would bring more gradients to a layer than the first pass had: refused.
+        self.two_forwards = not any(s.checkpoint == "reentrant" and s.calls == 1 for s in stages)
+        self.batch_norm = any(s.kind == "batch_norm" for s in stages)
+
+    def chance(self, probability: float) -> bool:
+        return self.draw.random() < probability
+
+    def flags(self, count: int, probability: float) -> tuple[bool, ...]:
+        return tuple(self.chance(probability) for _ in range(count))
+
+    def take(self) -> tuple[tuple[bool, ...], ...]:
+        count = len(self.stages)
+        if self.branches == "all":
+            return ((True,) * count,) * self.world_size
+        if self.branches == "same":
+            return (self.flags(count, 0.7),) * self.world_size
+        return tuple(self.flags(count, 0.6) for _ in range(self.world_size))
+
+    def round(self) -> Round:
+        trainable = None
+        if self.freezes and self.chance(0.4):
+            trainable = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
+            trainable = trainable if any(trainable) else None
+        local = self.chance(0.35)
+        direct = self.chance(0.1)
+        guarded = self.chance(0.4)
+        if direct and self.reentrant:
+            guarded = True
+        forwards = tuple(
+            Forward(
+                self.take(),
+                local,
+                direct,
+                training=self.batch_norm or self.chance(0.9),
+                inputs_require_grad=self.chance(0.3),
+            )
+            for _ in range(2 if self.two_forwards and self.chance(0.3) else 1)
+        )
+        uses: list[tuple[int, ...]] = [(0,)] * self.draw.choice([1, 1, 1, 2, 3])
+        if len(forwards) == 2:
+            uses = self.draw.choice([[(0, 1)], [(0,), (1,)], [(1,), (0,)], [(0, 1), (0, 1)], [(0,), (0, 1), (1,)]])
+        if self.chance(0.05):
+            backwards = (self.failing(local, direct, guarded),)
+            forwards = tuple(Forward(f.take, f.local, f.direct, f.training, True) for f in forwards)
+        else:
+            backwards = tuple(self.backward(of, local, direct, guarded) for of in uses)
+        return Round(
+            trainable,
+            zero=self.draw.choice(["none", "none", "zero", ""]),
+            aside=self.draw.choice(["", "", "", "no_grad", "eval", "dropped"]),
+            forwards=forwards,
+            backwards=backwards,
+            step=self.chance(0.7),
+        )
+
+    def backward(self, of: tuple[int, ...], local: bool, direct: bool, guarded: bool) -> Backward:
+        penalty = self.chance(0.2)
+        if guarded or not (direct or penalty):  # otherwise the forward decides, wherever backward is
+            local = self.chance(0.3)
+        only = self.flags(self.params, 0.5) if not self.reentrant and self.chance(0.15) else None
+        constant = (False,) * self.world_size
+        if guarded and self.chance(0.2):
+            constant = self.flags(self.world_size, 0.5)
+        return Backward(of, local, guarded, only, penalty, constant)
+
+    def failing(self, local: bool, direct: bool, guarded: bool) -> Backward:
+        # Outside a guard the ranks must all have begun the pass when it raises: at the input everything else is done.
+        fail = self.draw.choice(["input", "output"]) if guarded else "input"
+        return Backward((0,), local, guarded, None, False, (False,) * self.world_size, fail)
