@@ -327,6 +327,27 @@ def test_only_parameters_with_a_gradient_are_written() -> None:
     assert "left.weight" in written
 
 
+def test_what_the_optimizer_moves_without_a_gradient_is_written_too() -> None:
+    """LBFGS moves along its history."""
+    module = low(model=Branches)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+    masters = master_params(optimizer)
+    inputs, target = batch(0, 0)
+
+    def closure(take: str) -> Tensor:
+        optimizer.zero_grad()
+        value = loss_of(module(inputs.bfloat16(), take).float(), target)
+        value.backward()
+        return value
+
+    optimizer.step(lambda: closure("both"))
+    before = module.right.weight.detach().clone()
+    optimizer.step(lambda: closure("left"))
+    assert module.right.weight.grad is None
+    assert not torch.equal(module.right.weight, before)
+    assert torch.equal(masters.master(module.right.weight).bfloat16(), module.right.weight)
+
+
 def test_a_step_writes_each_parameter_once_also_with_a_closure() -> None:
     module = low()
     optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
@@ -419,14 +440,15 @@ def test_a_module_moved_to_fp32_drops_its_masters() -> None:
 
 
 def test_the_optimizer_may_clear_gradients_in_its_step() -> None:
-    class Clearing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
+    class Clearing(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
             self.zero_grad()
-            return result
 
     module = low()
-    optimizer = Clearing(module.parameters(), lr=0.1)
+    optimizer = Clearing(module.parameters())
     master_params(optimizer)
     backward(module)
     optimizer.step()
@@ -600,12 +622,18 @@ def test_state_dicts_are_right_after_a_step_that_raised() -> None:
     assert_at_rest(optimizer, module)
 
 
-def test_the_next_step_is_right_after_a_step_that_raised() -> None:
+@pytest.mark.parametrize("closure", [True, False])
+def test_the_next_step_is_right_after_a_step_that_raised(closure: bool) -> None:
     module, optimizer, _ = failed_step()
     reference = ByHand(low(), OPTIMIZERS["adamw_foreach"])
-    train(module, optimizer, range(2, 4))
-    reference.train(range(4))
+    if closure:
+        train(module, optimizer, range(2, 3))
+    else:
+        backward(module, 2)
+        optimizer.step()
+    reference.train(range(3))
     assert_bits(list(module.parameters()), reference.params)
+    assert_at_rest(optimizer, module)
 
 
 def test_the_owner_of_the_step_restores_at_once() -> None:
