@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_bucketddp import master_params as master_params_file
 from lightning_bucketddp import stepped_params
@@ -973,3 +975,76 @@ def test_the_handle_ends_it_and_keeps_no_parameter_alive() -> None:
     backward(module)
     with pytest.raises(RuntimeError, match=MIXED):
         optimizer.step()
+
+
+# -- in a Trainer ----------------------------------------------------------------------------------
+
+
+class LowRegression(pl.LightningModule):
+    """A bf16 module with one optimizer, or two in manual optimisation; its batches are step numbers."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.net = low()
+        self.automatic_optimization = not manual
+
+    def training_step(self, numbers: Tensor, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return loss(self.net, int(numbers))
+        body, head = self.optimizers()
+        for optimizer in (body, head):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss(self.net, int(numbers)))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return None
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.net.parameters())
+        parts = [params] if self.automatic_optimization else [params[:6], params[6:]]
+        optimizers = [OPTIMIZERS["adamw_foreach"](part) for part in parts]
+        self.masters = [master_params(optimizer) for optimizer in optimizers]
+        if not self.automatic_optimization:
+            return optimizers
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)]
+
+
+def trainer(epochs: int, **options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
+    return pl.Trainer(max_epochs=epochs, **quiet, **options)
+
+
+def numbers() -> DataLoader[int]:
+    return DataLoader(range(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"manual": True}], ids=str
+)
+def test_trainers_train_and_resume_bit_for_bit(tmp_path: Any, options: dict[str, Any]) -> None:
+    manual = options.pop("manual", False)
+    through = LowRegression(manual)
+    trainer(2, **options).fit(through, numbers())
+
+    first, resumed = LowRegression(manual), LowRegression(manual)
+    half = trainer(1, **options)
+    half.fit(first, numbers())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    trainer(2, **options).fit(resumed, numbers(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert_bits(list(resumed.parameters()), list(through.parameters()))
+
+    def fp32(module: LowRegression) -> list[Tensor]:
+        return [entry.tensor.detach() for masters in module.masters for entry in masters._masters.values()]
+
+    assert len(fp32(through)) == 8
+    assert_bits(fp32(resumed), fp32(through))
+    if not options and not manual:  # and it is the plain loop's training
+        reference = ByHand(low(), OPTIMIZERS["adamw_foreach"])
+        schedule = torch.optim.lr_scheduler.ExponentialLR(reference.optimizer, 0.9)
+        for _ in range(2):
+            reference.train(range(4))
+            schedule.step()
+        assert_bits(list(through.net.parameters()), reference.params)
