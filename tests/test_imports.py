@@ -17,6 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "collectives": set(),
     "slots": {"layout"},
     "grad_buffer": {"layout"},
+    "stepped_params": set(),
+    "master_params": {"stepped_params"},
     "control": {"collectives"},
     "ready_order": {"collectives"},
     "agreement": {"collectives"},
@@ -117,5 +119,6 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert callable(torch._foreach_copy_)
     assert callable(torch._foreach_zero_)
     param = torch.nn.Parameter(torch.ones(1))
+    assert isinstance(param._version, int)
     param.register_post_accumulate_grad_hook(lambda _: None)
     assert len(param._post_accumulate_grad_hooks) == 1
