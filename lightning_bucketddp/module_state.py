@@ -22,22 +22,24 @@ def broadcast_tensors(
     collectives: Collectives,
     on_idle: Callable[[], None] | None = None,
     source: int = 0,
+    hidden: bool = False,
 ) -> None:
     """Gives every rank one rank's values of ``tensors``, in place.
 
-    The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device and are
-    written back past autograd's version counters: a graph that saved one of the tensors stays valid.
+    The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
         collectives: The group.
         on_idle: Called now and then while the host waits; an exception it raises ends the wait.
         source: The rank, in the group, whose values it is.
+        hidden: Whether the values are written back past autograd's version counters: a graph that saved one of the
+            tensors stays valid then, but nobody can notice the change by the counter.
     """
     for chunk in _chunks(tensors):
         staging = _stage(chunk)
         collectives.broadcast(staging, source).wait(on_idle)
-        _write_back(staging, chunk)
+        _write_back(staging, chunk, hidden)
 
 
 class ModuleBuffers:
@@ -95,9 +97,9 @@ class ModuleBuffers:
                 self._collectives.all_reduce_mean(staging).wait(on_idle)
                 if len(active) < world_size:
                     staging.mul_(world_size / len(active))
-                _write_back(staging, chunk)
+                _write_back(staging, chunk, hidden=True)
             tensors = [t for t in tensors if not t.is_floating_point()]
-        broadcast_tensors(tensors, self._collectives, on_idle, source)
+        broadcast_tensors(tensors, self._collectives, on_idle, source, hidden=True)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -123,9 +125,9 @@ def _stage(chunk: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _write_back(staging: Tensor, chunk: list[Tensor]) -> None:
+def _write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
     parts = staging.split([tensor.numel() for tensor in chunk])
     # `.data` shares memory but not the version counter: an in-place write through it does not make autograd
     # reject a backward that saved the tensor.
-    targets = [tensor.data for tensor in chunk]
+    targets = [tensor.data if hidden else tensor.detach() for tensor in chunk]
     torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])

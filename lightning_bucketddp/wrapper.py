@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
+from lightning_bucketddp.master_params import master_params as masters_of
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.nested import move_to, tensors_in
@@ -46,6 +49,7 @@ _MADE_BY_START = frozenset(
         "_module_buffers",
         "_watch",
         "_uneven",
+        "_preparing",
         "_leaf_hooks",
         "_buffers_as_of_pass",
     }
@@ -202,6 +206,9 @@ class BucketDDP(nn.Module, Joinable):
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
         self._reducer = Reducer(params, collectives, agreement, options)
         self._watch = ModuleWatch(module)
+        if options.master_params:
+            self._preparing = prepare_at_first_step([param for _, param in params])
+            weakref.finalize(self, self._preparing.remove)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
@@ -357,9 +364,28 @@ class BucketDDP(nn.Module, Joinable):
         self._reducer.close()
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
+        if self._options.master_params:
+            self._preparing.remove()
         for param in self.module.parameters():
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | None:
+        """Has an optimizer step on fp32 master parameters from now on; see :class:`MasterParams`.
+
+        With ``master_params`` that happens by itself in an optimizer's first step. Before ``optimizer.load_state_dict``
+        call this, for training to go on bit for bit.
+
+        Args:
+            optimizer: An optimizer that holds parameters of the module.
+
+        Returns:
+            The masters; None without ``master_params``.
+
+        Raises:
+            TypeError: If it is no torch optimizer.
+        """
+        return masters_of(optimizer) if self._options.master_params else None
 
     # -- gradients without a backward, under Megatron-LM's names ------------------------------------
 

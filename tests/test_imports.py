@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "checks",
         "collectives",
         "layout",
+        "master_params",
         "module_state",
         "module_watch",
         "nested",

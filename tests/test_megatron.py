@@ -531,3 +531,122 @@ def contradictions() -> None:
 
 def test_options_that_contradict_each_other_are_refused(run_ranks: RunRanks) -> None:
     run_ranks(2, contradictions)
+
+
+# -- master parameters -------------------------------------------------------------------------------
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def reference_step(copies: list[Tensor], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """A step of the same optimizer on fp32 copies, with the module's gradients."""
+    for copy_, param in zip(copies, module.parameters(), strict=True):
+        copy_.grad = None if param.grad is None else param.grad.clone()
+    optimizer.step()
+
+
+def steps_on_masters(prepared: bool, fused: bool) -> None:
+    torch.manual_seed(1)
+    module = Branches().to(BF16)
+    ours = BucketDDP(module, bucket_cap_mb=TINY, grad_dtype=torch.float32)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=fused, **ADAMW)
+    if prepared:
+        masters = ours.prepare_optimizer(optimizer)
+        assert masters is ours.prepare_optimizer(optimizer)
+    copies = [param.detach().float().requires_grad_() for param in module.parameters()]
+    full = torch.optim.AdamW(copies, fused=fused, **ADAMW)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, _ = batch(step, dist.get_rank())
+        ours(inputs.to(BF16), take=["left", "right"][dist.get_rank()]).square().mean().backward()
+        reference_step(copies, full, module)
+        optimizer.step()
+        for param, copy_ in zip(module.parameters(), copies, strict=True):
+            assert torch.equal(param, copy_.to(BF16))
+    assert module.idle.grad is None
+    assert module.idle.eq(1).all()
+    assert largest_difference_between_ranks(module) == 0
+    ours.close()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["by_itself", "prepared"])
+def test_the_optimizer_steps_on_fp32_masters(run_ranks: RunRanks, prepared: bool, fused: bool) -> None:
+    run_ranks(2, steps_on_masters, prepared, fused)
+
+
+def without_masters() -> None:
+    module = Mlp(depth=1).to(BF16)
+    ours = BucketDDP(module, grad_dtype=torch.float32, master_params=False)
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert ours.prepare_optimizer(optimizer) is None
+    inputs, target = batch(0, dist.get_rank())
+    loss_of(ours(inputs.to(BF16)), target.to(BF16)).backward()
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        optimizer.step()
+    ours.close()
+    module = Mlp(depth=1).to(BF16)  # and nothing of a closed wrapper stays behind
+    ours = BucketDDP(module, grad_dtype=torch.float32)
+    loss_of(ours(inputs.to(BF16)), target.to(BF16)).backward()
+    ours.close()
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        torch.optim.AdamW(module.parameters()).step()
+
+
+def test_master_params_may_be_switched_off(run_ranks: RunRanks) -> None:
+    run_ranks(2, without_masters)
+
+
+def resumed_with_masters() -> None:
+    def steps(ours: BucketDDP, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            inputs, target = batch(step, dist.get_rank())
+            loss_of(ours(inputs.to(BF16)), target.to(BF16)).backward()
+            optimizer.step()
+
+    def fresh() -> tuple[BucketDDP, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        ours = BucketDDP(Mlp().to(BF16), grad_dtype=torch.float32)
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+        ours.prepare_optimizer(optimizer)
+        return ours, optimizer
+
+    straight, optimizer = fresh()
+    steps(straight, optimizer, range(3))
+    saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict()))
+    steps(straight, optimizer, range(3, 6))
+    resumed, optimizer = fresh()
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert "master_params" in saved[1]
+    steps(resumed, optimizer, range(3, 6))
+    for param, other in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(param, other)
+    straight.close()
+    resumed.close()
+
+
+def test_training_with_masters_resumes_bit_for_bit(run_ranks: RunRanks) -> None:
+    run_ranks(2, resumed_with_masters)
+
+
+def broadcast_reaches_masters() -> float:
+    module = Mlp(depth=1).to(BF16)
+    ours = BucketDDP(module, grad_dtype=torch.float32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+    inputs, target = batch(0, dist.get_rank())
+    loss_of(ours(inputs.to(BF16)), target.to(BF16)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        module.head.bias.fill_(float(dist.get_rank() + 3))
+    ours.broadcast_params()
+    optimizer.step()
+    assert abs(float(module.head.bias[0]) - 3) < 0.1, "the step went on from the master of before"
+    difference = largest_difference_between_ranks(module)
+    ours.close()
+    return difference
+
+
+def test_masters_follow_broadcast_parameters(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, broadcast_reaches_masters) == [0.0, 0.0]
