@@ -82,7 +82,7 @@ class BucketRuns:
     @property
     def device(self) -> torch.device:
         """A device whose tensors the group sends."""
-        return self._runs[0].flat.device
+        return self._slots.all_params[0].device  # there may be no bucket, all gradients being sparse
 
     # -- layout --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
@@ -35,6 +35,7 @@ from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_lea
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.ready_order import ReadyOrder
 from lightning_bucketddp.slots import SlotTable, TrainableSet
+from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
 
 SETTLE_SECONDS = 10.0
@@ -80,6 +81,7 @@ class Reducer:
         bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
         find_unused_parameters: Look at the graph, where the loss is known, so as not to wait for gradients that
             this backward will not produce; and open the pass at the root rather than at the first gradient.
+        sparse_names: The parameters whose gradients are sparse; the same on every rank.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
@@ -98,12 +100,14 @@ class Reducer:
         agreement: Agreement,
         bucket_cap_bytes: int | None = None,
         find_unused_parameters: bool = False,
+        sparse_names: Collection[str] = (),
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
         self._find_unused = find_unused_parameters
-        self._slots = SlotTable(named_params, bucket_cap_bytes)
+        self._slots = SlotTable(named_params, bucket_cap_bytes, sparse_names)
         self._runs = BucketRuns(self._slots, collectives)
+        self._sparse = SparseGrads(self._slots, collectives)
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
 
@@ -290,6 +294,9 @@ class Reducer:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                 self._open(self._root_synchronises)
+            if index in self._slots.sparse:
+                self._sparse.contributing.add(index)
+                return
             slot = self._slots.slot_of(index)
             if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
                 self._without_slot.add(index)
@@ -335,6 +342,7 @@ class Reducer:
         runs = self._runs
         self.early_launches = runs.launched
         runs.launch_rest()
+        sparse = self._sparse.held(self._trainable.since_reduction)
         exchange = self._start_control(failed=False)
         unused: list[int] = []
         for run in runs.active:
@@ -344,13 +352,14 @@ class Reducer:
             unused.extend(runs.publish(run))
         with self.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
-        if unused or self._to_learn is not None or exchange.arrived():
+        if unused or sparse or self._to_learn is not None or exchange.arrived():
             control = exchange.read()
             self._require_success(control)
             for slot in unused:
                 runs.publish_unused(slot, control.used_somewhere(slot))
         else:
             self._unread.append(exchange)
+        self._sparse.reduce(sparse, self.waiting_for, self._while_waiting)
         if self._to_learn is not None:
             self._learn(self._to_learn)
         self._end_reduction()
@@ -380,6 +389,7 @@ class Reducer:
 
     def _end_reduction(self) -> None:
         self._runs.end()
+        self._sparse.end()
         self._trainable.reduced()
         self._state = PassState.IDLE
         self.pass_number += 1
@@ -457,6 +467,7 @@ class Reducer:
 
     def _drop_pass(self) -> None:
         self._runs.drop()
+        self._sparse.drop()
         if self._to_learn is not None:
             self._to_learn = ReadyOrder()
         self._end_reduction()

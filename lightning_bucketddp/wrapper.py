@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from lightning_bucketddp.layout import MIB, Layout, ParamSpec
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.reducer import PassState, Reducer, is_reducers_own
+from lightning_bucketddp.sparse_grads import find_sparse
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others to agree on something; torch's default for process groups."""
@@ -45,12 +46,16 @@ class BucketDDP(nn.Module):
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
         init_sync: Whether parameters and module buffers are copied from rank 0 at first.
+        sparse_parameters: Qualified names of parameters whose gradients may be sparse, besides the weights of
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
+            place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
+            a dense one if any rank's is dense.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
-        ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised, with
-            sparse gradients or with post-accumulate-grad hooks, if an option is out of range, or if a parameter is
-            wrapped already.
+        ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised or with
+            post-accumulate-grad hooks, if an option is out of range, a name in ``sparse_parameters`` unknown, or a
+            parameter wrapped already.
         PeerFailureError: If another rank raises one of these.
         RankMismatchError: If ranks disagree on parameters, module buffers or options; names the first difference.
         RuntimeError: If ``torch.distributed`` is not initialised, a rank stays silent for the whole timeout, or the
@@ -68,6 +73,7 @@ class BucketDDP(nn.Module):
         module_buffers: ModuleBufferSync = "broadcast",
         find_unused_parameters: bool = False,
         init_sync: bool = True,
+        sparse_parameters: Sequence[str] = (),
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -85,11 +91,13 @@ class BucketDDP(nn.Module):
         }
         problem: Exception | None = None
         entries: list[Entry] = []
+        sparse: frozenset[str] = frozenset()
         try:
             _require_valid_options(bucket_cap_mb, module_buffers)
             _require_valid_parameters(module, params)
             self._collectives.require_nothing_left_behind()
-            entries = _entries(module, params, options)
+            sparse = find_sparse(module, sparse_parameters)
+            entries = _entries(module, params, sparse, options)
         except (ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", entries, problem)
@@ -103,6 +111,7 @@ class BucketDDP(nn.Module):
             agreement,
             int(bucket_cap_mb * MIB) if bucket_cap_mb is not None else None,
             find_unused_parameters,
+            sparse,
         )
         self._watch = ModuleWatch(module)
         self._buffers_as_of_pass = 0
@@ -304,19 +313,16 @@ def _require_valid_parameters(module: nn.Module, params: list[tuple[str, nn.Para
     types = sorted({param.device.type for _, param in params})
     if len(types) > 1 or types == ["meta"]:
         raise ValueError(f"expected parameters on one type of device that holds values, found {types}")
-    for name, owner in module.named_modules():
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse and owner.weight.requires_grad:
-            raise ValueError(f"module {name!r} makes sparse gradients, which are not supported; set sparse=False")
 
 
-def _entries(module: nn.Module, params: list[tuple[str, nn.Parameter]], options: dict[str, object]) -> list[Entry]:
+def _entries(
+    module: nn.Module, params: list[tuple[str, nn.Parameter]], sparse: Collection[str], options: dict[str, object]
+) -> list[Entry]:
     entries = [Entry(f"option {name}", repr(value)) for name, value in options.items()]
     for name, param in params:
         spec = ParamSpec.of(name, param)
-        frozen = "" if param.requires_grad else ", frozen"
-        entries.append(
-            Entry(f"parameter {name!r}", f"shape {spec.shape}, {spec.dtype}, strides {spec.strides}{frozen}")
-        )
+        notes = ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in sparse else "")
+        entries.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {spec.dtype}, strides {spec.strides}{notes}"))
     for name, buffer in module.named_buffers():
         entries.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
     return entries

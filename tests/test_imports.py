@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "module_watch": {"engine"},
     "bucket_runs": {"collectives", "grad_buffer", "layout", "slots"},
     "trainable": {"agreement", "slots"},
+    "sparse_grads": {"collectives", "slots"},
     "reducer": {
         "agreement",
         "bucket_runs",
@@ -32,9 +33,10 @@ ALLOWED: dict[str, set[str]] = {
         "layout",
         "ready_order",
         "slots",
+        "sparse_grads",
         "trainable",
     },
-    "wrapper": {"agreement", "collectives", "layout", "module_state", "module_watch", "reducer"},
+    "wrapper": {"agreement", "collectives", "layout", "module_state", "module_watch", "reducer", "sparse_grads"},
     "strategy": {"module_state", "wrapper", LIGHTNING},
     "__init__": {"agreement", "strategy", "wrapper"},
 }
