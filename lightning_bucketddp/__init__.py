@@ -4,7 +4,7 @@ Importing the package registers ``Trainer(strategy="bucketddp")`` and its varian
 """
 
 from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
-from lightning_bucketddp.bucket_runs import GradientError
+from lightning_bucketddp.gradient_checks import GradientError
 from lightning_bucketddp.strategy import BucketDDPStrategy, register
 from lightning_bucketddp.wrapper import BucketDDP
 

@@ -15,15 +15,12 @@ from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.grad_buffer import GradBuffers
+from lightning_bucketddp.gradient_checks import not_cleared, require_sound
 from lightning_bucketddp.layout import Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 
 MAX_REMEMBERED_SETS = 64
 """Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
-
-
-class GradientError(RuntimeError):
-    """A gradient that is not to be averaged: not finite, or larger than the limit that was asked for."""
 
 
 class BucketRun:
@@ -98,7 +95,7 @@ class BucketRuns:
     @property
     def device(self) -> torch.device:
         """A device whose tensors the group sends."""
-        return self._slots.all_params[0].device
+        return self._slots.all_params[0].device  # there may be no bucket, all gradients being sparse
 
     # -- layout --------------------------------------------------------------------------------------
 
@@ -198,11 +195,7 @@ class BucketRuns:
         if not values or not any(norm.item() for norm in torch._foreach_norm([v.reshape(-1) for v in values])):
             return
         slot = next(slot for slot, value in zip(old, values, strict=True) if value.count_nonzero().item())
-        raise RuntimeError(
-            f"rank {self._collectives.rank}: expected cleared gradients before a pass whose sum is not divided by the "
-            f"world size, found {self._slots.specs[slot].name!r} with the gradient of an earlier one, which would be "
-            "rescaled once more; call optimizer.zero_grad() after each step"
-        )
+        raise RuntimeError(not_cleared(self._collectives.rank, self._slots.specs[slot].name))
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -305,14 +298,7 @@ class BucketRuns:
             return
         largest = torch.stack([norm.double() for norm in torch._foreach_norm([g for _, g in present], math.inf)])
         for (slot, _), value in zip(present, largest.tolist(), strict=True):
-            if math.isfinite(value) and value <= limit:
-                continue
-            what = "NaN" if math.isnan(value) else "Inf" if math.isinf(value) else f"{value:.4g} in absolute value"
-            raise GradientError(
-                f"rank {self._collectives.rank}: found {what} in the gradient of parameter "
-                f"{self._slots.specs[slot].name!r} before it was averaged, where max_abs_grad={limit} was asked for; "
-                "look at this rank's batch and loss"
-            )
+            require_sound(value, limit, self._collectives.rank, self._slots.specs[slot].name)
 
     def _fill(self, run: BucketRun) -> None:
         """Gets a bucket's memory ready for the wire, and hides what lies there."""

@@ -69,8 +69,6 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Con
                 f"module {name!r} is a SyncBatchNorm, which works on accelerators only (torch {torch.__version__}), "
                 "and the parameters are on the CPU; leave BatchNorm layers as they are there"
             )
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse and owner.weight.requires_grad:
-            raise ValueError(f"module {name!r} makes sparse gradients, which are not supported; set sparse=False")
 
 
 def input_device(
@@ -103,13 +101,15 @@ def input_device(
     return device
 
 
-def entries(module: nn.Module, params: NamedParams, ignored: Container[str], options: Options) -> list[Entry]:
+def entries(
+    module: nn.Module, params: NamedParams, sparse: Container[str], ignored: Container[str], options: Options
+) -> list[Entry]:
     """What must be the same on all ranks, line by line."""
     lines = [Entry(f"option {name}", value) for name, value in options.described()]
     for name, param in params:
         spec = ParamSpec.of(name, param)
-        frozen = "" if param.requires_grad else ", frozen"
-        lines.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{frozen}"))
+        notes = ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in sparse else "")
+        lines.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{notes}"))
     for name, buffer in module.named_buffers():
         if name not in ignored:
             lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))

@@ -14,6 +14,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 POLL_SECONDS = 0.5
 """How often a rank that waits for a collective looks whether another rank has failed."""
 
+# torch 2.13 renamed it and warns of the old name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -194,6 +197,18 @@ class Collectives:
             return Pending()
         work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         return self._started(work, None, tensor)
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Starts gathering every rank's ``tensor``, of the same shape and dtype on all of them.
+
+        Returns:
+            A tensor of shape ``(world size, *tensor.shape)``, by rank, and what to wait for before it is read.
+        """
+        if self._nothing_to_do(tensor):
+            return tensor.expand(self.world_size, *tensor.shape), Pending()
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        work = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self._group, async_op=True)
+        return gathered, self._started(work, None, tensor)
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

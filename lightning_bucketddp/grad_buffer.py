@@ -95,7 +95,7 @@ class GradBuffers:
 
         Raises:
             RuntimeError: If a gradient cannot live in its view: it requires grad itself
-                (``create_graph=True``), is sparse, or has another shape, dtype or device.
+                (``create_graph=True``), is sparse (not declared so), or has another shape, dtype or device.
         """
         fresh = [slot for slot in slots if (g := params[slot].grad) is not None and not self.holds(slot, g)]
         if not fresh:
@@ -144,6 +144,11 @@ class GradBuffers:
                 "`.grad` is a view into a buffer that is reduced in place and cannot be differentiated. "
                 "Use torch.autograd.grad(..., create_graph=True) for the inner gradient and a plain backward() "
                 "for the loss"
+            )
+        if grad.layout is not torch.strided:
+            return (
+                f"the gradient of parameter {spec.name!r} is {grad.layout}, and the parameter was not declared sparse "
+                f"when the module was wrapped; pass sparse_parameters=[{spec.name!r}] to BucketDDP"
             )
         return (
             f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "

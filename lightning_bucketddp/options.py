@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -43,6 +43,7 @@ class Options:
     overlap: bool = True
     gradient_divide_by: Divisor = "world_size"
     max_abs_grad: float | None = None
+    sparse_parameters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:

@@ -20,25 +20,30 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
-from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns, GradientError
+from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.control import Control, ControlExchange, Report, fingerprint
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
+from lightning_bucketddp.gradient_checks import GradientError
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.ready_order import ReadyOrder
 from lightning_bucketddp.slots import SlotTable, TrainableSet
+from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
+
+T = TypeVar("T")
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others to take note before it goes on raising.
@@ -81,6 +86,7 @@ class Reducer:
         collectives: The group.
         agreement: The group's store.
         options: What was asked for.
+        sparse_names: The parameters whose gradients are sparse; the same on every rank.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
@@ -102,15 +108,17 @@ class Reducer:
         collectives: Collectives,
         agreement: Agreement,
         options: Options,
+        sparse_names: Collection[str] = (),
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
         self._find_unused = options.find_unused_parameters
         self._divide_by = options.gradient_divide_by
         overlap = options.overlap and options.use_contiguous_buffers
-        self._slots = SlotTable(named_params, options.bucket_cap_bytes, options.pad_buckets_to, overlap)
+        self._slots = SlotTable(named_params, options.bucket_cap_bytes, sparse_names, options.pad_buckets_to, overlap)
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad)
+        self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
 
@@ -283,6 +291,7 @@ class Reducer:
             self._replan_due = False
         if self._divide_by != "world_size":
             self._runs.require_clear()
+            self._sparse.require_clear()
         if synchronised and self._divide_by == "tokens" and not self._tokens_counted and not self._out_of_data:
             raise RuntimeError(
                 f"rank {self._collectives.rank}: expected count_tokens() before each synchronised backward with "
@@ -322,6 +331,9 @@ class Reducer:
                             f"neither, in which parameter {self._slots.names[index]!r} got a gradient"
                         )
                 self._open(self._root_synchronises)
+            if index in self._slots.sparse:
+                self._sparse.contributing.add(index)
+                return
             slot = self._slots.slot_of(index)
             if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
                 self._without_slot.add(index)
@@ -333,9 +345,9 @@ class Reducer:
                 elif complete:
                     self._launch(self._runs.launch_complete)
 
-    def _launch(self, launch: Callable[[], None]) -> None:
+    def _launch(self, launch: Callable[[], T]) -> T:
         try:
-            launch()
+            return launch()
         except GradientError as error:  # the others are to hear the reason, not only that backward raised
             self._agreement.publish_failure(self.pass_number, f"raised {type(error).__name__}: {error}")
             raise
@@ -349,6 +361,7 @@ class Reducer:
             RuntimeError: If the ranks cannot go on together.
         """
         self._runs.contribute_present()
+        self._sparse.contribute_present()
         self._open(synchronised=True)
         try:
             self._launch(self._runs.launch_rest)
@@ -368,9 +381,10 @@ class Reducer:
 
     def shadow_pass(self) -> None:
         """A synchronised pass to which this rank, which has run out of data, contributes nothing."""
-        for param in self._slots.params:
+        for param in self._slots.all_params:
             param.grad = None
         self._runs.contributing.clear()
+        self._sparse.contributing.clear()
         self._out_of_data = True
         try:
             self._open(synchronised=True)
@@ -383,6 +397,7 @@ class Reducer:
         """Sets all gradients to zero, in place."""
         self.require_usable()
         self._runs.zero()
+        self._sparse.zero()
 
     # -- tokens --------------------------------------------------------------------------------------
 
@@ -430,6 +445,7 @@ class Reducer:
             self._agreement.publish_failure(self.pass_number, f"left backward with an exception{where}")
             # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
             self._runs.drop()
+            self._sparse.drop()
 
     def _end_pass(self) -> None:
         if self._state is PassState.LOCAL:
@@ -444,6 +460,7 @@ class Reducer:
         runs = self._runs
         self.early_launches = runs.launched
         self._launch(runs.launch_rest)
+        sparse = self._launch(lambda: self._sparse.held(self._trainable.since_reduction))
         exchange = self._start_control(failed=False)
         for run in runs.active:
             assert run.pending is not None
@@ -451,26 +468,32 @@ class Reducer:
                 run.pending.wait(self._while_waiting)
         with self.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
-        if self._divide_by != "world_size":
-            divisor = exchange.tokens() if self._divide_by == "tokens" else self._divide_by
-            runs.rescale(self._collectives.world_size / divisor)
-        control = self._require_success(exchange.read()) if self.uneven else None
-        if control is not None and self.divide_by_active and control.ranks_out_of_data:
-            world_size = self._collectives.world_size
-            runs.rescale(world_size / (world_size - control.ranks_out_of_data))
+        factor = self._factor(exchange)
+        if factor is not None:
+            runs.rescale(factor)
         unused: list[int] = []
         for run in runs.active:
             unused.extend(runs.publish(run))
-        if control is None and (unused or self._to_learn is not None or exchange.arrived()):
+        if unused or sparse or self._to_learn is not None or exchange.arrived():
             control = self._require_success(exchange.read())
-        if control is None:
-            self._unread.append(exchange)
-        else:
             for slot in unused:
                 runs.publish_unused(slot, control.used_somewhere(slot))
+        else:
+            self._unread.append(exchange)
+        self._sparse.reduce(sparse, self.waiting_for, self._while_waiting, factor)
         if self._to_learn is not None:
             self._learn(self._to_learn)
         self._end_reduction()
+
+    def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
+        """What the mean over all ranks is to be multiplied by; None for nothing."""
+        world_size = self._collectives.world_size
+        if self._divide_by != "world_size":
+            return world_size / (exchange.tokens() if self._divide_by == "tokens" else self._divide_by)
+        if self.uneven and self.divide_by_active:
+            without_data = exchange.read().ranks_out_of_data
+            return world_size / (world_size - without_data) if without_data else None
+        return None
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
@@ -500,6 +523,7 @@ class Reducer:
 
     def _end_reduction(self) -> None:
         self._runs.end()
+        self._sparse.end()
         self._forget_tokens()
         self._trainable.reduced()
         self._state = PassState.IDLE
@@ -557,6 +581,7 @@ class Reducer:
             self._fail(message, cause)
             return
         self._runs.drop()
+        self._sparse.drop()
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:

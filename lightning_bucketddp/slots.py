@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from torch import nn
@@ -32,16 +32,19 @@ class SlotKind(Enum):
 class SlotTable:
     """The module's parameters and the slots of those that were trainable at some time.
 
-    Slots are numbered in the order in which parameters became trainable, and keep their number for good.
+    Slots are numbered in the order in which parameters became trainable, and keep their number for good. Parameters
+    with sparse gradients have none.
 
     Args:
         named_params: All parameters of the module, each once, in registration order.
         bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
+        sparse_names: The parameters whose gradients are sparse.
         bucket_multiple: Elements that the length of each bucket is a multiple of.
         overlap: Whether buckets may be launched during backward; if not, each buffer is one bucket per set of
             parameters that are trainable together.
 
     Attributes:
+        sparse: Indices of the parameters whose gradients are sparse.
         names: Names of all parameters.
         all_params: All parameters.
         params: The parameter of each slot.
@@ -53,9 +56,11 @@ class SlotTable:
         self,
         named_params: Sequence[tuple[str, nn.Parameter]],
         bucket_cap_bytes: int | None,
+        sparse_names: Collection[str] = (),
         bucket_multiple: int = 1,
         overlap: bool = True,
     ) -> None:
+        self.sparse = frozenset(index for index, (name, _) in enumerate(named_params) if name in sparse_names)
         self.names = [name for name, _ in named_params]
         self.all_params = [param for _, param in named_params]
         self._bucket_cap_bytes = bucket_cap_bytes if overlap else sys.maxsize
@@ -87,12 +92,17 @@ class SlotTable:
         return tuple([param.requires_grad for param in self.all_params])
 
     def has_all(self, trainable: TrainableSet) -> bool:
-        """Whether every parameter of the set has a slot."""
-        return all(index in self._slot_of for index, flag in enumerate(trainable) if flag)
+        """Whether every parameter of the set has a slot, those with sparse gradients apart."""
+        return all(index in self._slot_of for index, flag in enumerate(self._without_sparse(trainable)) if flag)
+
+    def _without_sparse(self, trainable: TrainableSet) -> TrainableSet:
+        if not self.sparse:
+            return trainable
+        return tuple([flag and index not in self.sparse for index, flag in enumerate(trainable)])
 
     def knows(self, trainable: TrainableSet) -> bool:
         """Whether the layout needs no change for the set."""
-        return trainable in self._grouping_sets or (
+        return self._without_sparse(trainable) in self._grouping_sets or (
             len(self._grouping_sets) == MAX_GROUPING_SETS and self.has_all(trainable)
         )
 
@@ -103,10 +113,13 @@ class SlotTable:
     def add(self, trainable: TrainableSet) -> range:
         """Gives every parameter of the set that has none a slot, last registered first, and groups by the set.
 
+        Parameters with sparse gradients are left out.
+
         Returns:
             The new slots.
         """
         known = len(self.params)
+        trainable = self._without_sparse(trainable)
         for index in reversed(range(len(trainable))):
             if trainable[index] and index not in self._slot_of:
                 slot = len(self.params)

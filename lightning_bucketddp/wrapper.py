@@ -34,6 +34,7 @@ from lightning_bucketddp.options import (
     resolve_module_buffers,
 )
 from lightning_bucketddp.reducer import Reducer
+from lightning_bucketddp.sparse_grads import find_sparse
 from lightning_bucketddp.uneven import JoinedRank, UnevenInputs
 
 if TYPE_CHECKING:
@@ -107,12 +108,16 @@ class BucketDDP(nn.Module, Joinable):
             (``math.inf``: any finite one will do). The host waits for the check.
         pad_buckets_to: Number of elements that each bucket's length is a multiple of. 65536 is what Megatron-LM pads
             to for NCCL's full bus bandwidth on many nodes.
+        sparse_parameters: Qualified names of parameters whose gradients may be sparse, besides the weights of
+            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
+            place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
+            a dense one if any rank's is dense.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
-        ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised, with
-            sparse gradients or with post-accumulate-grad hooks, if an option is out of range or contradicts another,
-            or if a parameter is wrapped already.
+        ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised or with
+            post-accumulate-grad hooks, if an option is out of range or contradicts another, a name in
+            ``sparse_parameters`` is unknown, or a parameter is wrapped already.
         GradientError: In backward, if a gradient is not what ``max_abs_grad`` asks for.
         PeerFailureError: If another rank raises one of these.
         RankMismatchError: If ranks disagree on parameters, module buffers or options; names the first difference.
@@ -148,6 +153,7 @@ class BucketDDP(nn.Module, Joinable):
         gradient_divide_by: Divisor = "world_size",
         max_abs_grad: float | None = None,
         pad_buckets_to: int = 1,
+        sparse_parameters: Sequence[str] = (),
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -173,6 +179,7 @@ class BucketDDP(nn.Module, Joinable):
                 overlap=overlap,
                 gradient_divide_by=gradient_divide_by,
                 max_abs_grad=max_abs_grad,
+                sparse_parameters=sparse_parameters if isinstance(sparse_parameters, str) else tuple(sparse_parameters),
             )
 
         self._start(_group_of(process_group, device_mesh), make_options)
@@ -187,13 +194,15 @@ class BucketDDP(nn.Module, Joinable):
         params = [(name, param) for name, param in module.named_parameters() if name not in ignored]
         problem: Exception | None = None
         lines: list[Entry] = []
+        sparse: frozenset[str] = frozenset()
         try:
             self._options = make_options()
             require_valid_parameters(module, params, _open_wrappers)
             self._input_device = input_device(params, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
-            _set_grad_dtypes(params, self._options)
-            lines = entries(module, params, ignored, self._options)
+            sparse = find_sparse(module, self._options.sparse_parameters)
+            _set_grad_dtypes([(name, param) for name, param in params if name not in sparse], self._options)
+            lines = entries(module, params, sparse, ignored, self._options)
         except (ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
@@ -204,7 +213,7 @@ class BucketDDP(nn.Module, Joinable):
             tensors = [param for _, param in params] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
-        self._reducer = Reducer(params, collectives, agreement, options)
+        self._reducer = Reducer(params, collectives, agreement, options, sparse)
         self._watch = ModuleWatch(module)
         if options.master_params:
             self._preparing = prepare_at_first_step([param for _, param in params])

@@ -187,3 +187,34 @@ class Fragile(nn.Module):
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
         x = torch.tanh(self.first(x))
         return self.second(RaiseInBackward.apply(x) if fail else x)
+
+
+ROWS = 40
+
+
+class Lookup(nn.Module):
+    """Two embeddings with sparse gradients and a dense layer; the first may be used as an output layer too."""
+
+    def __init__(self, mode: str = "sum") -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(ROWS, 4, sparse=True, mode=mode)
+        self.head = nn.Linear(4, 4)
+
+    def forward(
+        self, words: Tensor, bag: Tensor, use_words: bool = True, use_bag: bool = True, tied: bool = False
+    ) -> Tensor:
+        x = torch.ones(len(words), 4)
+        if use_words:
+            x = x + self.words(words).sum(1)
+        if use_bag:
+            x = x * self.bag(bag)
+        x = self.head(torch.tanh(x))
+        return x @ self.words.weight.T if tied else x
+
+
+def tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Indices for ``Lookup``; some come more than once. Ranks differ in how many rows they touch."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    most = 6 + 4 * rank
+    return torch.randint(most, (5, 3), generator=generator), torch.randint(most, (5, 2), generator=generator)

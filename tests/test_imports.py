@@ -14,6 +14,7 @@ ALLOWED: dict[str, set[str]] = {
     "layout": set(),
     "engine": set(),
     "nested": set(),
+    "gradient_checks": set(),
     "collectives": set(),
     "slots": {"layout"},
     "grad_buffer": {"layout"},
@@ -26,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "module_watch": {"engine"},
     "options": {"layout", "module_state"},
     "uneven": {"collectives"},
-    "bucket_runs": {"collectives", "grad_buffer", "layout", "slots"},
+    "sparse_grads": {"collectives", "gradient_checks", "slots"},
+    "bucket_runs": {"collectives", "grad_buffer", "gradient_checks", "layout", "slots"},
     "coalesced_runs": {"bucket_runs", "grad_buffer", "layout"},
     "trainable": {"agreement", "slots"},
     "reducer": {
@@ -36,10 +38,12 @@ ALLOWED: dict[str, set[str]] = {
         "collectives",
         "control",
         "engine",
+        "gradient_checks",
         "layout",
         "options",
         "ready_order",
         "slots",
+        "sparse_grads",
         "trainable",
     },
     "checks": {"agreement", "layout", "options", "reducer"},
@@ -54,10 +58,11 @@ ALLOWED: dict[str, set[str]] = {
         "nested",
         "options",
         "reducer",
+        "sparse_grads",
         "uneven",
     },
     "strategy": {"module_state", "options", "wrapper", LIGHTNING},
-    "__init__": {"agreement", "bucket_runs", "strategy", "wrapper"},
+    "__init__": {"agreement", "gradient_checks", "strategy", "wrapper"},
 }
 
 

@@ -1,0 +1,39 @@
+"""What is required of gradients where it was asked for, and the errors that say what was found."""
+
+from __future__ import annotations
+
+import math
+
+
+class GradientError(RuntimeError):
+    """A gradient that is not to be averaged: not finite, or larger than the limit that was asked for."""
+
+
+def require_sound(largest: float, limit: float, rank: int, name: str) -> None:
+    """Requires that a gradient is finite and within a limit.
+
+    Args:
+        largest: Its largest absolute value; NaN if it holds any.
+        limit: The limit.
+        rank: Whose gradient it is.
+        name: Whose parameter.
+
+    Raises:
+        GradientError: If it is not.
+    """
+    if math.isfinite(largest) and largest <= limit:
+        return
+    what = "NaN" if math.isnan(largest) else "Inf" if math.isinf(largest) else f"{largest:.4g} in absolute value"
+    raise GradientError(
+        f"rank {rank}: found {what} in the gradient of parameter {name!r} before it was averaged, where "
+        f"max_abs_grad={limit} was asked for; look at this rank's batch and loss"
+    )
+
+
+def not_cleared(rank: int, name: str) -> str:
+    """The error for a gradient of an earlier pass where the sum is not divided by the world size."""
+    return (
+        f"rank {rank}: expected cleared gradients before a pass whose sum is not divided by the world size, found "
+        f"{name!r} with the gradient of an earlier one, which would be rescaled once more; call optimizer.zero_grad() "
+        "after each step"
+    )
