@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives, Pending
+from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
 from lightning_bucketddp.layout import Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
@@ -25,6 +26,7 @@ class BucketRun:
     """One bucket: its memory, and which of its gradients are still awaited in the present pass.
 
     Attributes:
+        index: Its place in the layout.
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
         waiting: Slots whose gradients are expected in this pass and have not come.
@@ -32,9 +34,10 @@ class BucketRun:
         pending: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "launched", "pending", "slots", "streams", "waiting")
+    __slots__ = ("flat", "held_back", "index", "launched", "pending", "slots", "streams", "waiting")
 
-    def __init__(self, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+    def __init__(self, index: int, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+        self.index = index
         self.slots = bucket.slots
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
@@ -50,16 +53,20 @@ class BucketRuns:
     Args:
         slots: The slots; a layout is made of what the table knows.
         collectives: The group.
+        wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
 
     Attributes:
+        comm_hook: What reduces the buckets instead of an all-reduce, if there is such a hook.
         contributing: Slots with a gradient since their last reduction.
         active: The buckets that take part in the present synchronised pass, in launch order.
         launched: How many of them have been launched.
     """
 
-    def __init__(self, slots: SlotTable, collectives: Collectives) -> None:
+    def __init__(self, slots: SlotTable, collectives: Collectives, wire_dtype: torch.dtype | None = None) -> None:
         self._slots = slots
         self._collectives = collectives
+        self.wire_dtype = wire_dtype
+        self.comm_hook: CommHook | None = None
         self._on_accelerator = any(param.device.type != "cpu" for param in slots.all_params)
         self._buffers = GradBuffers(slots.plan())
         self._make_runs()
@@ -90,11 +97,12 @@ class BucketRuns:
         kinds = self._slots.kinds
         self._runs = [
             BucketRun(
+                index,
                 bucket,
                 self._buffers.bucket_flat(bucket),
                 held_back=any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
             )
-            for bucket in self._buffers.layout.buckets
+            for index, bucket in enumerate(self._buffers.layout.buckets)
         ]
         self._run_of = {slot: run for run in self._runs for slot in run.slots}
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
@@ -108,7 +116,10 @@ class BucketRuns:
     def relayout(self) -> None:
         """Lays the buffers out by what the slot table knows now; gradients move along."""
         self._forget_runs()  # they hold the flat tensors, which the buffers may want to give back first
+        before = self._buffers.layout
         self._buffers.relayout(self._slots.plan(), self._slots.params)
+        if self.comm_hook is not None and self._buffers.layout != before:
+            self.comm_hook.forget_buckets()
         self._make_runs()
 
     def under_way(self) -> bool:
@@ -198,23 +209,53 @@ class BucketRuns:
         self._buffers.capture(list(self.contributing), self._slots.params)
 
     def launch_complete(self) -> None:
-        """Launches buckets, in order, up to the first that still waits for a gradient."""
+        """Launches buckets, in order, up to the first that still waits for a gradient, or for its turn.
+
+        Whether it is a bucket's turn is a matter of timing, but only moves its launch to a later point before the
+        end of the pass, with no other collective in between.
+        """
         while self.launched < len(self.active):
             run = self.active[self.launched]
-            if run.waiting or run.held_back:
+            before = self._must_end_first()
+            if run.waiting or run.held_back or (before is not None and not before.done()):
                 return
             self._launch(run)
 
-    def launch_rest(self) -> None:
-        """Launches all buckets that have not been."""
+    def launch_rest(self, on_idle: Callable[[], None]) -> None:
+        """Launches all buckets that have not been.
+
+        Args:
+            on_idle: Called now and then while the host waits for a bucket's turn; an exception it raises ends the wait.
+        """
         while self.launched < len(self.active):
+            if (before := self._must_end_first()) is not None:
+                before.proceed(on_idle)
             self._launch(self.active[self.launched])
 
-    def launch_rest_as_they_are(self) -> None:
-        """Keeps the others from waiting in a pass that failed here; what is sent will not be used."""
-        for run in self.active[self.launched :]:
-            run.pending = self._collectives.all_reduce_mean(run.flat)
-        self.launched = len(self.active)
+    def launch_rest_as_they_are(self, on_idle: Callable[[], None]) -> None:
+        """Keeps the others from waiting in a pass that failed here; what is sent will not be used.
+
+        Args:
+            on_idle: As for :meth:`launch_rest`.
+        """
+        while self.launched < len(self.active):
+            if (before := self._must_end_first()) is not None:
+                before.proceed(on_idle)
+            run = self.active[self.launched]
+            run.pending = self._start(run)
+            self.launched += 1
+
+    def _must_end_first(self) -> Pending | None:
+        """What has to be completed before the next bucket is launched."""
+        if self.comm_hook is None or not self.comm_hook.one_at_a_time or not self.launched:
+            return None
+        return self.active[self.launched - 1].pending
+
+    def _start(self, run: BucketRun) -> Pending:
+        if self.comm_hook is None:
+            return self._collectives.all_reduce_mean(run.flat, self.wire_dtype)
+        params = [self._slots.params[slot] for slot in run.slots]
+        return self.comm_hook.start(HookBucket(self.layout, run.index, run.flat, params, run is self.active[-1]))
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
@@ -235,7 +276,7 @@ class BucketRuns:
             param.grad = None
         if absent:
             torch._foreach_zero_(absent)
-        run.pending = self._collectives.all_reduce_mean(run.flat)
+        run.pending = self._start(run)
         run.launched = True
         self.launched += 1
 
@@ -263,7 +304,16 @@ class BucketRuns:
         if used_elsewhere:
             self._slots.params[slot].grad = self._buffers.views[slot]
         else:
+            if self.comm_hook is not None and self.comm_hook.remembers_buckets:
+                self._take_back(self.comm_hook, slot)
             self._put_back(slot)
+
+    def _take_back(self, comm_hook: CommHook, slot: int) -> None:
+        if slot in self._kept:
+            grad, value = self._kept[slot]
+            self._buffers.views[slot].sub_(grad if value is None else value)
+        run = self._run_of[slot]
+        comm_hook.take_back(self.layout, run.index, slot, run.flat)
 
     def _put_back(self, slot: int) -> None:
         if slot in self._kept:
@@ -286,7 +336,19 @@ class BucketRuns:
             self._slots.params[slot].grad = None
         for slot in self._kept:
             self._put_back(slot)
+        if self.comm_hook is not None:
+            self.comm_hook.forget_buckets()
         self.end()
+
+    def proceed(self, on_idle: Callable[[], None]) -> None:
+        """Gets every launched bucket to where the collectives that follow may be started.
+
+        Args:
+            on_idle: As for :meth:`wait`.
+        """
+        for run in self.active:
+            assert run.pending is not None
+            run.pending.proceed(on_idle)
 
     def wait(self, on_idle: Callable[[], None]) -> None:
         """Waits for everything that was launched.

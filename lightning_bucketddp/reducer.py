@@ -27,9 +27,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm_hooks import CommHook, CommHookError, require_no_wire_dtype
 from lightning_bucketddp.control import Control, ControlExchange, fingerprint
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.layout import Layout
@@ -80,6 +81,8 @@ class Reducer:
         bucket_cap_bytes: Largest bucket in bytes; None for the default rule.
         find_unused_parameters: Look at the graph, where the loss is known, so as not to wait for gradients that
             this backward will not produce; and open the pass at the root rather than at the first gradient.
+        comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
+        wire_dtype: In which gradients travel while they are summed in fp32; None for their own.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
@@ -98,12 +101,16 @@ class Reducer:
         agreement: Agreement,
         bucket_cap_bytes: int | None = None,
         find_unused_parameters: bool = False,
+        comm_hook: CommHook | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
         self._find_unused = find_unused_parameters
         self._slots = SlotTable(named_params, bucket_cap_bytes)
-        self._runs = BucketRuns(self._slots, collectives)
+        self._runs = BucketRuns(self._slots, collectives, wire_dtype)
+        self._runs.comm_hook = comm_hook
+        self._hook_agreements = 0
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
 
@@ -155,6 +162,33 @@ class Reducer:
             self._collectives.leave_behind(self._failure or "it was closed in the middle of a pass")
         self._runs.release()
         self._state = PassState.CLOSED
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Lets a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
+
+        Raises:
+            RuntimeError: If there is a hook already, or a pass is under way.
+            ValueError: If gradients travel in a wire dtype.
+            RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
+        """
+        self.require_usable()
+        require_no_wire_dtype(self._runs.wire_dtype)
+        if self._runs.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook can only be called once: expected no communication hook, found "
+                f"{self._runs.comm_hook.name!r}"
+            )
+        if self._state is not PassState.IDLE:
+            raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
+        topic = self._hook_topic()
+        self._hook_agreements += 1
+        entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
+        self._agreement.require_same(topic, entries, on_idle=self.raise_if_a_peer_failed)
+        self._runs.comm_hook = hook
+
+    def _hook_topic(self) -> str:
+        times = f", attempt {self._hook_agreements + 1}" if self._hook_agreements else ""
+        return f"the communication hook from pass {self.pass_number} on{times}"
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -299,7 +333,8 @@ class Reducer:
                 if self._to_learn is not None:
                     self._to_learn.arrived(slot)
                 elif complete:
-                    self._runs.launch_complete()
+                    with self._giving_up_on_errors():
+                        self._runs.launch_complete()
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -334,7 +369,12 @@ class Reducer:
         """Launches what is left, waits, and publishes the reduced gradients as views."""
         runs = self._runs
         self.early_launches = runs.launched
-        runs.launch_rest()
+        with self._giving_up_on_errors():
+            runs.launch_rest(self._while_waiting)
+        for run in runs.active:
+            assert run.pending is not None
+            with self.waiting_for(run):
+                run.pending.proceed(self._while_waiting)
         exchange = self._start_control(failed=False)
         unused: list[int] = []
         for run in runs.active:
@@ -411,6 +451,7 @@ class Reducer:
         """
         self.raise_if_a_peer_failed()
         self._trainable.answer(self.pass_number)
+        self._agreement.answer_none(self._hook_topic(), f"is in pass {self.pass_number}")
         skipper = self._agreement.skipped_by(self.steps)
         if skipper is not None:
             raise RankMismatchError(
@@ -442,7 +483,8 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            self._runs.launch_rest_as_they_are()
+            self._runs.launch_rest_as_they_are(raise_when_late)
+            self._runs.proceed(raise_when_late)
             exchange = self._start_control(failed=True)
             self._runs.wait(raise_when_late)
             exchange.wait(raise_when_late)
@@ -486,9 +528,9 @@ class Reducer:
     def waiting_for(self, what: str | BucketRun) -> Iterator[None]:
         """Around a wait: whatever it raises leaves the reducer failed, and says what was waited for."""
         try:
-            yield
-        except (PeerFailureError, RankMismatchError) as error:
-            self._fail(str(error))
+            with self._giving_up_on_errors():
+                yield
+        except (PeerFailureError, RankMismatchError, CommHookError):
             raise
         except RuntimeError as error:
             if isinstance(what, BucketRun):
@@ -502,6 +544,20 @@ class Reducer:
                 cause=f"could not reduce {what}: {error}",
             )
             raise PeerFailureError(self._failure) from error
+
+    @contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        """Leaves the reducer failed by errors after which the ranks are no longer in step."""
+        try:
+            yield
+        except (PeerFailureError, RankMismatchError) as error:
+            self._fail(str(error))
+            raise
+        except CommHookError as error:  # what the hook has started, and what not, is not known
+            self._fail(
+                f"rank {self._collectives.rank}: {error}", cause=f"cannot go on in pass {self.pass_number}: {error}"
+            )
+            raise
 
     def _fail(self, message: str, cause: str | None = None) -> None:
         """Gives up for good.

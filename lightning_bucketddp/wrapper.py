@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
 from lightning_bucketddp.layout import MIB, Layout, ParamSpec
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
@@ -46,8 +47,16 @@ class BucketDDP(nn.Module):
             looks at the graph of each loss, so that gradients which will not come are not waited for.
         init_sync: Whether parameters and module buffers are copied from rank 0 at first.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
+            ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
+        comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
+            after 1,000 passes if there is none; the other named hooks take none.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients travel in it and are summed in fp32, where
+            ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
+            65504 become infinite.
 
     Raises:
+        TypeError: If ``comm_hook`` is neither a name nor callable.
         ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised, with
             sparse gradients or with post-accumulate-grad hooks, if an option is out of range, or if a parameter is
             wrapped already.
@@ -69,6 +78,9 @@ class BucketDDP(nn.Module):
         find_unused_parameters: bool = False,
         init_sync: bool = True,
         timeout: timedelta | None = None,
+        comm_hook: HookName | HookFunction | None = None,
+        comm_hook_state: Any = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -82,15 +94,19 @@ class BucketDDP(nn.Module):
             "module_buffers": module_buffers,
             "find_unused_parameters": find_unused_parameters,
             "init_sync": init_sync,
+            "wire_dtype": wire_dtype,
         }
+        hook: CommHook | None = None
         problem: Exception | None = None
         entries: list[Entry] = []
         try:
             _require_valid_options(bucket_cap_mb, module_buffers)
             _require_valid_parameters(module, params)
             self._collectives.require_nothing_left_behind()
+            hook = choose_hook(comm_hook, comm_hook_state, wire_dtype, self._collectives)
+            options.update(hook.options() if hook is not None else {"comm_hook": None})
             entries = _entries(module, params, options)
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", entries, problem)
         self._collectives.probe(next(param.device for _, param in params if param.requires_grad))
@@ -103,6 +119,8 @@ class BucketDDP(nn.Module):
             agreement,
             int(bucket_cap_mb * MIB) if bucket_cap_mb is not None else None,
             find_unused_parameters,
+            hook,
+            wire_dtype,
         )
         self._watch = ModuleWatch(module)
         self._buffers_as_of_pass = 0
@@ -172,6 +190,36 @@ class BucketDDP(nn.Module):
             self._buffers_as_of_pass = self._reducer.pass_number
             with self._reducer.waiting_for("the module buffers"):
                 self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed)
+
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+        """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
+
+        The hook returns a ``torch.futures.Future`` of one tensor with as many elements as ``bucket.buffer()``, of any
+        dtype, which is copied into the bucket when the future is completed. It sends what it likes, but the same on
+        every rank, and divides by the world size itself. It is called for every bucket in launch order, also in a pass
+        that failed on this rank. A parameter that no rank used keeps its ``.grad``, whatever the hook gives.
+
+        torch's ``allreduce_hook``, ``fp16_compress_hook``, ``bf16_compress_hook``, their wrappers, ``powerSGD_hook``,
+        ``post_localSGD_hook`` and ``noop_hook`` work unmodified. ``batched_powerSGD_hook`` (broken in torch 2.13) does
+        not, nor do torch's quantization hooks on gloo. Hooks that are not torch's own have one bucket under way at a
+        time: they may start further collectives when the first is completed.
+
+        ``bucket.index()`` is stable only while the layout stands: it changes after the first pass, and when other
+        parameters become trainable. A ``PowerSGDState`` is cleared then of what it knows of buckets; a hook with a
+        memory of its own compares ``bucket.parameters()``. Buffers have padding between parameters, of zeros.
+        Gradients are shown row-major, as in torch, and complex ones as real.
+
+        Args:
+            state: Passed to the hook.
+            hook: The hook; the same on every rank, all of which must call this at the same point.
+
+        Raises:
+            TypeError: If the hook is not callable.
+            ValueError: If there is a ``wire_dtype``.
+            RuntimeError: If there is a hook already, or in the middle of a pass.
+            RankMismatchError: If ranks register different hooks.
+        """
+        self._reducer.register_comm_hook(CommHook(hook, state, self._collectives.leave_behind))
 
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
