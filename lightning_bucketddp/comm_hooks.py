@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from lightning_bucketddp.collectives import WIRE_DTYPES, Collectives, Pending, poll_until_done
 from lightning_bucketddp.layout import Layout
 
-HookFunction = Callable[[Any, Any], torch.Future[Tensor]]
+HookFunction = Callable[[Any, Any], torch.futures.Future[Tensor]]
 HookName = Literal["bf16", "fp16", "powersgd"]
 
 _NAMED: dict[str, HookFunction] = {

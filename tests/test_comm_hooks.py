@@ -547,17 +547,20 @@ def hook_that_raises(state: dict[str, int], bucket: Any) -> torch.futures.Future
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
+def run_steps(ours: BucketDDP, guarded: bool) -> None:
+    for step in range(4):
+        inputs, target = batch(step, dist.get_rank())
+        loss = loss_of(ours(inputs), target)
+        with ours.backward_pass(loss) if guarded else nullcontext():
+            loss.backward()
+
+
 def raising_hook(bad_call: int, guarded: bool) -> tuple[str, str, float]:
     ours = BucketDDP(Mlp(depth=6), bucket_cap_mb=TINY)
     ours.register_comm_hook({"calls": 0, "bad call": bad_call}, hook_that_raises)
     begin = time.monotonic()
     with pytest.raises((CommHookError, PeerFailureError)) as error:
-        for step in range(4):
-            inputs, target = batch(step, dist.get_rank())
-            loss = loss_of(ours(inputs), target)
-            begin = time.monotonic()
-            with ours.backward_pass(loss) if guarded else nullcontext():
-                loss.backward()
+        run_steps(ours, guarded)
     return type(error.value).__name__, str(error.value), time.monotonic() - begin
 
 
@@ -683,24 +686,27 @@ def test_hooks_registered_wrongly_are_refused(run_ranks: RunRanks) -> None:
     run_ranks(2, register_wrongly)
 
 
+def wrap_differently(kind: str, last: bool) -> None:
+    if kind == "constructor":
+        BucketDDP(Mlp(), comm_hook="bf16" if last else "fp16")
+    elif kind == "none":
+        BucketDDP(Mlp(), comm_hook=None if last else "fp16")
+    elif kind == "wire":
+        BucketDDP(Mlp(), wire_dtype=torch.bfloat16 if last else torch.float16)
+    elif kind == "state":
+        state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
+        BucketDDP(Mlp(), comm_hook=powerSGD_hook, comm_hook_state=state)
+    elif kind == "wrapped":
+        inner = powerSGD_hook if last else default_hooks.allreduce_hook
+        BucketDDP(Mlp()).register_comm_hook(None, default_hooks.fp16_compress_wrapper(inner))
+    else:
+        BucketDDP(Mlp()).register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
+
+
 def ranks_differ(kind: str) -> tuple[str, float]:
-    last = dist.get_rank() == dist.get_world_size() - 1
     begin = time.monotonic()
     with pytest.raises(RankMismatchError) as error:
-        if kind == "constructor":
-            BucketDDP(Mlp(), comm_hook="bf16" if last else "fp16")
-        elif kind == "none":
-            BucketDDP(Mlp(), comm_hook=None if last else "fp16")
-        elif kind == "wire":
-            BucketDDP(Mlp(), wire_dtype=torch.bfloat16 if last else torch.float16)
-        elif kind == "state":
-            state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
-            BucketDDP(Mlp(), comm_hook=powerSGD_hook, comm_hook_state=state)
-        elif kind == "wrapped":
-            inner = powerSGD_hook if last else default_hooks.allreduce_hook
-            BucketDDP(Mlp()).register_comm_hook(None, default_hooks.fp16_compress_wrapper(inner))
-        else:
-            BucketDDP(Mlp()).register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
+        wrap_differently(kind, last=dist.get_rank() == dist.get_world_size() - 1)
     return str(error.value), time.monotonic() - begin
 
 
@@ -723,16 +729,20 @@ def test_ranks_with_different_hooks_are_an_error_that_names_both(
         assert elapsed < 8
 
 
+def register_on_rank_0(ours: BucketDDP, loss: Tensor) -> None:
+    if dist.get_rank() == 0:
+        ours.register_comm_hook(None, noop_hook)
+    loss.backward()
+
+
 def registered_on_one_rank() -> tuple[str, float]:
     ours = BucketDDP(Mlp(), timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
-    inputs, target = batch(0, rank)
+    inputs, target = batch(0, dist.get_rank())
     loss_of(ours(inputs), target).backward()
+    loss = loss_of(ours(inputs), target)
     begin = time.monotonic()
     with pytest.raises((RankMismatchError, PeerFailureError)) as error:
-        if rank == 0:
-            ours.register_comm_hook(None, noop_hook)
-        loss_of(ours(inputs), target).backward()
+        register_on_rank_0(ours, loss)
     return str(error.value), time.monotonic() - begin
 
 
@@ -851,20 +861,21 @@ def bytes_of_a_pass(options: dict[str, Any]) -> tuple[float, int]:
         options = {**options, "comm_hook_state": PowerSGDState(None, 1, start_powerSGD_iter=3)}
     ours = BucketDDP(Mlp(width=512, depth=3), **options)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
-    for step in range(5):
-        inputs, target = batch(step, dist.get_rank())
-        loss = loss_of(ours(inputs), target)
-        optimizer.zero_grad()
-        if step == 4:
-            dist.barrier()
-            calls: list[tuple[str, int]] = []
-            before = written()
-            with recorded(lambda name, tensor: calls.append((name, tensor.nbytes))):
-                loss.backward()
-            really = written() - before
-        else:
+    calls: list[tuple[str, int]] = []
+    before = 0
+    with recorded(lambda name, tensor: calls.append((name, tensor.nbytes))):
+        for step in range(5):
+            inputs, target = batch(step, dist.get_rank())
+            loss = loss_of(ours(inputs), target)
+            optimizer.zero_grad()
+            if step == 4:
+                dist.barrier()
+                calls.clear()
+                before = written()
             loss.backward()
-        optimizer.step()
+            if step < 4:
+                optimizer.step()
+    really = written() - before
     ours.close()
     return sent_bytes(calls), really
 
