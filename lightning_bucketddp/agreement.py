@@ -107,7 +107,13 @@ class Agreement:
     def _say(self, topic: str, mine: str) -> None:
         self._store.set(f"{topic}/{self.rank}", mine)
 
-    def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
+    def require_same(
+        self,
+        topic: str,
+        entries: Sequence[Entry],
+        problem: Exception | None = None,
+        on_idle: Callable[[], None] | None = None,
+    ) -> None:
         """Requires that all ranks have the same entries in the same order.
 
         Digests are compared first; the entries themselves travel only if they differ.
@@ -116,6 +122,7 @@ class Agreement:
             topic: A name used once per wrapper, in the error too.
             entries: What this rank has.
             problem: What is wrong on this rank, so that it cannot go on whatever the others have.
+            on_idle: As for :meth:`exchange`.
 
         Raises:
             Exception: The problem, on the rank that has it.
@@ -125,7 +132,7 @@ class Agreement:
         """
         text = json.dumps([[entry.subject, entry.value] for entry in entries])
         mine = hashlib.sha256(text.encode()).hexdigest() if problem is None else f"{_PROBLEM}{problem}"
-        digests = self.exchange(topic, mine)
+        digests = self.exchange(topic, mine, on_idle)
         if problem is not None:
             raise problem
         for rank, digest in enumerate(digests):
@@ -135,12 +142,30 @@ class Agreement:
                 )
         if len(set(digests)) == 1:
             return
-        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
+        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text, on_idle)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise RankMismatchError(
             f"rank {self.rank}: ranks disagree on {topic}: {_first_difference(everyone[0], everyone[other], other)}. "
             "Build the same module with the same options on every rank"
         )
+
+    def answer_none(self, topic: str, situation: str) -> None:
+        """Ends the wait of ranks that want to agree on a topic about which this rank has nothing to say.
+
+        Args:
+            topic: As for :meth:`require_same`.
+            situation: What this rank does instead, for the error of the others.
+
+        Raises:
+            RankMismatchError: If a rank waits.
+        """
+        asking = next((rank for rank in range(self.world_size) if self._store.check([f"{topic}/{rank}"])), None)
+        if asking is not None:
+            self._say(topic, f"{_PROBLEM}{situation}")
+            raise RankMismatchError(
+                f"rank {self.rank}: rank {asking} wants to agree on {topic}, while this rank {situation}. Run the same "
+                "program on every rank: look for a branch that depends on the rank"
+            )
 
     # -- trainable sets ------------------------------------------------------------------------------
 

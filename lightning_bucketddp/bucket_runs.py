@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives, Pending
+from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
 from lightning_bucketddp.gradient_checks import not_cleared, require_sound
 from lightning_bucketddp.layout import Bucket, Layout
@@ -27,6 +28,7 @@ class BucketRun:
     """One bucket: its memory, and which of its gradients are still awaited in the present pass.
 
     Attributes:
+        index: Its place in the layout.
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
         waiting: Slots whose gradients are expected in this pass and have not come.
@@ -34,9 +36,10 @@ class BucketRun:
         pending: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "launched", "pending", "slots", "streams", "waiting")
+    __slots__ = ("flat", "held_back", "index", "launched", "pending", "slots", "streams", "waiting")
 
-    def __init__(self, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+    def __init__(self, index: int, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+        self.index = index
         self.slots = bucket.slots
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
@@ -54,8 +57,10 @@ class BucketRuns:
         collectives: The group.
         overlap: Whether buckets are launched as they become complete; if not, all of them at the end of backward.
         max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
+        wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
 
     Attributes:
+        comm_hook: What reduces the buckets instead of an all-reduce, if there is such a hook.
         contributing: Slots with a gradient since their last reduction.
         active: The buckets that take part in the present synchronised pass, in launch order.
         launched: How many of them have been launched.
@@ -67,11 +72,14 @@ class BucketRuns:
         collectives: Collectives,
         overlap: bool = True,
         max_abs_grad: float | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._slots = slots
         self._collectives = collectives
         self._overlap = overlap
         self._max_abs_grad = max_abs_grad
+        self.wire_dtype = wire_dtype
+        self.comm_hook: CommHook | None = None
         self._on_accelerator = any(param.device.type != "cpu" for param in slots.all_params)
         self._make_buffers()
         self._make_runs()
@@ -110,6 +118,7 @@ class BucketRuns:
         kinds = self._slots.kinds
         self._runs = [
             BucketRun(
+                index,
                 bucket,
                 self._memory(index),
                 held_back=not self._overlap or any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
@@ -135,7 +144,10 @@ class BucketRuns:
     def relayout(self) -> None:
         """Lays the buffers out by what the slot table knows now; gradients move along."""
         self._forget_runs()  # they hold the flat tensors, which the buffers may want to give back first
+        before = self._buffers.layout
         self._buffers.relayout(self._slots.plan(), self._slots.params)
+        if self.comm_hook is not None and self._buffers.layout != before:
+            self.comm_hook.forget_buckets()
         self._make_runs()
 
     def under_way(self) -> bool:
@@ -259,23 +271,53 @@ class BucketRuns:
         self._buffers.capture(list(self.contributing), self._slots.params)
 
     def launch_complete(self) -> None:
-        """Launches buckets, in order, up to the first that still waits for a gradient."""
+        """Launches buckets, in order, up to the first that still waits for a gradient, or for its turn.
+
+        Whether it is a bucket's turn is a matter of timing, but only moves its launch to a later point before the
+        end of the pass, with no other collective in between.
+        """
         while self.launched < len(self.active):
             run = self.active[self.launched]
-            if run.waiting or run.held_back:
+            before = self._must_end_first()
+            if run.waiting or run.held_back or (before is not None and not before.done()):
                 return
             self._launch(run)
 
-    def launch_rest(self) -> None:
-        """Launches all buckets that have not been."""
+    def launch_rest(self, on_idle: Callable[[], None]) -> None:
+        """Launches all buckets that have not been.
+
+        Args:
+            on_idle: Called now and then while the host waits for a bucket's turn; an exception it raises ends the wait.
+        """
         while self.launched < len(self.active):
+            if (before := self._must_end_first()) is not None:
+                before.proceed(on_idle)
             self._launch(self.active[self.launched])
 
-    def launch_rest_as_they_are(self) -> None:
-        """Keeps the others from waiting in a pass that failed here; what is sent will not be used."""
-        for run in self.active[self.launched :]:
-            run.pending = self._collectives.all_reduce_mean(run.flat)
-        self.launched = len(self.active)
+    def launch_rest_as_they_are(self, on_idle: Callable[[], None]) -> None:
+        """Keeps the others from waiting in a pass that failed here; what is sent will not be used.
+
+        Args:
+            on_idle: As for :meth:`launch_rest`.
+        """
+        while self.launched < len(self.active):
+            if (before := self._must_end_first()) is not None:
+                before.proceed(on_idle)
+            run = self.active[self.launched]
+            run.pending = self._start(run)
+            self.launched += 1
+
+    def _must_end_first(self) -> Pending | None:
+        """What has to be completed before the next bucket is launched."""
+        if self.comm_hook is None or not self.comm_hook.one_at_a_time or not self.launched:
+            return None
+        return self.active[self.launched - 1].pending
+
+    def _start(self, run: BucketRun) -> Pending:
+        if self.comm_hook is None:
+            return self._collectives.all_reduce_mean(run.flat, self.wire_dtype)
+        params = [self._slots.params[slot] for slot in run.slots]
+        return self.comm_hook.start(HookBucket(self.layout, run.index, run.flat, params, run is self.active[-1]))
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
@@ -286,7 +328,7 @@ class BucketRuns:
         if self._max_abs_grad is not None:
             self._require_sound(run, self._max_abs_grad)
         self._fill(run)
-        run.pending = self._collectives.all_reduce_mean(run.flat)
+        run.pending = self._start(run)
         run.launched = True
         self.launched += 1
 
@@ -339,7 +381,27 @@ class BucketRuns:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
         if used_elsewhere:
             self._buffers.bind(slot, self._slots.params[slot])
-        elif slot in self._kept:
+            return
+        if self.comm_hook is not None and self.comm_hook.remembers_buckets:
+            self._take_back(self.comm_hook, slot)
+        self._put_back(slot)
+
+    def _take_back(self, comm_hook: CommHook, slot: int) -> None:
+        given = self._given(slot)
+        if given is not None:
+            self._buffers.views[slot].sub_(given)
+        run = self._run_of[slot]
+        comm_hook.take_back(self.layout, run.index, slot, run.flat)
+
+    def _given(self, slot: int) -> Tensor | None:
+        """What a slot without anything new has sent, if that was not zeros."""
+        if slot not in self._kept:
+            return None
+        grad, value = self._kept[slot]
+        return grad if value is None else value
+
+    def _put_back(self, slot: int) -> None:
+        if slot in self._kept:
             grad, value = self._kept[slot]
             if value is not None:
                 grad.copy_(value)
@@ -371,6 +433,21 @@ class BucketRuns:
             self._slots.params[slot].grad = grad if value is None else value  # the view is on the wire
         self._kept.clear()
         self.contributing.clear()
+
+    def forget_sent(self) -> None:
+        """What was sent in this pass is of no use, on any rank."""
+        if self.comm_hook is not None:
+            self.comm_hook.forget_buckets()
+
+    def proceed(self, on_idle: Callable[[], None]) -> None:
+        """Gets every launched bucket to where the collectives that follow may be started.
+
+        Args:
+            on_idle: As for :meth:`wait`.
+        """
+        for run in self.active:
+            assert run.pending is not None
+            run.pending.proceed(on_idle)
 
     def wait(self, on_idle: Callable[[], None]) -> None:
         """Waits for everything that was launched.

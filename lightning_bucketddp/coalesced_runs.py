@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ class CoalescedRuns(BucketRuns):
     def relayout(self) -> None:
         """Lays the buckets out by what the slot table knows now."""
         self._forget_runs()
-        self._layout = self._slots.plan()
+        before, self._layout = self._layout, self._slots.plan()
+        if self.comm_hook is not None and self._layout != before:
+            self.comm_hook.forget_buckets()
         self._make_runs()
 
     def _memory(self, index: int) -> Tensor:
@@ -64,10 +66,10 @@ class CoalescedRuns(BucketRuns):
         self._require_contents()
         super()._launch(run)
 
-    def launch_rest_as_they_are(self) -> None:
+    def launch_rest_as_they_are(self, on_idle: Callable[[], None]) -> None:
         """As for buckets with memory of their own."""
         self._require_contents()
-        super().launch_rest_as_they_are()
+        super().launch_rest_as_they_are(on_idle)
 
     def _fill(self, run: BucketRun) -> None:
         sources: list[Tensor] = []
@@ -99,13 +101,17 @@ class CoalescedRuns(BucketRuns):
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what is there."""
-        if not used_elsewhere:
-            return
         param = self._slots.params[slot]
-        if param.grad is None:
+        if not used_elsewhere:
+            if self.comm_hook is not None and self.comm_hook.remembers_buckets:
+                self._take_back(self.comm_hook, slot)
+        elif param.grad is None:
             param.grad = self._buffers.views[slot].clone()
         else:
             param.grad.copy_(self._buffers.views[slot])
+
+    def _given(self, slot: int) -> Tensor | None:
+        return self._slots.params[slot].grad
 
     def end(self) -> None:
         """Ends a synchronised pass, and frees its memory."""

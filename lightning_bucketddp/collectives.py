@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,12 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+"""In which gradients may travel while they are summed in fp32."""
+
+Started = tuple[dist.Work | None, Callable[[], object] | None]
+"""What torch returned for a collective, and what is to be run when it has completed."""
+
 
 class Pending:
     """A collective that was started.
@@ -29,6 +36,7 @@ class Pending:
         blocking: Whether the host must wait for it (CPU tensors). On accelerators waiting only makes
             the current stream wait.
         left_behind: Called with the error when a wait ends with one, the collective being under way still.
+        second: Starts a second collective that completes the first; called when that has completed.
     """
 
     def __init__(
@@ -37,18 +45,37 @@ class Pending:
         after: Callable[[], object] | None = None,
         blocking: bool = False,
         left_behind: Callable[[str], None] = lambda _: None,
+        second: Callable[[], Started] | None = None,
     ) -> None:
         self._left_behind = left_behind
         self._work = work
         self._after = after
         self._blocking = blocking
+        self._second = second
 
     def done(self) -> bool:
         """Whether it was waited for, or has completed by itself."""
-        return self._work is None or self._work.is_completed()
+        return self._second is None and (self._work is None or self._work.is_completed())
+
+    def proceed(self, on_idle: Callable[[], None] | None = None) -> None:
+        """Starts the second of two collectives, when the first has completed; does nothing if there is only one.
+
+        Never started by the completion itself, whose order differs between ranks: all ranks must call this at the
+        same point in the order of their collectives.
+
+        Args:
+            on_idle: As for :meth:`wait`.
+
+        Raises:
+            RuntimeError: As :meth:`wait`.
+        """
+        if self._second is not None:
+            self._wait_or_leave_behind(on_idle)
+            self._work, self._after = self._second()
+            self._second = None
 
     def wait(self, on_idle: Callable[[], None] | None = None) -> None:
-        """Waits for the collective, in the sense of the device (host or current stream).
+        """Waits for the collective, in the sense of the device (host or current stream). Proceeds first if need be.
 
         Args:
             on_idle: Called every :data:`POLL_SECONDS` while the host waits; an exception it raises
@@ -57,25 +84,34 @@ class Pending:
         Raises:
             RuntimeError: What the backend raises when a peer is gone or the time is up.
         """
-        try:
-            self._wait(on_idle)
-        except BaseException as error:
-            self._left_behind(str(error))
-            raise
+        self.proceed(on_idle)
+        self._wait_or_leave_behind(on_idle)
         self._work = None
         if self._after is not None:
             self._after()
             self._after = None
 
+    def _wait_or_leave_behind(self, on_idle: Callable[[], None] | None) -> None:
+        try:
+            self._wait(on_idle)
+        except BaseException as error:
+            self._left_behind(str(error))
+            raise
+
     def _wait(self, on_idle: Callable[[], None] | None) -> None:
         work = self._work
         if work is not None:
             if on_idle is not None and self._blocking and not work.is_completed():
-                done = threading.Event()
-                work.get_future().add_done_callback(lambda _: done.set())
-                while not done.wait(POLL_SECONDS):
-                    on_idle()
+                poll_until_done(work.get_future(), on_idle)
             work.wait()
+
+
+def poll_until_done(future: torch.Future[Any], on_idle: Callable[[], None]) -> None:
+    """Blocks the host until ``future`` is completed, and calls ``on_idle`` every :data:`POLL_SECONDS`."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    while not done.wait(POLL_SECONDS):
+        on_idle()
 
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -163,15 +199,22 @@ class Collectives:
             return  # refused by name, on every rank alike
         self._backend_averages = value.item() == (self.world_size - 1) / 2
 
-    def all_reduce_mean(self, flat: Tensor) -> Pending:
-        """Starts replacing ``flat`` (1-D, floating) by its mean over the ranks, in place.
+    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+        """Starts replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
+
+        Args:
+            flat: The tensor; contiguous.
+            wire_dtype: One of :data:`WIRE_DTYPES`: values travel in it and are summed in fp32, in two stages, an
+                all-to-all of shards that starts now and an all-gather of their means that starts when the caller
+                proceeds. All ranks end with the same bits. Of no effect on a tensor of less, or other, precision.
         """
         if self._nothing_to_do(flat):
             return Pending()
-        if flat.is_complex():
-            flat = torch.view_as_real(flat)
+        flat = _real(flat)
+        if wire_dtype is not None and _may_travel_in(wire_dtype, flat):
+            return self._all_reduce_mean_in(wire_dtype, flat)
         after = None
         op = dist.ReduceOp.SUM
         if flat.dtype is torch.float16:
@@ -184,6 +227,85 @@ class Collectives:
                 return flat.mul_(1.0 / self.world_size)
 
         return self._started(dist.all_reduce(flat, op=op, group=self._group, async_op=True), after, flat)
+
+    def _all_reduce_mean_in(self, wire_dtype: torch.dtype, flat: Tensor) -> Pending:
+        work, sent, mean = self._exchange_shards(flat, self._shard_length(flat), wire_dtype)
+
+        def gather() -> Started:
+            shard = mean().to(wire_dtype)  # this rank's own is rounded like the others', so that all ranks end equal
+            gathered = sent  # has arrived
+            gather_work = _all_gather(gathered, shard, group=self._group, async_op=True)
+            return gather_work, lambda: (flat.copy_(gathered[: flat.numel()]), shard)
+
+        return self._started(work, None, flat, gather)
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """The part of ``flat`` (1-D) that is this rank's in a reduce-scatter.
+
+        Shards have equal length, ``numel / world_size`` rounded up, but for the last ones, which may be shorter or
+        empty.
+        """
+        length = self._shard_length(flat)
+        return flat[self.rank * length : (self.rank + 1) * length]
+
+    def _shard_length(self, flat: Tensor) -> int:
+        return -(-flat.numel() // self.world_size)
+
+    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+        """Starts replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
+
+        The rest of ``flat`` is of no meaning afterwards.
+
+        Args:
+            flat: 1-D, floating or complex, contiguous; of any length.
+            wire_dtype: As for :meth:`all_reduce_mean`; the shard itself is not rounded.
+        """
+        if self._nothing_to_do(flat):
+            return Pending()
+        shard, length = _real(self.shard(flat)), self._shard_length(flat) * (2 if flat.is_complex() else 1)
+        flat = _real(flat)
+        travels_in = wire_dtype if wire_dtype is not None and _may_travel_in(wire_dtype, flat) else flat.dtype
+        on_gloo = f"{flat.device.type}:gloo" in dist.get_backend_config(self._group).split(",")
+        if travels_in is flat.dtype is not wire_dtype and not on_gloo:  # gloo's takes longer than its all-reduce
+            return self._reduce_scatter_by_the_backend(flat, shard, length)
+        work, _, mean = self._exchange_shards(flat, length, travels_in)
+        return self._started(work, lambda: shard.copy_(mean()[: shard.numel()]), flat)
+
+    def _reduce_scatter_by_the_backend(self, flat: Tensor, shard: Tensor, length: int) -> Pending:
+        whole = flat if flat.numel() == length * self.world_size else self._staged(flat, length, flat.dtype)
+        result = whole.new_empty(length)
+        averages = self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND
+        if not averages:  # before the sum: fp16 overflows at 65504
+            whole.mul_(1.0 / self.world_size)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        work = _reduce_scatter(result, whole, op=op, group=self._group, async_op=True)
+        return self._started(work, lambda: (shard.copy_(result[: shard.numel()]), whole), flat)
+
+    def _exchange_shards(
+        self, flat: Tensor, length: int, dtype: torch.dtype
+    ) -> tuple[dist.Work | None, Tensor, Callable[[], Tensor]]:
+        """Starts sending every rank the values of its shard.
+
+        Returns:
+            The work; the tensor that is sent, ``world_size * length`` elements of ``dtype``; and a function that gives
+            the mean of this rank's shard (``length`` elements, at least fp32) when the work has completed.
+        """
+        sent = self._staged(flat, length, dtype)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+
+        def mean() -> Tensor:
+            total = received.view(self.world_size, length).sum(0, dtype=torch.promote_types(dtype, torch.float32))
+            return total.mul_(1.0 / self.world_size)
+
+        return work, sent, mean
+
+    def _staged(self, flat: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """A copy of ``flat`` in ``dtype`` with zeros behind it, ``world_size * length`` elements together."""
+        staged = flat.new_empty(self.world_size * length, dtype=dtype)
+        staged[: flat.numel()].copy_(flat)
+        staged[flat.numel() :].zero_()
+        return staged
 
     def all_reduce_sum(self, tensor: Tensor) -> Pending:
         """Starts replacing ``tensor`` by its sum over the ranks, in place."""
@@ -213,5 +335,32 @@ class Collectives:
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0
 
-    def _started(self, work: dist.Work | None, after: Callable[[], object] | None, tensor: Tensor) -> Pending:
-        return Pending(work, after, tensor.device.type == "cpu", self.leave_behind)
+    def _started(
+        self,
+        work: dist.Work | None,
+        after: Callable[[], object] | None,
+        tensor: Tensor,
+        second: Callable[[], Started] | None = None,
+    ) -> Pending:
+        return Pending(work, after, tensor.device.type == "cpu", self.leave_behind, second)
+
+
+def _real(flat: Tensor) -> Tensor:
+    """The 1-D real tensor of the same memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _may_travel_in(wire_dtype: torch.dtype, flat: Tensor) -> bool:
+    return flat.dtype is wire_dtype or (flat.is_floating_point() and flat.dtype.itemsize > wire_dtype.itemsize)
+
+
+def _all_gather(output: Tensor, part: Tensor, **options: Any) -> dist.Work | None:
+    if hasattr(dist, "all_gather_single"):  # the name since torch 2.13, where the old one warns
+        return dist.all_gather_single(output, part, **options)
+    return dist.all_gather_into_tensor(output, part, **options)
+
+
+def _reduce_scatter(output: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
+    if hasattr(dist, "reduce_scatter_single"):  # as above
+        return dist.reduce_scatter_single(output, whole, **options)
+    return dist.reduce_scatter_tensor(output, whole, **options)

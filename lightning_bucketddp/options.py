@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_bucketddp.collectives import WIRE_DTYPES
 from lightning_bucketddp.layout import MIB
 from lightning_bucketddp.module_state import ModuleBufferSync
 
@@ -44,6 +45,7 @@ class Options:
     gradient_divide_by: Divisor = "world_size"
     max_abs_grad: float | None = None
     sparse_parameters: Sequence[str] = ()
+    wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -70,6 +72,8 @@ class Options:
                 f"expected max_abs_grad to be None or a positive number (math.inf: any finite gradient will do), found "
                 f"{self.max_abs_grad!r}"
             )
+        if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"expected wire_dtype to be None or one of {WIRE_DTYPES}, found {self.wire_dtype!r}")
         self._require_valid_grad_dtype()
 
     def _require_valid_grad_dtype(self) -> None:

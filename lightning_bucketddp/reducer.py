@@ -20,19 +20,19 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm_hooks import CommHook, CommHookError, require_hook_decides
 from lightning_bucketddp.control import Control, ControlExchange, Report, fingerprint
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.gradient_checks import GradientError
@@ -42,8 +42,6 @@ from lightning_bucketddp.ready_order import ReadyOrder
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
-
-T = TypeVar("T")
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others to take note before it goes on raising.
@@ -87,6 +85,7 @@ class Reducer:
         agreement: The group's store.
         options: What was asked for.
         sparse_names: The parameters whose gradients are sparse; the same on every rank.
+        comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
@@ -109,15 +108,19 @@ class Reducer:
         agreement: Agreement,
         options: Options,
         sparse_names: Collection[str] = (),
+        comm_hook: CommHook | None = None,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
+        self._options = options
         self._find_unused = options.find_unused_parameters
         self._divide_by = options.gradient_divide_by
         overlap = options.overlap and options.use_contiguous_buffers
         self._slots = SlotTable(named_params, options.bucket_cap_bytes, sparse_names, options.pad_buckets_to, overlap)
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
-        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad)
+        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype)
+        self._runs.comm_hook = comm_hook
+        self._hook_agreements = 0
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
@@ -179,6 +182,33 @@ class Reducer:
             self._collectives.leave_behind(self._failure or "it was closed in the middle of a pass")
         self._runs.release()
         self._state = PassState.CLOSED
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Lets a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
+
+        Raises:
+            RuntimeError: If there is a hook already, or a pass is under way.
+            ValueError: If gradients travel in a wire dtype.
+            RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
+        """
+        self.require_usable()
+        require_hook_decides(self._options)
+        if self._runs.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook can only be called once: expected no communication hook, found "
+                f"{self._runs.comm_hook.name!r}"
+            )
+        if self._state is not PassState.IDLE:
+            raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
+        topic = self._hook_topic()
+        self._hook_agreements += 1
+        entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
+        self._agreement.require_same(topic, entries, on_idle=self.raise_if_a_peer_failed)
+        self._runs.comm_hook = hook
+
+    def _hook_topic(self) -> str:
+        times = f", attempt {self._hook_agreements + 1}" if self._hook_agreements else ""
+        return f"the communication hook from pass {self.pass_number} on{times}"
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -343,14 +373,17 @@ class Reducer:
                 if self._to_learn is not None:
                     self._to_learn.arrived(slot)
                 elif complete:
-                    self._launch(self._runs.launch_complete)
+                    with self._launching():
+                        self._runs.launch_complete()
 
-    def _launch(self, launch: Callable[[], T]) -> T:
-        try:
-            return launch()
-        except GradientError as error:  # the others are to hear the reason, not only that backward raised
-            self._agreement.publish_failure(self.pass_number, f"raised {type(error).__name__}: {error}")
-            raise
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        with self._giving_up_on_errors():
+            try:
+                yield
+            except GradientError as error:  # the others are to hear the reason, not only that backward raised
+                self._agreement.publish_failure(self.pass_number, f"raised {type(error).__name__}: {error}")
+                raise
 
     # -- a reduction without a backward --------------------------------------------------------------
 
@@ -364,7 +397,8 @@ class Reducer:
         self._sparse.contribute_present()
         self._open(synchronised=True)
         try:
-            self._launch(self._runs.launch_rest)
+            with self._launching():
+                self._runs.launch_rest(self._while_waiting)
         except BaseException as error:
             self._settle(f"raised {type(error).__name__}: {error}")
             raise
@@ -388,7 +422,8 @@ class Reducer:
         self._out_of_data = True
         try:
             self._open(synchronised=True)
-            self._runs.launch_rest()
+            with self._launching():
+                self._runs.launch_rest(self._while_waiting)
             self._finish()
         finally:
             self._out_of_data = False
@@ -459,8 +494,13 @@ class Reducer:
         """Launches what is left, waits, and publishes the reduced gradients as views."""
         runs = self._runs
         self.early_launches = runs.launched
-        self._launch(runs.launch_rest)
-        sparse = self._launch(lambda: self._sparse.held(self._trainable.since_reduction))
+        with self._launching():
+            runs.launch_rest(self._while_waiting)
+            sparse = self._sparse.held(self._trainable.since_reduction)
+        for run in runs.active:
+            assert run.pending is not None
+            with self.waiting_for(run):
+                run.pending.proceed(self._while_waiting)
         exchange = self._start_control(failed=False)
         for run in runs.active:
             assert run.pending is not None
@@ -556,6 +596,7 @@ class Reducer:
         """
         self.raise_if_a_peer_failed()
         self._trainable.answer(self.pass_number)
+        self._agreement.answer_none(self._hook_topic(), f"is in pass {self.pass_number}")
         skipper = self._agreement.skipped_by(self.steps)
         if skipper is not None:
             raise RankMismatchError(
@@ -589,7 +630,8 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            self._runs.launch_rest_as_they_are()
+            self._runs.launch_rest_as_they_are(raise_when_late)
+            self._runs.proceed(raise_when_late)
             exchange = self._start_control(failed=True)
             self._runs.wait(raise_when_late)
             exchange.wait(raise_when_late)
@@ -598,6 +640,7 @@ class Reducer:
             self._fail(message, cause)
             return
         if control.failed_ranks == self._collectives.world_size:
+            self._runs.forget_sent()
             if self._to_learn is not None:
                 self._to_learn = ReadyOrder()
             self._end_reduction()
@@ -641,9 +684,9 @@ class Reducer:
     def waiting_for(self, what: str | BucketRun) -> Iterator[None]:
         """Around a wait: whatever it raises leaves the reducer failed, and says what was waited for."""
         try:
-            yield
-        except (PeerFailureError, RankMismatchError) as error:
-            self._fail(str(error))
+            with self._giving_up_on_errors():
+                yield
+        except (PeerFailureError, RankMismatchError, CommHookError):
             raise
         except RuntimeError as error:
             if isinstance(what, BucketRun):
@@ -657,6 +700,20 @@ class Reducer:
                 cause=f"could not reduce {what}: {error}",
             )
             raise PeerFailureError(self._failure) from error
+
+    @contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        """Leaves the reducer failed by errors after which the ranks are no longer in step."""
+        try:
+            yield
+        except (PeerFailureError, RankMismatchError) as error:
+            self._fail(str(error))
+            raise
+        except CommHookError as error:  # what the hook has started, and what not, is not known
+            self._fail(
+                f"rank {self._collectives.rank}: {error}", cause=f"cannot go on in pass {self.pass_number}: {error}"
+            )
+            raise
 
     def _fail(self, message: str, cause: str | None = None) -> None:
         """Gives up for good.

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
@@ -112,9 +113,17 @@ class BucketDDP(nn.Module, Joinable):
             ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
             place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
             a dense one if any rank's is dense.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
+            ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
+        comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
+            after 1,000 passes if there is none; the other named hooks take none.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients travel in it and are summed in fp32, where
+            ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
+            65504 become infinite.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
+        TypeError: If ``comm_hook`` is neither a name nor callable.
         ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised or with
             post-accumulate-grad hooks, if an option is out of range or contradicts another, a name in
             ``sparse_parameters`` is unknown, or a parameter is wrapped already.
@@ -154,6 +163,9 @@ class BucketDDP(nn.Module, Joinable):
         max_abs_grad: float | None = None,
         pad_buckets_to: int = 1,
         sparse_parameters: Sequence[str] = (),
+        comm_hook: HookName | HookFunction | None = None,
+        comm_hook_state: Any = None,
+        wire_dtype: torch.dtype | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -162,6 +174,7 @@ class BucketDDP(nn.Module, Joinable):
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         self._closed = False
+        self._hook_arguments: tuple[HookName | HookFunction | None, Any] = (comm_hook, comm_hook_state)
 
         def make_options() -> Options:
             mode, initially = resolve_module_buffers(module_buffers, broadcast_buffers, forward_sync_buffers)
@@ -180,6 +193,7 @@ class BucketDDP(nn.Module, Joinable):
                 gradient_divide_by=gradient_divide_by,
                 max_abs_grad=max_abs_grad,
                 sparse_parameters=sparse_parameters if isinstance(sparse_parameters, str) else tuple(sparse_parameters),
+                wire_dtype=wire_dtype,
             )
 
         self._start(_group_of(process_group, device_mesh), make_options)
@@ -195,6 +209,7 @@ class BucketDDP(nn.Module, Joinable):
         problem: Exception | None = None
         lines: list[Entry] = []
         sparse: frozenset[str] = frozenset()
+        hook: CommHook | None = None
         try:
             self._options = make_options()
             require_valid_parameters(module, params, _open_wrappers)
@@ -202,8 +217,11 @@ class BucketDDP(nn.Module, Joinable):
             collectives.require_nothing_left_behind()
             sparse = find_sparse(module, self._options.sparse_parameters)
             _set_grad_dtypes([(name, param) for name, param in params if name not in sparse], self._options)
+            hook = choose_hook(*self._hook_arguments, self._options, collectives)
             lines = entries(module, params, sparse, ignored, self._options)
-        except (ValueError, RuntimeError) as error:
+            described = hook.options() if hook is not None else {"comm_hook": None}
+            lines += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
+        except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
         options = self._options
@@ -213,7 +231,7 @@ class BucketDDP(nn.Module, Joinable):
             tensors = [param for _, param in params] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
-        self._reducer = Reducer(params, collectives, agreement, options, sparse)
+        self._reducer = Reducer(params, collectives, agreement, options, sparse, hook)
         self._watch = ModuleWatch(module)
         if options.master_params:
             self._preparing = prepare_at_first_step([param for _, param in params])
@@ -324,6 +342,37 @@ class BucketDDP(nn.Module, Joinable):
             self._buffers_as_of_pass = self._reducer.pass_number
             with self._reducer.waiting_for("the module buffers"):
                 self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed, active)
+
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+        """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
+
+        The hook returns a ``torch.futures.Future`` of one tensor with as many elements as ``bucket.buffer()``, of any
+        dtype, which is copied into the bucket when the future is completed. It sends what it likes, but the same on
+        every rank, and divides by the world size itself. It is called for every bucket in launch order, also in a pass
+        that failed on this rank. A parameter that no rank used keeps its ``.grad``, whatever the hook gives.
+
+        torch's ``allreduce_hook``, ``fp16_compress_hook``, ``bf16_compress_hook``, their wrappers, ``powerSGD_hook``,
+        ``post_localSGD_hook`` and ``noop_hook`` work unmodified. ``batched_powerSGD_hook`` (broken in torch 2.13) does
+        not, nor do torch's quantization hooks on gloo. Hooks that are not torch's own have one bucket under way at a
+        time: they may start further collectives when the first is completed.
+
+        ``bucket.index()`` is stable only while the layout stands: it changes after the first pass, and when other
+        parameters become trainable. A ``PowerSGDState`` is cleared then of what it knows of buckets; a hook with a
+        memory of its own compares ``bucket.parameters()``. Buffers have padding between parameters, of zeros.
+        Gradients are shown row-major, as in torch, and complex ones as real.
+
+        Args:
+            state: Passed to the hook.
+            hook: The hook; the same on every rank, all of which must call this at the same point.
+
+        Raises:
+            TypeError: If the hook is not callable.
+            ValueError: If there is a ``wire_dtype``, or gradients are not divided by the world size.
+            RuntimeError: If there is a hook already, or in the middle of a pass.
+            RankMismatchError: If ranks register different hooks.
+        """
+        self._reducer.register_comm_hook(CommHook(hook, state, self._collectives.leave_behind))
+        self._hook_arguments = (hook, state)
 
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.

@@ -216,7 +216,7 @@ def overlap() -> tuple[int, int, list[str]]:
     inputs, target = batch(0, dist.get_rank())
     events: list[str] = []
     start = ours._collectives.all_reduce_mean
-    ours._collectives.all_reduce_mean = lambda flat: (events.append("launch"), start(flat))[1]
+    ours._collectives.all_reduce_mean = lambda *args: (events.append("launch"), start(*args))[1]
     # In backward the first layer's gradient is the last to come.
     ours.module.layers[0].weight.register_hook(lambda grad: events.append("last gradient"))
     counts = []

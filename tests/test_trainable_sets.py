@@ -23,7 +23,7 @@ def count_reduced_bytes(ours: BucketDDP) -> list[int]:
     """Records the bytes of every bucket that is put on the wire from now on."""
     sizes: list[int] = []
     start = ours._collectives.all_reduce_mean
-    ours._collectives.all_reduce_mean = lambda flat: (sizes.append(flat.numel() * flat.element_size()), start(flat))[1]
+    ours._collectives.all_reduce_mean = lambda flat, wire_dtype: (sizes.append(flat.nbytes), start(flat, wire_dtype))[1]
     return sizes
 
 
