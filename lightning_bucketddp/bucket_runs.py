@@ -7,6 +7,7 @@ buffer never reaches the wire.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,22 +26,26 @@ class BucketRun:
     """One bucket: its memory, and which of its gradients are still awaited in the present pass.
 
     Attributes:
+        index: Its place in the layout.
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
         waiting: Slots whose gradients are expected in this pass and have not come.
         launched: Whether its collective has been started in this pass.
+        launched_at: When, on ``time.perf_counter``.
         pending: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "launched", "pending", "slots", "streams", "waiting")
+    __slots__ = ("flat", "held_back", "index", "launched", "launched_at", "pending", "slots", "streams", "waiting")
 
-    def __init__(self, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+    def __init__(self, index: int, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
+        self.index = index
         self.slots = bucket.slots
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
         self.waiting: set[int] = set()
         self.streams: set[torch.Stream] = set()
         self.launched = False
+        self.launched_at = 0.0
         self.pending: Pending | None = None
 
 
@@ -90,11 +95,12 @@ class BucketRuns:
         kinds = self._slots.kinds
         self._runs = [
             BucketRun(
+                index,
                 bucket,
                 self._buffers.bucket_flat(bucket),
                 held_back=any(kinds[slot] is not SlotKind.NORMAL for slot in bucket.slots),
             )
-            for bucket in self._buffers.layout.buckets
+            for index, bucket in enumerate(self._buffers.layout.buckets)
         ]
         self._run_of = {slot: run for run in self._runs for slot in run.slots}
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
@@ -237,6 +243,7 @@ class BucketRuns:
             torch._foreach_zero_(absent)
         run.pending = self._collectives.all_reduce_mean(run.flat)
         run.launched = True
+        run.launched_at = time.perf_counter()
         self.launched += 1
 
     def _keep(self, slot: int, grad: Tensor) -> None:
@@ -275,7 +282,7 @@ class BucketRuns:
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
-        self.contributing.clear()
+        self.contributing = set()  # not cleared: the pass's notes keep the old one
 
     def drop(self) -> None:
         """Ends a synchronised pass whose gradients are of no use.

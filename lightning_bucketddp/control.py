@@ -124,6 +124,11 @@ class ControlExchange:
             self._event.record()
             self._vector = on_host
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self._vector.nbytes
+
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""
         return self._event is None or self._event.query()

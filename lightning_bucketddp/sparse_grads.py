@@ -63,6 +63,8 @@ class SparseGrads:
 
     Attributes:
         contributing: Indices of the parameters with a gradient since their last reduction.
+        used_somewhere: Indices of those that any rank contributed to in the last reduction.
+        nbytes: Bytes that this rank received in the last reduction, padding included.
     """
 
     def __init__(self, slots: SlotTable, collectives: Collectives) -> None:
@@ -71,6 +73,8 @@ class SparseGrads:
         self._indices = sorted(slots.sparse)
         self._collectives = collectives
         self.contributing: set[int] = set()
+        self.used_somewhere: frozenset[int] = frozenset()
+        self.nbytes = 0
 
     def held(self, trainable: TrainableSet | None) -> list[tuple[int, Tensor | None]]:
         """What this rank has, before any other is asked: coalesced if sparse.
@@ -123,6 +127,7 @@ class SparseGrads:
             waiting_for: Around each wait; told what is waited for.
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
         """
+        self.nbytes = 0
         if not held:
             return
         with waiting_for("the number of rows in sparse gradients"):
@@ -130,12 +135,14 @@ class SparseGrads:
             gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
             pending.wait(on_idle)
             everyone: list[list[list[int]]] = gathered.tolist()
+        self.used_somewhere = frozenset(
+            index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
+        )
         for position, (index, grad) in enumerate(held):
-            said = [rank[position] for rank in everyone]
-            if not any(new for new, _ in said):
+            if index not in self.used_somewhere:
                 continue
             with waiting_for(f"the sparse gradient of {self._names[index]!r}"):
-                rows = [rows for _, rows in said]
+                rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:
                     param.grad = self._mean_dense(param, grad, on_idle)
@@ -149,6 +156,7 @@ class SparseGrads:
             dense = grad.to_dense()
         else:
             dense = grad.contiguous()
+        self.nbytes += dense.nbytes
         self._collectives.all_reduce_mean(dense.view(-1)).wait(on_idle)
         return dense
 
@@ -165,6 +173,7 @@ class SparseGrads:
             values.mul_(1.0 / self._collectives.world_size)
         all_indices, indices_pending = self._collectives.all_gather(indices)
         all_values, values_pending = self._collectives.all_gather(values)
+        self.nbytes += all_indices.nbytes + all_values.nbytes
         indices_pending.wait(on_idle)
         values_pending.wait(on_idle)
         # By rank, and each rank's rows once: every rank adds the same numbers in the same order.
@@ -180,7 +189,7 @@ class SparseGrads:
 
     def end(self) -> None:
         """Ends a synchronised pass."""
-        self.contributing = set()
+        self.contributing = set()  # not cleared: the pass's notes keep the old one
 
     def drop(self) -> None:
         """Drops what accumulated since the last reduction, in a pass whose gradients are of no use."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.layout import MIB, Layout, ParamSpec
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
@@ -229,6 +230,17 @@ class BucketDDP(nn.Module):
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
         return self._reducer.pass_number
+
+    def last_pass(self) -> PassRecord | None:
+        """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
+
+        Times are the host's. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the logger ``lightning_bucketddp`` gets every
+        pass's table at level INFO, and with ``INFO`` a line whenever gradients are laid out.
+
+        Returns:
+            None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
+        """
+        return self._reducer.last_pass()
 
     @property
     def early_launches(self) -> int:
