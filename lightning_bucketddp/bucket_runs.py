@@ -8,6 +8,7 @@ buffer never reaches the wire.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -33,10 +34,11 @@ class BucketRun:
         flat: Its contiguous 1-D tensor.
         waiting: Slots whose gradients are expected in this pass and have not come.
         launched: Whether its collective has been started in this pass.
+        launched_at: When, on ``time.perf_counter``.
         pending: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "index", "launched", "pending", "slots", "streams", "waiting")
+    __slots__ = ("flat", "held_back", "index", "launched", "launched_at", "pending", "slots", "streams", "waiting")
 
     def __init__(self, index: int, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
         self.index = index
@@ -46,6 +48,7 @@ class BucketRun:
         self.waiting: set[int] = set()
         self.streams: set[torch.Stream] = set()
         self.launched = False
+        self.launched_at = 0.0
         self.pending: Pending | None = None
 
 
@@ -330,6 +333,7 @@ class BucketRuns:
         self._fill(run)
         run.pending = self._start(run)
         run.launched = True
+        run.launched_at = time.perf_counter()
         self.launched += 1
 
     def _require_sound(self, run: BucketRun, limit: float) -> None:
@@ -419,7 +423,7 @@ class BucketRuns:
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
-        self.contributing.clear()
+        self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
     def drop(self) -> None:

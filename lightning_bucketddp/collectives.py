@@ -114,6 +114,11 @@ def poll_until_done(future: torch.Future[Any], on_idle: Callable[[], None]) -> N
         on_idle()
 
 
+def debug_level() -> str:
+    """``"OFF"``, ``"INFO"`` or ``"DETAIL"``, by ``TORCH_DISTRIBUTED_DEBUG`` or ``set_debug_level``, in this process."""
+    return dist.get_debug_level().name  # type: ignore[attr-defined]  # documented, not in __all__
+
+
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 

@@ -155,6 +155,11 @@ class ControlExchange:
         """The tokens of all ranks, at least 1, as a tensor of no dimension on the device; wait first."""
         return self._summed[TOKENS].clamp(min=1)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self._vector.nbytes
+
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""
         return self._event is None or self._event.query()

@@ -34,6 +34,7 @@ from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, CommHookError, require_hook_decides
 from lightning_bucketddp.control import Control, ControlExchange, Report, fingerprint
+from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.gradient_checks import GradientError
 from lightning_bucketddp.layout import Layout
@@ -157,6 +158,12 @@ class Reducer:
         self._learns = overlap
         self._learned_sets: set[TrainableSet] = set()
 
+        self._layouts = 1
+        self._local_passes = 0  # since the last reduction
+        self._notes: PassNotes | None = None
+        self._last_notes: PassNotes | None = None  # of the last pass that published gradients
+        log_layout(self.layout, collectives.rank, self.pass_number)
+
     # -- what others may ask -------------------------------------------------------------------------
 
     @property
@@ -172,6 +179,12 @@ class Reducer:
     def views(self) -> dict[str, Tensor]:
         """Each slot's view into its gradient buffer, by parameter name."""
         return {spec.name: view for spec, view in zip(self._slots.specs, self._runs.views, strict=False)}
+
+    def last_pass(self) -> PassRecord | None:
+        """What happened in the last synchronised pass that published gradients, if there was one."""
+        if self._last_notes is None:
+            return None
+        return self._last_notes.record(self._collectives.rank, self._collectives.world_size)
 
     def close(self) -> None:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
@@ -317,8 +330,7 @@ class Reducer:
         if synchronised:
             self._agree_on(since)
         if self._replan_due:
-            self._runs.relayout()
-            self._replan_due = False
+            self._relayout()
         if self._divide_by != "world_size":
             self._runs.require_clear()
             self._sparse.require_clear()
@@ -340,6 +352,17 @@ class Reducer:
         self._runs.activate(since)
         self._control = None
         self._state = PassState.SYNCHRONISED
+        self._notes = PassNotes(
+            self.pass_number, self._runs.layout, self._slots, since, self._layouts, self._last_notes, self._local_passes
+        )
+
+    def _relayout(self) -> None:
+        before = self._runs.layout
+        self._runs.relayout()
+        self._replan_due = False
+        if self._runs.layout is not before:
+            self._layouts += 1
+            log_layout(self.layout, self._collectives.rank, self.pass_number)
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -485,6 +508,7 @@ class Reducer:
     def _end_pass(self) -> None:
         if self._state is PassState.LOCAL:
             self._runs.capture_rest()
+            self._local_passes += 1
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED:
             self._finish()
@@ -492,7 +516,9 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Launches what is left, waits, and publishes the reduced gradients as views."""
-        runs = self._runs
+        runs, notes = self._runs, self._notes
+        assert notes is not None
+        notes.backward_ended = time.perf_counter()
         self.early_launches = runs.launched
         with self._launching():
             runs.launch_rest(self._while_waiting)
@@ -516,6 +542,7 @@ class Reducer:
             unused.extend(runs.publish(run))
         if unused or sparse or self._to_learn is not None or exchange.arrived():
             control = self._require_success(exchange.read())
+            notes.used_somewhere = control.used_somewhere
             for slot in unused:
                 runs.publish_unused(slot, control.used_somewhere(slot))
         else:
@@ -523,7 +550,18 @@ class Reducer:
         self._sparse.reduce(sparse, self.waiting_for, self._while_waiting, factor)
         if self._to_learn is not None:
             self._learn(self._to_learn)
+        notes.end(
+            [(run.index, run.launched_at) for run in runs.active],
+            early=self.early_launches,
+            used=runs.contributing,
+            sparse_used=self._sparse.contributing,
+            sparse_used_somewhere=self._sparse.used_somewhere,
+            sparse_nbytes=self._sparse.nbytes,
+            control_nbytes=exchange.nbytes,
+        )
         self._end_reduction()
+        self._last_notes = notes
+        log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
     def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         """What the mean over all ranks is to be multiplied by; None for nothing."""
@@ -566,6 +604,7 @@ class Reducer:
         self._sparse.end()
         self._forget_tokens()
         self._trainable.reduced()
+        self._local_passes = 0
         self._state = PassState.IDLE
         self.pass_number += 1
 

@@ -66,6 +66,8 @@ class SparseGrads:
 
     Attributes:
         contributing: Indices of the parameters with a gradient since their last reduction.
+        used_somewhere: Indices of those that any rank contributed to in the last reduction.
+        nbytes: Bytes that this rank received in the last reduction, padding included.
     """
 
     def __init__(self, slots: SlotTable, collectives: Collectives, max_abs_grad: float | None = None) -> None:
@@ -75,6 +77,8 @@ class SparseGrads:
         self._collectives = collectives
         self._max_abs_grad = max_abs_grad
         self.contributing: set[int] = set()
+        self.used_somewhere: frozenset[int] = frozenset()
+        self.nbytes = 0
 
     def contribute_present(self) -> None:
         """Lets every gradient that is there take part in the next reduction, wherever it came from."""
@@ -156,6 +160,7 @@ class SparseGrads:
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
             factor: What the means are multiplied by; None for nothing.
         """
+        self.nbytes = 0
         if not held:
             return
         with waiting_for("the number of rows in sparse gradients"):
@@ -163,12 +168,14 @@ class SparseGrads:
             gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
             pending.wait(on_idle)
             everyone: list[list[list[int]]] = gathered.tolist()
+        self.used_somewhere = frozenset(
+            index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
+        )
         for position, (index, grad) in enumerate(held):
-            said = [rank[position] for rank in everyone]
-            if not any(new for new, _ in said):
+            if index not in self.used_somewhere:
                 continue
             with waiting_for(f"the sparse gradient of {self._names[index]!r}"):
-                rows = [rows for _, rows in said]
+                rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:
                     param.grad = self._mean_dense(param, grad, on_idle)
@@ -184,6 +191,7 @@ class SparseGrads:
             dense = grad.to_dense()
         else:
             dense = grad.contiguous()
+        self.nbytes += dense.nbytes
         self._collectives.all_reduce_mean(dense.view(-1)).wait(on_idle)
         return dense
 
@@ -200,6 +208,7 @@ class SparseGrads:
             values.mul_(1.0 / self._collectives.world_size)
         all_indices, indices_pending = self._collectives.all_gather(indices)
         all_values, values_pending = self._collectives.all_gather(values)
+        self.nbytes += all_indices.nbytes + all_values.nbytes
         indices_pending.wait(on_idle)
         values_pending.wait(on_idle)
         # By rank, and each rank's rows once: every rank adds the same numbers in the same order.
@@ -215,7 +224,7 @@ class SparseGrads:
 
     def end(self) -> None:
         """Ends a synchronised pass."""
-        self.contributing = set()
+        self.contributing = set()  # not cleared: the pass's notes keep the old one
 
     def drop(self) -> None:
         """Drops what accumulated since the last reduction, in a pass whose gradients are of no use."""

@@ -20,6 +20,7 @@ from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, Ra
 from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
+from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
@@ -601,6 +602,17 @@ class BucketDDP(nn.Module, Joinable):
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
         return self._reducer.pass_number
+
+    def last_pass(self) -> PassRecord | None:
+        """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
+
+        Times are the host's. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the logger ``lightning_bucketddp`` gets every
+        pass's table at level INFO, and with ``INFO`` a line whenever gradients are laid out.
+
+        Returns:
+            None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
+        """
+        return self._reducer.last_pass()
 
     @property
     def early_launches(self) -> int:

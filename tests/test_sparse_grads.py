@@ -240,6 +240,10 @@ def untouched() -> None:
     expected = dense_means(plain)["words.weight"] + mean
     torch.testing.assert_close(ours.module.words.weight.grad.to_dense(), expected)
     assert ours.module.words.weight.grad.is_coalesced()
+
+    published = ours.module.words.weight.grad
+    ours(*tokens(2, rank), use_words=False).square().mean().backward()
+    assert ours.module.words.weight.grad is published
     ours.close()
 
 
