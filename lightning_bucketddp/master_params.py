@@ -155,12 +155,11 @@ class MasterParams(SteppedParams):
     # -- state dicts ---------------------------------------------------------------------------------
 
     def _add_to_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        masters: dict[int, Tensor] = {}
-        seen: set[Tensor] = set()
-        for index, param in enumerate(_params_of(optimizer)):
-            if param in self._masters and param not in seen:  # torch counts a parameter where it comes first
-                seen.add(param)
-                masters[index] = self._masters[param].tensor.detach()
+        masters = {
+            index: self._masters[param].tensor.detach()
+            for index, param in enumerate(_params_of(optimizer))
+            if param in self._masters
+        }
         if masters:
             state_dict[STATE_DICT_KEY] = masters
 

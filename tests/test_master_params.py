@@ -295,6 +295,17 @@ def test_parameters_added_or_unfrozen_later_get_masters() -> None:
         assert optimizer.state[param]["exp_avg"].dtype is torch.float32
 
 
+def test_parameters_frozen_between_backward_and_step_are_stepped_on_like_torch_does() -> None:
+    module, reference = low(), ByHand(low(), OPTIMIZERS["adamw_foreach"])
+    optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
+    master_params(optimizer)
+    backward(module)
+    module.requires_grad_(False)
+    optimizer.step()
+    reference.train(range(1))
+    assert_bits([param.detach() for param in module.parameters()], [p.detach() for p in reference.params])
+
+
 def test_state_from_before_becomes_fp32_with_the_first_master() -> None:
     module = Mlp().bfloat16()
     optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
@@ -822,6 +833,26 @@ def test_weights_swapped_out_and_back_cost_no_precision() -> None:
     train(module, optimizer, range(3, 5))
     reference.train(range(5))
     assert_bits(list(module.parameters()), reference.params)
+
+
+def test_masters_are_not_compared_when_nothing_changed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Tensor] = []
+    follow = MasterParams._follow
+
+    def counted(self: MasterParams, param: Tensor, entry: Any) -> None:
+        compared.append(param)
+        follow(self, param, entry)
+
+    monkeypatch.setattr(MasterParams, "_follow", counted)
+    module = low()
+    optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
+    master_params(optimizer)
+    train(module, optimizer, range(3))
+    assert not compared
+    with torch.no_grad():
+        module.head.bias.add_(1)
+    train(module, optimizer, range(3, 5))
+    assert [param is module.head.bias for param in compared] == [True]
 
 
 def test_refresh_notices_writes_through_data() -> None:
