@@ -118,6 +118,7 @@ class BucketDDP(nn.Module):
         if not torch.is_grad_enabled() or self._reducer.state is PassState.CLOSED:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
+        self._reducer.note_forward()
         self._watch.look()
         if self.training:
             self.synchronise_module_buffers()
