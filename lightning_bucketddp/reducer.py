@@ -251,6 +251,16 @@ class Reducer:
         if self._state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
+    def note_forward(self) -> None:
+        """A training forward has begun. Inside ``no_sync`` its trainable set counts, whatever its backward reaches on this rank.
+
+        A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
+        would differ in what was trainable since the last reduction, should it change before the next.
+        """
+        self.forwards += 1
+        if not self.synchronise and self._state is PassState.IDLE:
+            self._trainable.note(self._slots.trainable_now())
+
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
             changed = self._trainable.agree(trainable, self.pass_number, self.raise_if_a_peer_failed)

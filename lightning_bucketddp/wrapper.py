@@ -276,7 +276,7 @@ class BucketDDP(nn.Module, Joinable):
         if not trains:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
-        self._reducer.forwards += 1
+        self._reducer.note_forward()
         self._watch.look()
         if self.training and not joining:
             self.synchronise_module_buffers()

@@ -119,7 +119,7 @@ def draw_case(seed: int, world_size: int) -> Case:
     stages = draw_stages(draw)
     options = draw_options(draw)
     rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size)
-    return Case(seed, stages, options, tuple(rounds.round() for _ in range(draw.randint(3, 10))))
+    return Case(seed, stages, options, tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30]))))
 
 
 class _Rounds:
@@ -128,7 +128,7 @@ class _Rounds:
         self.stages = stages
         self.params = params
         self.world_size = world_size
-        self.freezes = self.chance(0.5)
+        self.freezes = draw.choice([0.0, 0.0, 0.4, 0.8])  # how often the trainable set changes
         self.branches = draw.choice(["all", "same", "by rank"])
         self.reentrant = any(s.checkpoint == "reentrant" for s in stages)
         # Without several calls, two forwards would bring more gradients to a layer than the first pass had: refused.
@@ -151,7 +151,7 @@ class _Rounds:
 
     def round(self) -> Round:
         trainable = None
-        if self.freezes and self.chance(0.4):
+        if self.chance(self.freezes):
             trainable = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
             trainable = trainable if any(trainable) else None
         local = self.chance(0.35)

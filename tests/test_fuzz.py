@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,11 +233,11 @@ class Run:
             self.ours.train()
 
     @contextmanager
-    def around(self, backward: Backward, loss: Tensor, guarded: bool) -> Iterator[None]:
+    def around(self, backward: Backward, loss: Tensor) -> Iterator[None]:
         with ExitStack() as stack:
             if backward.local:
                 stack.enter_context(self.ours.no_sync())
-            if guarded:
+            if backward.guarded:
                 stack.enter_context(self.ours.backward_pass(loss))
             yield
 
@@ -245,18 +246,14 @@ class Run:
     ) -> None:
         """One backward, and all that can be said of the gradients after it."""
         reduced = synchronised(item, backward)
-        guarded = backward.guarded or not all(
-            any(grad is not None for grad in grads.values())  # takes part without further ado
-            or (self.opens_at_the_root(item, backward) and reduced)
-            for grads in expected
-        )
-        if guarded and not backward.guarded:  # outside a guard such a rank is not asked to take part
-            item = Round(item.trainable, item.zero, item.aside, item.forwards, (), item.step)
-            backward = Backward(backward.of, not reduced, True, *list(vars(backward).values())[3:])
+        everyone_takes_part = all(self.takes_part(item, backward, grads) for grads in expected)
+        past_the_wrapper = any(item.forwards[index].direct for index in backward.of)
+        if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
+            backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
         loss = self.loss(self.module, backward, losses, self.rank)
         before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
         try:
-            with self.around(backward, loss, guarded):
+            with self.around(backward, loss):
                 if loss.requires_grad:
                     only = None if backward.constant[self.rank] else self.inputs_argument(self.module, backward)
                     loss.backward(retain_graph=retain, inputs=only)
@@ -280,7 +277,10 @@ class Run:
                 for grads in self.reference.grads:
                     grads[name] = None if grad is None else double(grad)
 
-    def opens_at_the_root(self, item: Round, backward: Backward) -> bool:
+    def takes_part(self, item: Round, backward: Backward, grads: Grads) -> bool:
+        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass."""
+        if any(grad is not None for grad in grads.values()):
+            return True
         calls = [item.forwards[index] for index in backward.of]
         return (
             bool(self.case.options.get("find_unused_parameters"))

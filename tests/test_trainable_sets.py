@@ -97,6 +97,32 @@ def test_gradients_of_local_passes_are_imported(run_ranks: RunRanks) -> None:
     run_ranks(2, unfreeze_inside_accumulation)
 
 
+def frozen_after_a_local_pass_that_reaches_nothing_on_one_rank() -> None:
+    rank = dist.get_rank()
+    module = Branches()
+    module.stem.requires_grad_(False)
+    plain = copy.deepcopy(module)
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    (first, _), (second, _) = batch(0, rank), batch(1, rank)
+    if rank == 0:
+        plain(first, "left").square().mean().backward()
+    with ours.no_sync():
+        loss = ours(first, "left" if rank == 0 else "none").square().mean()
+        if loss.requires_grad:
+            loss.backward()
+    for either in (plain, module):
+        either.left.requires_grad_(False)
+    plain(second).square().mean().backward()
+    ours(second).square().mean().backward()
+    assert_grads(module, mean_over_ranks(plain))
+    assert plain.left.weight.grad is not None or rank != 0
+    ours.close()
+
+
+def test_what_was_trainable_does_not_depend_on_what_a_local_pass_reached(run_ranks: RunRanks) -> None:
+    run_ranks(2, frozen_after_a_local_pass_that_reaches_nothing_on_one_rank)
+
+
 def only_the_new_parameter_is_used() -> None:
     """Everything old is frozen in the pass that the new parameter needs: no old hook will fire."""
     module = Branches()
