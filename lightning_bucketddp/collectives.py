@@ -150,6 +150,11 @@ class Collectives:
         self._backend_averages = False
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
+
+    @property
     def name(self) -> str:
         """The group's name, the same on all its ranks and on no other group of the same store.
 

@@ -252,7 +252,7 @@ class Reducer:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
     def note_forward(self) -> None:
-        """A training forward has begun. Inside ``no_sync`` its trainable set counts, whatever its backward reaches on this rank.
+        """A training forward has begun. Inside ``no_sync`` its trainable set counts, whatever its backward reaches.
 
         A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
         would differ in what was trainable since the last reduction, should it change before the next.
