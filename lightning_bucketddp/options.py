@@ -17,7 +17,7 @@ from lightning_bucketddp.module_state import ModuleBufferSync
 GradDtype = torch.dtype | Mapping[str, torch.dtype]
 """One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
 
-Divisor = Literal["world_size", "tokens"] | int
+DivideBy = Literal["world_size", "tokens"] | int
 """What the sum of gradients is divided by."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -42,7 +42,7 @@ class Options:
     master_params: bool = False
     use_contiguous_buffers: bool = True
     overlap: bool = True
-    gradient_divide_by: Divisor = "world_size"
+    gradient_divide_by: DivideBy = "world_size"
     max_abs_grad: float | None = None
     sparse_parameters: Sequence[str] = ()
     wire_dtype: torch.dtype | None = None

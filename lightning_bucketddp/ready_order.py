@@ -7,6 +7,10 @@ from collections.abc import Callable
 import torch
 
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.slots import SlotTable, TrainableSet
+
+MAX_LEARNED_SETS = 64
+"""Trainable sets whose first pass teaches the order of what was never seen before."""
 
 
 class ReadyOrder:
@@ -49,3 +53,61 @@ class ReadyOrder:
         total, ranks, repeated = vector.tolist()
         positions = [at / seen if seen else None for at, seen in zip(total, ranks, strict=True)]
         return positions, [slot for slot in range(slots) if repeated[slot]]
+
+
+class OrderLearner:
+    """Decides which passes teach the order, and tells the slot table what they taught; the same on every rank.
+
+    Args:
+        slots: The slots.
+        collectives: The group.
+        enabled: Whether the order is of any use.
+    """
+
+    def __init__(self, slots: SlotTable, collectives: Collectives, enabled: bool) -> None:
+        self._slots = slots
+        self._collectives = collectives
+        self._enabled = enabled
+        self._order = ReadyOrder() if enabled else None
+        self._looked_at: set[TrainableSet] = set()
+
+    @property
+    def learning(self) -> bool:
+        """Whether the present pass teaches."""
+        return self._order is not None
+
+    def look_at(self, trainable: TrainableSet) -> None:
+        """A new trainable set: its first pass teaches if it has a parameter that was never seen."""
+        if trainable in self._looked_at or len(self._looked_at) == MAX_LEARNED_SETS:
+            return
+        self._looked_at.add(trainable)
+        if self._enabled and self._slots.unseen(trainable):
+            self._order = ReadyOrder()
+
+    def arrived(self, slot: int) -> None:
+        """A gradient of ``slot`` has come in a pass that teaches."""
+        assert self._order is not None
+        self._order.arrived(slot)
+
+    def start_again(self) -> None:
+        """The pass has failed: another one is to teach."""
+        if self._order is not None:
+            self._order = ReadyOrder()
+
+    def learn(self, device: torch.device, on_idle: Callable[[], None]) -> bool:
+        """Takes in what this pass showed. All ranks must call this.
+
+        Args:
+            device: The device whose tensors travel.
+            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+
+        Returns:
+            Whether there was anything to learn, so that the layout is to be planned anew.
+        """
+        assert self._order is not None
+        positions, repeated = self._order.share(len(self._slots), self._collectives, device, on_idle)
+        if all(position is None for position in positions):
+            return False
+        self._slots.learn(positions, repeated)
+        self._order = None
+        return True

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 
@@ -32,14 +30,17 @@ from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, Ra
 from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.comm_hooks import CommHook, CommHookError, require_hook_decides
-from lightning_bucketddp.control import Control, ControlExchange, Report, fingerprint
+from lightning_bucketddp.comm_hooks import CommHook, require_hook_decides
+from lightning_bucketddp.control import ControlExchange, Report, fingerprint
+from lightning_bucketddp.control_checks import ControlChecks
 from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass
+from lightning_bucketddp.divisor import GradientDivisor
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
+from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
-from lightning_bucketddp.ready_order import ReadyOrder
+from lightning_bucketddp.ready_order import OrderLearner
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
@@ -49,10 +50,6 @@ SETTLE_SECONDS = 10.0
 
 A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
 """
-
-
-MAX_LEARNED_SETS = 64
-"""Trainable sets whose first pass teaches the order of what was never seen before."""
 
 
 class PassState(Enum):
@@ -90,13 +87,10 @@ class Reducer:
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
-        steps: How many steps this rank has begun, if the caller tells. Ranks are expected to be in the same step when
-            they are in the same pass.
-        forwards: How many training forwards this rank has run. Ranks that meet in a pass after different numbers of
-            them are told so, once.
+        checks: What the ranks must have in common when they meet in a pass.
         uneven: Whether some ranks may run out of data before others.
-        divide_by_active: Whether the ranks that have run out of data are left out of the mean.
-        pass_number: How many synchronised passes have been completed.
+        divisor: What the sum over the ranks is divided by.
+        failures: What is known of failures, and how this rank gives up.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
             drops the reducer removes them.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
@@ -115,13 +109,15 @@ class Reducer:
         self._agreement = agreement
         self._options = options
         self._find_unused = options.find_unused_parameters
-        self._divide_by = options.gradient_divide_by
+        self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
         overlap = options.overlap and options.use_contiguous_buffers
         self._slots = SlotTable(named_params, options.bucket_cap_bytes, sparse_names, options.pad_buckets_to, overlap)
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype)
         self._runs.comm_hook = comm_hook
         self._hook_agreements = 0
+        self.failures = Failures(agreement, self._become_failed)
+        self.checks = ControlChecks(self.failures, collectives.rank)
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
         hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
         self.hooks = [hook for hook in hooks if hook is not None]
@@ -131,20 +127,11 @@ class Reducer:
         self._lock: AbstractContextManager[object] = threading.RLock() if len(devices) > 1 else nullcontext()
 
         self.synchronise = True
-        self.steps = 0
-        self.forwards = 0
         self.uneven = False
-        self.divide_by_active = False
         self._out_of_data = False
-        self._warned_of_forwards = False
-        self._tokens = 0
-        self._tokens_on_device: Tensor | None = None
-        self._tokens_counted = False
         self._passes_begun = self._passes_begun_before_step = 0
-        self.pass_number = 0
         self.early_launches = 0
         self._state = PassState.IDLE
-        self._failure = ""
         self._root_synchronises = True
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
@@ -153,10 +140,7 @@ class Reducer:
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
-        self._unread: deque[ControlExchange] = deque()
-        self._to_learn: ReadyOrder | None = ReadyOrder() if overlap else None
-        self._learns = overlap
-        self._learned_sets: set[TrainableSet] = set()
+        self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
 
         self._layouts = 1
         self._local_passes = 0  # since the last reduction
@@ -170,6 +154,11 @@ class Reducer:
     def state(self) -> PassState:
         """Where the reducer is."""
         return self._state
+
+    @property
+    def pass_number(self) -> int:
+        """How many synchronised passes have been completed."""
+        return self.failures.pass_number
 
     @property
     def layout(self) -> Layout:
@@ -192,7 +181,7 @@ class Reducer:
             hook.remove()
         self.hooks.clear()
         if self._runs.under_way():
-            self._collectives.leave_behind(self._failure or "it was closed in the middle of a pass")
+            self._collectives.leave_behind(self.failures.message or "it was closed in the middle of a pass")
         self._runs.release()
         self._state = PassState.CLOSED
 
@@ -216,7 +205,7 @@ class Reducer:
         topic = self._hook_topic()
         self._hook_agreements += 1
         entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
-        self._agreement.require_same(topic, entries, on_idle=self.raise_if_a_peer_failed)
+        self._agreement.require_same(topic, entries, on_idle=self.failures.raise_if_published)
         self._runs.comm_hook = hook
 
     def _hook_topic(self) -> str:
@@ -227,13 +216,13 @@ class Reducer:
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.steps += 1
+        self.checks.steps += 1
         self._passes_begun_before_step = self._passes_begun
 
     def end_step(self) -> None:
         """All backwards of the step have been run: if there was none, ranks that are in one need not wait."""
         if self._passes_begun == self._passes_begun_before_step and self._state is PassState.IDLE:
-            self._agreement.publish_skip(self.steps)
+            self._agreement.publish_skip(self.checks.steps)
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -247,7 +236,7 @@ class Reducer:
         if self._state is PassState.BROKEN:
             self._settle("left backward with an exception")
         if self._state is PassState.FAILED:
-            raise PeerFailureError(self._failure)
+            raise PeerFailureError(self.failures.message)
         if self._state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
@@ -257,28 +246,25 @@ class Reducer:
         A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
         would differ in what was trainable since the last reduction, should it change before the next.
         """
-        self.forwards += 1
+        self.checks.forwards += 1
         if not self.synchronise and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
 
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
-            changed = self._trainable.agree(trainable, self.pass_number, self.raise_if_a_peer_failed)
-        except (PeerFailureError, RankMismatchError) as error:  # which the other ranks find too
-            self._fail(str(error))
+            with self.failures.giving_up_on_errors():
+                changed = self._trainable.agree(trainable, self.pass_number, self.failures.raise_if_published)
+        except PeerFailureError:
             raise
         except RuntimeError as error:
-            self._fail(str(error), cause=f"gave up: {error}")
+            self.failures.give_up(str(error), cause=f"gave up: {error}")
             raise
         if not changed:
             return
         if not self._slots.knows(trainable):
             self._slots.add(trainable)
             self._replan_due = True
-        if trainable not in self._learned_sets and len(self._learned_sets) < MAX_LEARNED_SETS:
-            self._learned_sets.add(trainable)
-            if self._learns and self._slots.unseen(trainable):
-                self._to_learn = ReadyOrder()
+        self._learner.look_at(trainable)
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
         """Called when backward reaches a tensor that ``forward`` returned.
@@ -296,7 +282,7 @@ class Reducer:
             self._queue_end()
             # Before the first gradient, where others must not wait for one that will not come, or where what was
             # there before must be told from what accumulates now.
-            early = (synchronised and self._find_unused) or self._divide_by != "world_size"
+            early = (synchronised and self._find_unused) or self.divisor.rescales
             if early and self._state in (PassState.IDLE, PassState.BROKEN):
                 self._open(synchronised)
 
@@ -316,11 +302,9 @@ class Reducer:
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         try:
-            yield
-            self._end_pass()
-        except BaseException as error:
-            self._settle(f"raised {type(error).__name__} in backward: {error}")
-            raise
+            with self._settling("backward"):
+                yield
+                self._end_pass()
         finally:
             self._guarded = False
             if root is not None:
@@ -341,20 +325,17 @@ class Reducer:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        if self._divide_by != "world_size":
+        if self.divisor.rescales:
             self._runs.require_clear()
             self._sparse.require_clear()
-        if synchronised and self._divide_by == "tokens" and not self._tokens_counted and not self._out_of_data:
-            raise RuntimeError(
-                f"rank {self._collectives.rank}: expected count_tokens() before each synchronised backward with "
-                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
-            )
+        if synchronised and not self._out_of_data:
+            self.divisor.require_counted()
         self._passes_begun += 1
-        self._runs.begin(trainable, reachable if self._to_learn is None else None)
+        self._runs.begin(trainable, None if self._learner.learning else reachable)
         if not synchronised:
             self._state = PassState.LOCAL
             return
-        self._read_controls_that_arrived()
+        self.checks.read_what_arrived()
         for index in self._without_slot:
             if (slot := self._slots.slot_of(index)) is not None:
                 self._runs.contributing.add(slot)
@@ -387,12 +368,7 @@ class Reducer:
                 if not self._end_queued:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
-                    if self._divide_by != "world_size":
-                        raise RuntimeError(
-                            f"rank {self._collectives.rank}: expected a backward by way of what forward returned, or "
-                            f"inside backward_pass(), where gradients are divided by {self._divide_by!r}; found one by "
-                            f"neither, in which parameter {self._slots.names[index]!r} got a gradient"
-                        )
+                    self.divisor.require_root(self._slots.names[index])
                 self._open(self._root_synchronises)
             if index in self._slots.sparse:
                 self._sparse.contributing.add(index)
@@ -403,19 +379,19 @@ class Reducer:
                 return
             complete = self._runs.arrived(slot)
             if self._state is PassState.SYNCHRONISED:
-                if self._to_learn is not None:
-                    self._to_learn.arrived(slot)
+                if self._learner.learning:
+                    self._learner.arrived(slot)
                 elif complete:
                     with self._launching():
                         self._runs.launch_complete()
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        with self._giving_up_on_errors():
+        with self.failures.giving_up_on_errors():
             try:
                 yield
             except GradientError as error:  # the others are to hear the reason, not only that backward raised
-                self._agreement.publish_failure(self.pass_number, f"raised {type(error).__name__}: {error}")
+                self.failures.publish(f"raised {type(error).__name__}: {error}")
                 raise
 
     # -- a reduction without a backward --------------------------------------------------------------
@@ -429,12 +405,8 @@ class Reducer:
         self._runs.contribute_present()
         self._sparse.contribute_present()
         self._open(synchronised=True)
-        try:
-            with self._launching():
-                self._runs.launch_rest(self._while_waiting)
-        except BaseException as error:
-            self._settle(f"raised {type(error).__name__}: {error}")
-            raise
+        with self._settling("a reduction"), self._launching():
+            self._runs.launch_rest(self._while_waiting)
 
     def finish_reduction(self) -> None:
         """Waits for what :meth:`start_reduction` launched, and publishes the gradients.
@@ -444,7 +416,8 @@ class Reducer:
         """
         if self._state is not PassState.SYNCHRONISED:
             raise RuntimeError("expected a reduction under way, found none; call start_grad_sync() first")
-        self._finish()
+        with self._settling("a reduction"):
+            self._finish()
 
     def shadow_pass(self) -> None:
         """A synchronised pass to which this rank, which has run out of data, contributes nothing."""
@@ -455,9 +428,8 @@ class Reducer:
         self._out_of_data = True
         try:
             self._open(synchronised=True)
-            with self._launching():
-                self._runs.launch_rest(self._while_waiting)
-            self._finish()
+            with self._settling("a reduction"):
+                self._finish()
         finally:
             self._out_of_data = False
 
@@ -466,30 +438,6 @@ class Reducer:
         self.require_usable()
         self._runs.zero()
         self._sparse.zero()
-
-    # -- tokens --------------------------------------------------------------------------------------
-
-    def count_tokens(self, tokens: int | Tensor) -> None:
-        """Adds to the number of tokens that this rank's gradients are summed over."""
-        if self._divide_by != "tokens":
-            raise RuntimeError(
-                'expected gradient_divide_by="tokens" where tokens are counted, found '
-                f"gradient_divide_by={self._divide_by!r}"
-            )
-        if not isinstance(tokens, Tensor) and tokens < 0:
-            raise ValueError(f"expected a number of tokens, found {tokens}")
-        self._tokens_counted = True
-        if not isinstance(tokens, Tensor):
-            self._tokens += tokens
-        elif self._tokens_on_device is None:
-            self._tokens_on_device = tokens.detach().to(torch.int64, copy=True).reshape(())
-        else:
-            self._tokens_on_device += tokens.detach().reshape(())
-
-    def _forget_tokens(self) -> None:
-        self._tokens = 0
-        self._tokens_on_device = None
-        self._tokens_counted = False
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -510,7 +458,7 @@ class Reducer:
             self._state = PassState.BROKEN
             awaited = [self._slots.specs[slot].name for slot in self._runs.awaited()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
-            self._agreement.publish_failure(self.pass_number, f"left backward with an exception{where}")
+            self.failures.publish(f"left backward with an exception{where}")
             # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
             self._runs.drop()
             self._sparse.drop()
@@ -535,31 +483,32 @@ class Reducer:
             sparse = self._sparse.held(self._trainable.since_reduction)
         for run in runs.active:
             assert run.pending is not None
-            with self.waiting_for(run):
+            with self.failures.waiting_for(partial(self._describe, run)):
                 run.pending.proceed(self._while_waiting)
         exchange = self._start_control(failed=False)
         for run in runs.active:
             assert run.pending is not None
-            with self.waiting_for(run):
+            with self.failures.waiting_for(partial(self._describe, run)):
                 run.pending.wait(self._while_waiting)
-        with self.waiting_for("the control vector"):
+        with self.failures.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
-        factor = self._factor(exchange)
+        factor = self.divisor.factor(exchange)
         if factor is not None:
             runs.rescale(factor)
         unused: list[int] = []
         for run in runs.active:
             unused.extend(runs.publish(run))
-        if unused or sparse or self._to_learn is not None or exchange.arrived():
-            control = self._require_success(exchange.read())
+        if unused or sparse or self._learner.learning or exchange.arrived():
+            control = self.checks.require_success(exchange.read())
             notes.used_somewhere = control.used_somewhere
             for slot in unused:
                 runs.publish_unused(slot, control.used_somewhere(slot))
         else:
-            self._unread.append(exchange)
-        self._sparse.reduce(sparse, self.waiting_for, self._while_waiting, factor)
-        if self._to_learn is not None:
-            self._learn(self._to_learn)
+            self.checks.read_later(exchange)
+        self._sparse.reduce(sparse, self.failures.waiting_for, self._while_waiting, factor)
+        if self._learner.learning:
+            with self.failures.waiting_for("the order of readiness"):
+                self._replan_due |= self._learner.learn(runs.device, self.failures.raise_if_published)
         notes.end(
             [(run.index, run.launched_at) for run in runs.active],
             early=self.early_launches,
@@ -573,23 +522,13 @@ class Reducer:
         self._last_notes = notes
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
-    def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
-        """What the mean over all ranks is to be multiplied by; None for nothing."""
-        world_size = self._collectives.world_size
-        if self._divide_by != "world_size":
-            return world_size / (exchange.tokens() if self._divide_by == "tokens" else self._divide_by)
-        if self.uneven and self.divide_by_active:
-            without_data = exchange.read().ranks_out_of_data
-            return world_size / (world_size - without_data) if without_data else None
-        return None
-
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
             fingerprint(self.pass_number, self._trainable.since_reduction),
-            self.steps,
-            self.forwards,
-            self._tokens,
-            self._tokens_on_device,
+            self.checks.steps,
+            self.checks.forwards,
+            self.divisor.tokens,
+            self.divisor.tokens_on_device,
             failed,
             self._out_of_data,
         )
@@ -598,60 +537,47 @@ class Reducer:
         )
         return self._control
 
-    def _learn(self, order: ReadyOrder) -> None:
-        """Takes in the order that this pass showed, on all ranks alike; the next pass is laid out by it."""
-        with self.waiting_for("the order of readiness"):
-            positions, repeated = order.share(
-                len(self._slots), self._collectives, self._runs.device, self.raise_if_a_peer_failed
-            )
-        if any(position is not None for position in positions):
-            self._slots.learn(positions, repeated)
-            self._to_learn = None
-            self._replan_due = True
-
     def _end_reduction(self) -> None:
         self._runs.end()
         self._sparse.end()
-        self._forget_tokens()
+        self.divisor.forget_tokens()
         self._trainable.reduced()
         self._local_passes = 0
         self._state = PassState.IDLE
-        self.pass_number += 1
+        self.failures.pass_number += 1
 
     # -- when something is wrong ---------------------------------------------------------------------
 
-    def publish_failure(self, cause: str) -> None:
-        """Tells ranks that wait, or will wait, for this rank that it has failed for good.
+    def _become_failed(self) -> None:
+        self._state = PassState.FAILED
 
-        Args:
-            cause: What happened, as the end of a sentence that begins with the rank.
-        """
-        self._agreement.publish_failure(None, cause)
+    def _describe(self, run: BucketRun) -> str:
+        names = [self._slots.specs[slot].name for slot in run.slots]
+        return f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
 
-    def raise_if_a_peer_failed(self) -> None:
-        """Called now and then while this rank waits for the others.
-
-        Raises:
-            PeerFailureError: If another rank failed in this pass, or for good.
-        """
-        cause = self._agreement.failure(self.pass_number)
-        if cause is not None:
-            raise PeerFailureError(self._peer_failed(cause))
+    @contextmanager
+    def _settling(self, doing: str) -> Iterator[None]:
+        """Ends the pass together with the others whatever is raised inside."""
+        try:
+            yield
+        except BaseException as error:
+            self._settle(f"raised {type(error).__name__} in {doing}: {error}")
+            raise
 
     def _while_waiting(self) -> None:
         """Called now and then while this rank waits for the pass that it is in.
 
         Only here may it answer for this pass: before it has opened the pass itself, a question is no disagreement.
         """
-        self.raise_if_a_peer_failed()
+        self.failures.raise_if_published()
         self._trainable.answer(self.pass_number)
         self._agreement.answer_none(self._hook_topic(), f"is in pass {self.pass_number}")
-        skipper = self._agreement.skipped_by(self.steps)
+        skipper = self._agreement.skipped_by(self.checks.steps)
         if skipper is not None:
             raise RankMismatchError(
-                f"rank {self._collectives.rank}: rank {skipper} ran no backward in step {self.steps}, in which this "
-                f"rank is in pass {self.pass_number}: look for a backward in a branch that depends on the rank or on "
-                "its data"
+                f"rank {self._collectives.rank}: rank {skipper} ran no backward in step {self.checks.steps}, in which "
+                f"this rank is in pass {self.pass_number}: look for a backward in a branch that depends on the rank or "
+                "on its data"
             )
 
     def _settle(self, cause: str) -> None:
@@ -665,10 +591,10 @@ class Reducer:
             self._state = PassState.IDLE
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
-        message = self._peer_failed(f"rank {self._collectives.rank} {cause}")
-        self._agreement.publish_failure(self.pass_number, cause)
+        message = self.failures.cannot_complete(f"rank {self._collectives.rank} {cause}")
+        self.failures.publish(cause)
         if self._control is not None:  # the pass was through; nobody will ask in it any more
-            self._fail(message, cause)
+            self.failures.give_up(message, cause)
             return
         self._runs.drop()
         self._sparse.drop()
@@ -686,98 +612,11 @@ class Reducer:
             exchange.wait(raise_when_late)
             control = exchange.read()
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
-            self._fail(message, cause)
+            self.failures.give_up(message, cause)
             return
         if control.failed_ranks == self._collectives.world_size:
             self._runs.forget_sent()
-            if self._to_learn is not None:
-                self._to_learn = ReadyOrder()
+            self._learner.start_again()
             self._end_reduction()
         else:
-            self._fail(message, cause)
-
-    def _require_success(self, control: Control) -> Control:
-        if control.failed_ranks:
-            cause = self._agreement.failure(self.pass_number) or f"{control.failed_ranks} rank(s) raised in backward"
-            self._fail(self._peer_failed(cause))
-            raise PeerFailureError(self._failure)
-        if not control.agreed:
-            self._fail(f"rank {self._collectives.rank}: ranks took pass {self.pass_number} for different things")
-            raise RankMismatchError(self._failure)
-        if control.ranks_out_of_data:  # a shadow knows nothing of steps and forwards
-            return control
-        if not control.same_forwards and not self.steps and not self._warned_of_forwards:
-            self._warned_of_forwards = True
-            warnings.warn(
-                f"rank {self._collectives.rank}: ranks met in pass {self.pass_number} after different numbers of "
-                f"training forwards, {self.forwards} on this rank. If some rank skipped a backward, gradients of "
-                "different batches are being averaged; a forward that only some ranks run belongs under "
-                "torch.no_grad()",
-                stacklevel=2,
-            )
-        if not control.in_step:
-            self._fail(
-                f"rank {self._collectives.rank}: ranks met in pass {self.pass_number} from different steps; this rank "
-                f"is in step {self.steps}. Some rank skipped a backward that the others ran, or ran one more: look for "
-                "a backward in a branch that depends on the rank or on its data"
-            )
-            raise RankMismatchError(self._failure)
-        return control
-
-    def _read_controls_that_arrived(self) -> None:
-        """Looks at earlier passes' control vectors on accelerators, without waiting for the device."""
-        while self._unread and self._unread[0].arrived():
-            self._require_success(self._unread.popleft().read())
-
-    @contextmanager
-    def waiting_for(self, what: str | BucketRun) -> Iterator[None]:
-        """Around a wait: whatever it raises leaves the reducer failed, and says what was waited for."""
-        try:
-            with self._giving_up_on_errors():
-                yield
-        except (PeerFailureError, RankMismatchError, CommHookError):
-            raise
-        except RuntimeError as error:
-            if isinstance(what, BucketRun):
-                names = [self._slots.specs[slot].name for slot in what.slots]
-                what = f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
-            cause = "another rank ended or did not get here in time; its output tells why"
-            with suppress(RuntimeError):  # the store goes with the rank that serves it
-                cause = self._agreement.failure(self.pass_number) or cause
-            self._fail(
-                f"rank {self._collectives.rank}: reducing {what} failed in pass {self.pass_number}: {cause} ({error})",
-                cause=f"could not reduce {what}: {error}",
-            )
-            raise PeerFailureError(self._failure) from error
-
-    @contextmanager
-    def _giving_up_on_errors(self) -> Iterator[None]:
-        """Leaves the reducer failed by errors after which the ranks are no longer in step."""
-        try:
-            yield
-        except (PeerFailureError, RankMismatchError) as error:
-            self._fail(str(error))
-            raise
-        except CommHookError as error:  # what the hook has started, and what not, is not known
-            self._fail(
-                f"rank {self._collectives.rank}: {error}", cause=f"cannot go on in pass {self.pass_number}: {error}"
-            )
-            raise
-
-    def _fail(self, message: str, cause: str | None = None) -> None:
-        """Gives up for good.
-
-        Args:
-            message: What every later use raises.
-            cause: What happened, for other ranks that would otherwise wait for this one in a later pass.
-        """
-        self._failure = message
-        self._state = PassState.FAILED
-        if cause is not None:
-            self._agreement.publish_failure(None, cause)
-
-    def _peer_failed(self, cause: str) -> str:
-        return (
-            f"rank {self._collectives.rank}: pass {self.pass_number} cannot be completed: {cause}. "
-            "Gradients of the ranks are no longer the same; restart from a checkpoint"
-        )
+            self.failures.give_up(message, cause)

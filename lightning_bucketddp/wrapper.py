@@ -29,7 +29,7 @@ from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.nested import move_to, tensors_in
 from lightning_bucketddp.options import (
     DEFAULT_TIMEOUT,
-    Divisor,
+    DivideBy,
     GradDtype,
     Options,
     resolve_grad_dtype,
@@ -160,7 +160,7 @@ class BucketDDP(nn.Module, Joinable):
         master_params: bool | None = None,
         use_contiguous_buffers: bool = True,
         overlap: bool = True,
-        gradient_divide_by: Divisor = "world_size",
+        gradient_divide_by: DivideBy = "world_size",
         max_abs_grad: float | None = None,
         pad_buckets_to: int = 1,
         sparse_parameters: Sequence[str] = (),
@@ -219,9 +219,9 @@ class BucketDDP(nn.Module, Joinable):
             sparse = find_sparse(module, self._options.sparse_parameters)
             _set_grad_dtypes([(name, param) for name, param in params if name not in sparse], self._options)
             hook = choose_hook(*self._hook_arguments, self._options, collectives)
-            lines = entries(module, params, sparse, ignored, self._options)
             described = hook.options() if hook is not None else {"comm_hook": None}
-            lines += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
+            lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
+            lines += entries(module, params, sparse, ignored, self._options)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
@@ -341,8 +341,8 @@ class BucketDDP(nn.Module, Joinable):
         """
         if self._buffers_as_of_pass != self._reducer.pass_number:
             self._buffers_as_of_pass = self._reducer.pass_number
-            with self._reducer.waiting_for("the module buffers"):
-                self._module_buffers.synchronise(self._reducer.raise_if_a_peer_failed, active)
+            with self._reducer.failures.waiting_for("the module buffers"):
+                self._module_buffers.synchronise(self._reducer.failures.raise_if_published, active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -402,7 +402,7 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If the number is negative.
             RuntimeError: If gradients are divided by something else.
         """
-        self._reducer.count_tokens(tokens)
+        self._reducer.divisor.count_tokens(tokens)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
@@ -412,7 +412,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         if isinstance(error, PeerFailureError | RankMismatchError):
             return  # the others know, or find the same and say it better
-        self._reducer.publish_failure(f"raised {type(error).__name__}: {error}")
+        self._reducer.failures.publish_for_good(f"raised {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends gradient synchronisation: removes all hooks, gives ``.grad`` back as plain tensors, frees the buffers.
@@ -495,8 +495,8 @@ class BucketDDP(nn.Module, Joinable):
         """Gives every rank the group's rank 0's parameters. All ranks must call this."""
         ignored = names_to_ignore(self.module)
         params = [param for name, param in self.module.named_parameters() if name not in ignored]
-        with self._reducer.waiting_for("the parameters"):
-            broadcast_tensors(params, self._collectives, self._reducer.raise_if_a_peer_failed)
+        with self._reducer.failures.waiting_for("the parameters"):
+            broadcast_tensors(params, self._collectives, self._reducer.failures.raise_if_published)
 
     # -- ranks that run out of data before others ----------------------------------------------------
 
@@ -544,7 +544,7 @@ class BucketDDP(nn.Module, Joinable):
                 f"gradient_divide_by={self._options.gradient_divide_by!r}"
             )
         self._reducer.uneven = True
-        self._reducer.divide_by_active = by_active
+        self._reducer.divisor.divide_by_active = by_active
         return JoinedRank(self._iterate_joined, self._end_join)
 
     @property
@@ -583,8 +583,8 @@ class BucketDDP(nn.Module, Joinable):
 
     def _leave_join(self) -> None:
         # torch leaves its own flag on, so that every later forward would go on asking who has data.
-        self._reducer.uneven = self._reducer.divide_by_active = False
-        self._reducer.forwards = 0  # they differ between the ranks, as they should
+        self._reducer.uneven = self._reducer.divisor.divide_by_active = False
+        self._reducer.checks.forwards = 0  # they differ between the ranks, as they should
 
     # -- what is going on ----------------------------------------------------------------------------
 

@@ -1,0 +1,106 @@
+"""Giving up: what makes a rank stop for good, what it says, and who else hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
+from lightning_bucketddp.comm_hooks import CommHookError
+
+
+class Failures:
+    """What this rank knows of failures, its own and others'.
+
+    Args:
+        agreement: The group's store.
+        on_give_up: Called when this rank gives up for good.
+
+    Attributes:
+        message: What every later use is to raise; empty while this rank has not given up.
+        pass_number: The synchronised pass that this rank is in, or comes to next.
+    """
+
+    def __init__(self, agreement: Agreement, on_give_up: Callable[[], None]) -> None:
+        self._agreement = agreement
+        self._rank = agreement.rank
+        self._on_give_up = on_give_up
+        self.message = ""
+        self.pass_number = 0
+
+    def give_up(self, message: str, cause: str | None = None) -> None:
+        """Gives up for good.
+
+        Args:
+            message: What every later use raises.
+            cause: What happened, for other ranks that would otherwise wait for this one in a later pass; as the end of
+                a sentence that begins with the rank.
+        """
+        self.message = message
+        self._on_give_up()
+        if cause is not None:
+            self._agreement.publish_failure(None, cause)
+
+    def publish(self, cause: str) -> None:
+        """Tells the others that backward raised here in this pass; should it do so everywhere, training may go on."""
+        self._agreement.publish_failure(self.pass_number, cause)
+
+    def publish_for_good(self, cause: str) -> None:
+        """Tells ranks that wait, or will wait, for this rank that it does not come."""
+        self._agreement.publish_failure(None, cause)
+
+    def published(self) -> str | None:
+        """The first failure, in words, that concerns this pass, if some rank published one."""
+        return self._agreement.failure(self.pass_number)
+
+    def raise_if_published(self) -> None:
+        """Called now and then while this rank waits for the others.
+
+        Raises:
+            PeerFailureError: If another rank failed in this pass, or for good.
+        """
+        cause = self.published()
+        if cause is not None:
+            raise PeerFailureError(self.cannot_complete(cause))
+
+    def cannot_complete(self, cause: str) -> str:
+        """The message for a pass that cannot be completed.
+
+        Args:
+            cause: Why, as a sentence without its full stop.
+        """
+        return (
+            f"rank {self._rank}: pass {self.pass_number} cannot be completed: {cause}. Gradients of the ranks are no "
+            "longer the same; restart from a checkpoint"
+        )
+
+    @contextmanager
+    def giving_up_on_errors(self) -> Iterator[None]:
+        """Gives up on errors after which the ranks are no longer in step."""
+        try:
+            yield
+        except (PeerFailureError, RankMismatchError) as error:  # which the other ranks find too
+            self.give_up(str(error))
+            raise
+        except CommHookError as error:  # what the hook has started, and what not, is not known
+            self.give_up(f"rank {self._rank}: {error}", cause=f"cannot go on in pass {self.pass_number}: {error}")
+            raise
+
+    @contextmanager
+    def waiting_for(self, what: str | Callable[[], str]) -> Iterator[None]:
+        """Around a wait: gives up on whatever it raises, and says what was waited for."""
+        try:
+            with self.giving_up_on_errors():
+                yield
+        except (PeerFailureError, RankMismatchError, CommHookError):
+            raise
+        except RuntimeError as error:
+            awaited = what if isinstance(what, str) else what()
+            cause = "another rank ended or did not get here in time; its output tells why"
+            with suppress(RuntimeError):  # the store goes with the rank that serves it
+                cause = self.published() or cause
+            self.give_up(
+                f"rank {self._rank}: reducing {awaited} failed in pass {self.pass_number}: {cause} ({error})",
+                cause=f"could not reduce {awaited}: {error}",
+            )
+            raise PeerFailureError(self.message) from error
