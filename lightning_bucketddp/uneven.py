@@ -6,13 +6,21 @@ none then takes part in the same collectives without contributing anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from lightning_bucketddp.checks import names_to_ignore
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.module_state import broadcast_tensors
+from lightning_bucketddp.options import Options
+from lightning_bucketddp.reducer import Reducer
 
 
 @dataclass(frozen=True)
@@ -84,3 +92,112 @@ class JoinedRank(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out of data."""
         self._end(is_last_joiner)
+
+
+class UnevenRanks(Joinable):
+    """The part of a wrapper that torch's ``Join`` talks to."""
+
+    module: nn.Module
+    training: bool
+    _collectives: Collectives
+    _options: Options
+    _reducer: Reducer
+    _uneven: UnevenInputs
+
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
+        """Makes module buffers the same on all ranks; the wrapper does it."""
+        raise NotImplementedError
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """A context in which ranks may have different numbers of batches, as torch DDP's.
+
+        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
+        then every rank gets the parameters and module buffers of one that was among the last. One forward and at most
+        one backward per iteration. Use torch's ``Join`` directly for several at once, such as a
+        ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
+
+        Args:
+            divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
+            enable: Whether ranks may have different numbers of batches at all.
+            throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
+        """
+        context = Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+        try:
+            with context:
+                yield
+        finally:
+            self._leave_join()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's ``Join`` calls on a rank that has run out of data.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``; others are for other members of the context.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
+        by_active = not kwargs.get("divide_by_initial_world_size", True)
+        if by_active and self._options.rescales:
+            raise ValueError(
+                "expected gradients that are divided by the world size where divide_by_initial_world_size=False, found "
+                f"gradient_divide_by={self._options.gradient_divide_by!r}"
+            )
+        self._reducer.uneven = True
+        self._reducer.divisor.divide_by_active = by_active
+        return JoinedRank(self._iterate_joined, self._end_join)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's ``Join`` keeps what it sends."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group in which ranks join."""
+        return self._collectives.group
+
+    def _meet_joined_ranks(self, trains: bool) -> bool:
+        """Tells ranks that have run out of data what this forward is about to do, and synchronises module buffers.
+
+        Returns:
+            Whether ranks may run out of data at all.
+        """
+        if not (self._join_config.enable and self._reducer.uneven):
+            return False
+        if (work := Join.notify_join_context(self)) is not None:
+            work.wait()
+        trains_buffers = trains and self.training
+        iteration = self._uneven.exchange(True, trains and self._reducer.synchronise, trains_buffers)
+        if iteration.trains:
+            self.synchronise_module_buffers(iteration.active)
+        return True
+
+    def _iterate_joined(self) -> None:
+        iteration = self._uneven.exchange(active=False, synchronises=False, trains=False)
+        if iteration.trains:
+            self.synchronise_module_buffers(iteration.active)
+        if iteration.synchronises:
+            self._reducer.shadow_pass()
+
+    def _end_join(self, is_last_joiner: bool) -> None:
+        source = self._uneven.common_rank(is_last_joiner)
+        ignored = names_to_ignore(self.module)
+        tensors: list[Tensor] = [param for name, param in self.module.named_parameters() if name not in ignored]
+        if self._options.module_buffers != "off":
+            tensors += [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+        broadcast_tensors(tensors, self._collectives, source=source)
+        self._leave_join()
+
+    def _leave_join(self) -> None:
+        # torch leaves its own flag on, so that every later forward would go on asking who has data.
+        self._reducer.uneven = self._reducer.divisor.divide_by_active = False
+        self._reducer.checks.forwards = 0  # they differ between the ranks, as they should

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +23,7 @@ from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
+from lightning_bucketddp.megatron import MegatronCalls
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
 from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.nested import move_to, tensors_in
@@ -37,7 +37,7 @@ from lightning_bucketddp.options import (
 )
 from lightning_bucketddp.reducer import Reducer
 from lightning_bucketddp.sparse_grads import find_sparse
-from lightning_bucketddp.uneven import JoinedRank, UnevenInputs
+from lightning_bucketddp.uneven import UnevenInputs, UnevenRanks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +60,7 @@ _MADE_BY_START = frozenset(
 """Attributes that belong to this process, which a copy or a loaded pickle makes for itself."""
 
 
-class BucketDDP(nn.Module, Joinable):
+class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     """Trains ``module`` data-parallel, with gradients in contiguous buffers that are averaged during backward.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it accepts, and of Megatron-LM's
@@ -170,7 +170,7 @@ class BucketDDP(nn.Module, Joinable):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        UnevenRanks.__init__(self)
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
@@ -270,9 +270,7 @@ class BucketDDP(nn.Module, Joinable):
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         trains = torch.is_grad_enabled() and not self._closed
-        joining = self._join_config.enable and self._reducer.uneven
-        if joining:
-            self._meet_joined_ranks(trains)
+        joining = "_reducer" in self.__dict__ and self._meet_joined_ranks(trains)
         if not trains:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
@@ -446,146 +444,6 @@ class BucketDDP(nn.Module, Joinable):
         """
         return masters_of(optimizer) if self._options.master_params else None
 
-    # -- gradients without a backward, under Megatron-LM's names ------------------------------------
-
-    def zero_grad_buffer(self) -> None:
-        """Sets all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.
-
-        Unlike after ``zero_grad(set_to_none=True)`` optimizers see zeros for parameters that get no gradient.
-        """
-        self._reducer.zero_gradients()
-
-    def start_grad_sync(self) -> None:
-        """Starts the reduction of every gradient that is there, such as what local passes accumulated.
-
-        All ranks must call this; ``.grad`` is None until :meth:`finish_grad_sync`.
-
-        Raises:
-            PeerFailureError: If another rank has failed.
-            RankMismatchError: If ranks disagree on which parameters are trainable.
-        """
-        self._reducer.start_reduction()
-
-    def finish_grad_sync(self) -> None:
-        """Waits for what :meth:`start_grad_sync` started; ``.grad`` holds the reduced gradients afterwards.
-
-        Raises:
-            PeerFailureError: If another rank has failed.
-            RuntimeError: If nothing was started.
-        """
-        self._reducer.finish_reduction()
-
-    def allreduce_gradients(self) -> None:
-        """Reduces every gradient that is there: :meth:`start_grad_sync` and :meth:`finish_grad_sync`."""
-        self.start_grad_sync()
-        self.finish_grad_sync()
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies every gradient that is there, in place.
-
-        Args:
-            factor: A number, or a tensor of no dimension.
-        """
-        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    def broadcast_params(self) -> None:
-        """Gives every rank the group's rank 0's parameters. All ranks must call this."""
-        ignored = names_to_ignore(self.module)
-        params = [param for name, param in self.module.named_parameters() if name not in ignored]
-        with self._reducer.failures.waiting_for("the parameters"):
-            broadcast_tensors(params, self._collectives, self._reducer.failures.raise_if_published)
-
-    # -- ranks that run out of data before others ----------------------------------------------------
-
-    @contextmanager
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Iterator[None]:
-        """A context in which ranks may have different numbers of batches, as torch DDP's.
-
-        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
-        then every rank gets the parameters and module buffers of one that was among the last. One forward and at most
-        one backward per iteration. Use torch's ``Join`` directly for several at once, such as a
-        ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
-
-        Args:
-            divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
-            enable: Whether ranks may have different numbers of batches at all.
-            throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
-        """
-        context = Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-        try:
-            with context:
-                yield
-        finally:
-            self._leave_join()
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What torch's ``Join`` calls on a rank that has run out of data.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size``; others are for other members of the context.
-
-        Raises:
-            ValueError: If gradients are not divided by the world size to begin with.
-        """
-        by_active = not kwargs.get("divide_by_initial_world_size", True)
-        if by_active and self._options.rescales:
-            raise ValueError(
-                "expected gradients that are divided by the world size where divide_by_initial_world_size=False, found "
-                f"gradient_divide_by={self._options.gradient_divide_by!r}"
-            )
-        self._reducer.uneven = True
-        self._reducer.divisor.divide_by_active = by_active
-        return JoinedRank(self._iterate_joined, self._end_join)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where torch's ``Join`` keeps what it sends."""
-        return next(self.module.parameters()).device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group in which ranks join."""
-        return self.process_group
-
-    def _meet_joined_ranks(self, trains: bool) -> None:
-        if (work := Join.notify_join_context(self)) is not None:
-            work.wait()
-        trains_buffers = trains and self.training
-        iteration = self._uneven.exchange(True, trains and self._reducer.synchronise, trains_buffers)
-        if iteration.trains:
-            self.synchronise_module_buffers(iteration.active)
-
-    def _iterate_joined(self) -> None:
-        iteration = self._uneven.exchange(active=False, synchronises=False, trains=False)
-        if iteration.trains:
-            self.synchronise_module_buffers(iteration.active)
-        if iteration.synchronises:
-            self._reducer.shadow_pass()
-
-    def _end_join(self, is_last_joiner: bool) -> None:
-        source = self._uneven.common_rank(is_last_joiner)
-        ignored = names_to_ignore(self.module)
-        tensors: list[Tensor] = [param for name, param in self.module.named_parameters() if name not in ignored]
-        if self._options.module_buffers != "off":
-            tensors += [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
-        broadcast_tensors(tensors, self._collectives, source=source)
-        self._leave_join()
-
-    def _leave_join(self) -> None:
-        # torch leaves its own flag on, so that every later forward would go on asking who has data.
-        self._reducer.uneven = self._reducer.divisor.divide_by_active = False
-        self._reducer.checks.forwards = 0  # they differ between the ranks, as they should
-
     # -- what is going on ----------------------------------------------------------------------------
 
     @property
@@ -627,11 +485,6 @@ class BucketDDP(nn.Module, Joinable):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict; keys have no prefix."""
         return self.module.state_dict(*args, **kwargs)
-
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's method of that name if it has one, as Megatron-LM's have; else its state dict."""
-        save = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
-        return save(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the module; keys have no prefix.

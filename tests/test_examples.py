@@ -1,5 +1,6 @@
 """The examples, run as a user runs them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ def run_python(*arguments: str) -> str:
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # the checkout, whatever is installed
         capture_output=True,
         text=True,
         timeout=240,
