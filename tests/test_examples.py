@@ -60,3 +60,21 @@ def test_finetune_digits_shows_how_ddp_drifts() -> None:
     output = run_example("finetune_digits.py", "--strategy", "ddp", "--devices", "2", "--epochs", "4")
     assert number_after("largest difference of a weight between ranks", output) > 0
     assert "drifted apart" in output
+
+
+def test_train_bytes_bf16() -> None:
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "examples/train_bytes_bf16.py",
+    ]
+    output = run_python(*launch, "--steps", "50")
+    losses = [float(line.split()[4]) for line in output.splitlines() if "held-out loss" in line]
+    assert losses[-1] < losses[0] - 1
+    for rank in (0, 1):
+        assert f"rank {rank}: parameters equal to rank 0's: True" in output
+    assert "gradients in torch.float32, 7 of 7 parameters with an fp32 master" in output
