@@ -63,16 +63,8 @@ def test_finetune_digits_shows_how_ddp_drifts() -> None:
 
 
 def test_train_bytes_bf16() -> None:
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "examples/train_bytes_bf16.py",
-    ]
-    output = run_python(*launch, "--steps", "50")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = run_python(*launch, "examples/train_bytes_bf16.py", "--steps", "50")
     losses = [float(line.split()[4]) for line in output.splitlines() if "held-out loss" in line]
     assert losses[-1] < losses[0] - 1
     for rank in (0, 1):
