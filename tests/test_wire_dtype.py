@@ -26,13 +26,14 @@ TINY = 0.0003
 # -- a low-precision wire ----------------------------------------------------------------------------
 
 
-def error_of(options: dict[str, Any]) -> tuple[float, dict[str, Tensor | None]]:
-    """The relative error against the mean in fp64, and the gradients."""
+def reduced_in(wire_dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float, dict[str, Tensor | None]]:
+    """The relative error against the mean in fp64; the share of elements that a sum without rounding would give."""
     torch.manual_seed(0)
+    world = dist.get_world_size()
     module = Mlp(width=61, depth=3)  # buckets whose length 3 does not divide
     plain = copy.deepcopy(module)
     ours = BucketDDP(module, bucket_cap_mb=TINY, **options)
-    worst, norm = 0.0, 0.0
+    squares, norm, as_exact, elements = 0.0, 0.0, 0, 0
     for step in range(3):
         inputs, target = batch(step, dist.get_rank())
         ours.zero_grad()
@@ -42,20 +43,25 @@ def error_of(options: dict[str, Any]) -> tuple[float, dict[str, Tensor | None]]:
         for param, other in zip(module.parameters(), plain.parameters(), strict=True):
             exact = other.grad.double()
             dist.all_reduce(exact)
-            exact /= dist.get_world_size()
-            worst += float((param.grad.double() - exact).square().sum())
+            exact /= world
+            squares += float((param.grad.double() - exact).square().sum())
             norm += float(exact.square().sum())
-    assert any(bucket.numel % dist.get_world_size() for bucket in ours.layout.buckets) or dist.get_world_size() == 2
+            summed_exactly = other.grad.to(wire_dtype).double()
+            dist.all_reduce(summed_exactly)
+            as_exact += int((param.grad == (summed_exactly / world).to(wire_dtype)).sum())
+            elements += param.numel()
+    assert world == 2 or any(bucket.numel % world for bucket in ours.layout.buckets)
     assert ours.early_launches > 0
     ours.close()
-    return (worst / norm) ** 0.5, grads(module)
+    return (squares / norm) ** 0.5, as_exact / elements, grads(module)
 
 
 def test_a_bf16_wire_is_summed_in_fp32(run_ranks: RunRanks) -> None:
-    wire = run_ranks(3, error_of, {"wire_dtype": torch.bfloat16})
-    hook = run_ranks(3, error_of, {"comm_hook": "bf16"})
-    assert 0 < wire[0][0] < 0.8 * hook[0][0]
-    assert wire[0][0] < 2**-8
+    error, as_exact, _ = run_ranks(3, reduced_in, torch.bfloat16, {"wire_dtype": torch.bfloat16})[0]
+    error_of_hook, as_exact_of_hook, _ = run_ranks(3, reduced_in, torch.bfloat16, {"comm_hook": "bf16"})[0]
+    assert 0 < error < 0.8 * error_of_hook
+    assert as_exact > 0.999
+    assert as_exact_of_hook < 0.8
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
@@ -63,10 +69,10 @@ def test_a_bf16_wire_is_summed_in_fp32(run_ranks: RunRanks) -> None:
 def test_with_a_wire_dtype_all_ranks_end_with_the_same_bits(
     run_ranks: RunRanks, world_size: int, wire_dtype: torch.dtype
 ) -> None:
-    results = run_ranks(world_size, error_of, {"wire_dtype": wire_dtype})
-    for _, found in results:
+    results = run_ranks(world_size, reduced_in, wire_dtype, {"wire_dtype": wire_dtype})
+    for _, _, found in results:
         for name, grad in found.items():
-            assert torch.equal(grad, results[0][1][name]), name
+            assert torch.equal(grad, results[0][2][name]), name
             assert torch.equal(grad, grad.to(wire_dtype).float())
 
 
