@@ -62,7 +62,7 @@ class Agreement:
         self.world_size = collectives.world_size
         self._timeout = timeout.total_seconds()
         # Ranks construct their wrappers in the same order, so that counting gives them the same prefix.
-        name = collectives.group.group_name
+        name = collectives.name
         number = _wrappers_per_group[name]
         _wrappers_per_group[name] += 1
         self._last_topic: str | None = None

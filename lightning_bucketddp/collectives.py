@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -105,9 +106,13 @@ class Collectives:
         self._backend_averages = False
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group."""
-        return self._group
+    def name(self) -> str:
+        """The group's name, the same on all its ranks and on no other group of the same store.
+
+        torch numbers groups, and starts again after ``destroy_process_group()``: the members tell such groups apart.
+        """
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(self._group)).encode()).hexdigest()
+        return f"{self._group.group_name}/{members[:16]}"
 
     def leave_behind(self, why: str) -> None:
         """Remembers that collectives are under way in the group which not all ranks will join.
