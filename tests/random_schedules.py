@@ -60,6 +60,7 @@ class Round:
     Attributes:
         trainable: Per parameter, ``requires_grad`` from now on; None to leave it.
         zero: ``"none"``, ``"zero"`` (as ``set_to_none=False``) or ``""`` for no ``zero_grad``.
+        nudge: Whether each rank then changes its gradients in place, each otherwise.
         aside: A forward without backward: ``"no_grad"``, ``"eval"`` (without gradients too), ``"dropped"`` or ``""``.
         forwards: In this order, before all backwards.
         backwards: In this order.
@@ -68,6 +69,7 @@ class Round:
 
     trainable: tuple[bool, ...] | None
     zero: str
+    nudge: bool
     aside: str
     forwards: tuple[Forward, ...]
     backwards: tuple[Backward, ...]
@@ -90,8 +92,8 @@ class Case:
             *(f"stage {i}: {s}" for i, s in enumerate(self.stages)),
         ]
         for number, item in enumerate(self.rounds):
-            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, aside {item.aside!r}"
-            lines.append(f"{head}, step {item.step}")
+            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, nudge {item.nudge}"
+            lines.append(f"{head}, aside {item.aside!r}, step {item.step}")
             lines += [f"    {call}" for call in (*item.forwards, *item.backwards)]
         return "\n".join(lines)
 
@@ -188,6 +190,7 @@ class _Rounds:
         return Round(
             trainable,
             zero=self.draw.choice(["none", "none", "zero", ""]),
+            nudge=self.chance(0.1),
             aside=self.draw.choice(["", "", "", "no_grad", "eval", "dropped"]),
             forwards=forwards,
             backwards=backwards,

@@ -124,6 +124,7 @@ class Run:
         self.params = dict(self.module.named_parameters())
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)
         self.passes = 0
+        self.nudged: set[str] = set()  # whose gradients differ between the ranks until they are reduced again
         self.digests: list[str] = []
 
     def grads(self) -> Grads:
@@ -146,6 +147,8 @@ class Run:
         self.freeze(item.trainable)
         if item.zero:
             self.zero(item.zero)
+        if item.nudge:
+            self.nudge()
         self.aside(item.aside)
 
         fail = item.backwards[0].fail
@@ -156,7 +159,7 @@ class Run:
             reduced = synchronised(item, backward)
             expected = [self.expected(number, item, backward, rank) for rank in range(self.world_size)]
             self.backward(item, backward, outputs, retain=bool(used_later & set(backward.of)), expected=expected)
-        if item.step and reduced and not fail:
+        if item.step and reduced and not fail and not self.nudged:
             self.optimizer.step()
             self.digests.append(digest(self.params))
             for param, other in zip(self.params.values(), self.reference.params.values(), strict=True):
@@ -221,6 +224,18 @@ class Run:
     def zero(self, how: str) -> None:
         self.optimizer.zero_grad(set_to_none=how == "none")
         self.reference.zero(how)
+        self.nudged.clear()
+
+    def nudge(self) -> None:
+        """Changes every gradient in place, as a user may, on each rank otherwise."""
+        for grad in self.grads().values():
+            if grad is not None:
+                grad.mul_(1 + self.rank / 8)
+        for rank, grads in enumerate(self.reference.grads):
+            for name, grad in grads.items():
+                if grad is not None:
+                    grads[name] = grad * (1 + rank / 8)
+                    self.nudged.add(name)
 
     def aside(self, kind: str) -> None:
         x, _ = self.inputs(-1, 0, self.rank)
@@ -274,8 +289,10 @@ class Run:
         assert self.ours.passes == self.passes, f"{self.ours.passes} passes, expected {self.passes}"
         self.compare(untouched, before, reduced)
         if reduced:
-            self.digests.append(digest(self.grads()))
-            for name, grad in self.grads().items():  # rounding does not add up over the rounds
+            self.nudged &= untouched
+            same = {name: grad for name, grad in self.grads().items() if name not in self.nudged}
+            self.digests.append(digest(same))
+            for name, grad in same.items():  # rounding does not add up over the rounds
                 for grads in self.reference.grads:
                     grads[name] = None if grad is None else double(grad)
 
