@@ -427,16 +427,26 @@ class BucketRuns:
         self._known_clear = False
 
     def drop(self) -> None:
-        """Lets the gradients of a pass that failed be of no use; its collectives may be under way still.
+        """Lets the gradients of a pass that failed be of no use.
 
-        What accumulated since the last reduction is gone; other gradients are put back.
+        What accumulated since the last reduction is gone. Other gradients stay what they were, outside of the buffers,
+        whose collectives are under way or yet to come.
         """
+        params = self._slots.params
         for slot in self.contributing:
-            self._slots.params[slot].grad = None
-        for slot, (grad, value) in self._kept.items():
-            self._slots.params[slot].grad = grad if value is None else value  # the view is on the wire
+            params[slot].grad = None
+        for slot, (kept, value) in self._kept.items():
+            params[slot].grad = kept if value is None else value
+        for run in self.active[self.launched :]:
+            self._move_out(run)
         self._kept.clear()
         self.contributing.clear()
+
+    def _move_out(self, run: BucketRun) -> None:
+        for slot in run.slots:
+            param = self._slots.params[slot]
+            if param.grad is not None and self._buffers.holds(slot, param.grad):
+                param.grad = param.grad.clone()
 
     def forget_sent(self) -> None:
         """What was sent in this pass is of no use, on any rank."""

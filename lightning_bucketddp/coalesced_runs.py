@@ -113,6 +113,9 @@ class CoalescedRuns(BucketRuns):
     def _given(self, slot: int) -> Tensor | None:
         return self._slots.params[slot].grad
 
+    def _move_out(self, run: BucketRun) -> None:
+        """Nothing: gradients stay where they are."""
+
     def end(self) -> None:
         """Ends a synchronised pass, and frees its memory."""
         super().end()

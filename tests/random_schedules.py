@@ -60,6 +60,7 @@ class Round:
     Attributes:
         trainable: Per parameter, ``requires_grad`` from now on; None to leave it.
         zero: ``"none"``, ``"zero"`` (as ``set_to_none=False``) or ``""`` for no ``zero_grad``.
+        nudge: Whether each rank then changes its gradients in place, each otherwise.
         aside: A forward without backward: ``"no_grad"``, ``"eval"`` (without gradients too), ``"dropped"`` or ``""``.
         forwards: In this order, before all backwards.
         backwards: In this order.
@@ -68,6 +69,7 @@ class Round:
 
     trainable: tuple[bool, ...] | None
     zero: str
+    nudge: bool
     aside: str
     forwards: tuple[Forward, ...]
     backwards: tuple[Backward, ...]
@@ -76,24 +78,28 @@ class Round:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped, and what it goes through."""
+    """A model, how it is wrapped (with which parameters frozen), and what it goes through."""
 
     seed: int
     stages: tuple[Stage, ...]
+    trainable: tuple[bool, ...] | None
     options: dict[str, Any]
     rounds: tuple[Round, ...]
 
     def __str__(self) -> str:
-        lines = [f"options {self.options}", *(f"stage {i}: {s}" for i, s in enumerate(self.stages))]
+        lines = [
+            f"options {self.options}, trainable {_bits(self.trainable)}",
+            *(f"stage {i}: {s}" for i, s in enumerate(self.stages)),
+        ]
         for number, item in enumerate(self.rounds):
-            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, aside {item.aside!r}"
-            lines.append(f"{head}, step {item.step}")
+            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, nudge {item.nudge}"
+            lines.append(f"{head}, aside {item.aside!r}, step {item.step}")
             lines += [f"    {call}" for call in (*item.forwards, *item.backwards)]
         return "\n".join(lines)
 
 
 def _bits(flags: tuple[bool, ...] | None) -> str:
-    return "as before" if flags is None else "".join("01"[flag] for flag in flags)
+    return "as it was" if flags is None else "".join("01"[flag] for flag in flags)
 
 
 def synchronised(step: Round, backward: Backward) -> bool:
@@ -119,7 +125,8 @@ def draw_case(seed: int, world_size: int) -> Case:
     stages = draw_stages(draw)
     options = draw_options(draw)
     rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size)
-    return Case(seed, stages, options, tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30]))))
+    trainable = rounds.trainable(probability=0.3)
+    return Case(seed, stages, trainable, options, tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30]))))
 
 
 class _Rounds:
@@ -149,11 +156,14 @@ class _Rounds:
             return (self.flags(count, 0.7),) * self.world_size
         return tuple(self.flags(count, 0.6) for _ in range(self.world_size))
 
+    def trainable(self, probability: float) -> tuple[bool, ...] | None:
+        if not self.chance(probability):
+            return None
+        flags = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
+        return flags if any(flags) else None
+
     def round(self) -> Round:
-        trainable = None
-        if self.chance(self.freezes):
-            trainable = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
-            trainable = trainable if any(trainable) else None
+        trainable = self.trainable(self.freezes)
         local = self.chance(0.35)
         direct = self.chance(0.1)
         guarded = self.chance(0.4)
@@ -180,6 +190,7 @@ class _Rounds:
         return Round(
             trainable,
             zero=self.draw.choice(["none", "none", "zero", ""]),
+            nudge=self.chance(0.1),
             aside=self.draw.choice(["", "", "", "no_grad", "eval", "dropped"]),
             forwards=forwards,
             backwards=backwards,

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer import PassState
-from tests.models import ConvBatchNorm, Fragile, Mlp, OutOfOrder, batch, loss_of
+from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, OutOfOrder, batch, loss_of
 from tests.reference import assert_grads, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -81,6 +81,37 @@ def failure_then_past_the_wrapper() -> None:
 
 def test_the_first_gradient_after_a_failure_is_not_lost(run_ranks: RunRanks) -> None:
     run_ranks(2, failure_then_past_the_wrapper)
+
+
+def raise_in_backward(grad: torch.Tensor) -> None:
+    raise ArithmeticError("no gradient today")
+
+
+def failure_beside_a_published_gradient(guarded: bool) -> int:
+    ours = BucketDDP(Branches(), bucket_cap_mb=0.0001, find_unused_parameters=True)
+    inputs, _ = batch(0, dist.get_rank())
+    for _ in range(2):
+        ours(inputs).square().mean().backward()
+    ours.module.left.weight.grad.add_(dist.get_rank())  # on each rank another: what is put back is this rank's own
+    before = ours.module.left.weight.grad.clone()
+    inputs.requires_grad_().register_hook(raise_in_backward)
+    loss = ours(inputs, "right").square().mean()
+    kept = []
+    ours.module.stem.bias.register_hook(lambda _: kept.extend(ours._reducer._runs._kept))
+    with pytest.raises(ArithmeticError):
+        backward(ours, loss, guarded)
+    assert ours.module.right.weight.grad is None
+    assert torch.equal(ours.module.left.weight.grad, before)
+    ours(inputs)
+    assert torch.equal(ours.module.left.weight.grad, before)
+    ours.close()
+    return len(kept)
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["backward_pass", "plain"])
+def test_a_gradient_that_a_failed_pass_did_not_concern_is_put_back(run_ranks: RunRanks, guarded: bool) -> None:
+    on_the_wire = run_ranks(2, failure_beside_a_published_gradient, guarded)
+    assert all(on_the_wire) == guarded, "only a guard knows beforehand that the gradient will not come"
 
 
 def one_rank_raises(guarded: bool, step_of_failure: int) -> tuple[str, str, float]:
