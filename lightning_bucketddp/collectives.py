@@ -150,13 +150,9 @@ class Collectives:
         self._backend_averages = False
 
     @property
-    def name(self) -> str:
-        """The group's name, the same on all its ranks and on no other group of the same store.
-
-        torch numbers groups, and starts again after ``destroy_process_group()``: the members tell such groups apart.
-        """
-        members = hashlib.sha256(repr(dist.get_process_group_ranks(self._group)).encode()).hexdigest()
-        return f"{self._group.group_name}/{members[:16]}"
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
 
     @property
     def name(self) -> str:
