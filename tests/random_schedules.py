@@ -8,6 +8,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests.random_models import RandomModel, Stage, draw_stages
 
 
@@ -116,6 +118,19 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
         "find_unused_parameters": draw.random() < 0.3,
         "module_buffers": draw.choice(["broadcast", "mean", "off"]),
+        **draw.choice(
+            [
+                {},
+                {},
+                {},
+                {"overlap": False},
+                {"use_contiguous_buffers": False},
+                {"pad_buckets_to": 100},
+                {"grad_dtype": torch.float32},
+                {"wire_dtype": torch.bfloat16},
+                {"comm_hook": "bf16", "overlap": False},
+            ]
+        ),
     }
 
 
