@@ -650,3 +650,23 @@ def broadcast_reaches_masters() -> float:
 
 def test_masters_follow_broadcast_parameters(run_ranks: RunRanks) -> None:
     assert run_ranks(2, broadcast_reaches_masters) == [0.0, 0.0]
+
+
+def zeroed_with_frozen_parts() -> None:
+    module = Mlp(depth=2)
+    ours = BucketDDP(module)
+    inputs, target = batch(0, dist.get_rank())
+    loss_of(ours(inputs), target).backward()
+    module.layers[0].requires_grad_(False)
+    module.layers[0].bias.grad = None
+    held = module.layers[0].weight.grad = module.layers[0].weight.grad.clone()
+    ours.zero_grad_buffer()
+    assert module.layers[0].weight.grad is held
+    assert not held.any()
+    assert module.layers[0].bias.grad is None, "an optimizer would decay a frozen parameter"
+    assert not module.head.weight.grad.any()
+    ours.close()
+
+
+def test_zeroing_leaves_frozen_parameters_without_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(2, zeroed_with_frozen_parts)

@@ -1,6 +1,7 @@
 """Sparse gradients against torch DDP, one process, and means worked out densely, one parameter at a time."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, collectives
+from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError, collectives
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
-from tests.reference import mean_over_ranks
+from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0003  # MiB
@@ -584,3 +585,126 @@ def interrupt(*_: object) -> None:
 def test_a_rank_interrupted_before_its_rows_travel_is_an_error_on_the_others(run_ranks: RunRanks) -> None:
     first, _ = run_ranks(2, gone_before_the_rows_travel, fresh=True)
     assert "rank 0: pass 0 cannot be completed: rank 1 raised KeyboardInterrupt in backward: enough" in first
+
+
+# -- with the other options --------------------------------------------------------------------------
+
+
+def dense_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.to_dense() if p.grad.is_sparse else p.grad for name, p in module.named_parameters()}
+
+
+def divided(divide_by: int | str) -> None:
+    torch.manual_seed(1)
+    module = Lookup()
+    plain = copy.deepcopy(module)
+    ours = BucketDDP(module, gradient_divide_by=divide_by)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        for model in (plain, ours):
+            model.zero_grad()
+        for micro in range(2):
+            if divide_by == "tokens":
+                ours.count_tokens(rank + 1)
+            with ours.no_sync() if micro == 0 else nullcontext():
+                ours(*tokens(2 * step + micro, rank)).square().sum().backward()
+            plain(*tokens(2 * step + micro, rank)).square().sum().backward()
+        divisor = world * (world + 1) if divide_by == "tokens" else divide_by
+        for name, grad in dense_of(plain).items():
+            dist.all_reduce(grad)
+            torch.testing.assert_close(dense_of(module)[name], grad / divisor)
+        assert module.words.weight.grad.is_sparse
+    with pytest.raises(RuntimeError, match="expected cleared gradients"):
+        if divide_by == "tokens":
+            ours.count_tokens(1)
+        ours(*tokens(9, rank)).square().sum().backward()
+    ours.close()
+
+
+@pytest.mark.parametrize("divide_by", [3, "tokens"])
+def test_sparse_gradients_are_divided_as_dense_ones_are(run_ranks: RunRanks, divide_by: int | str) -> None:
+    run_ranks(2, divided, divide_by)
+
+
+def unsound() -> str:
+    module = Lookup()
+    ours = BucketDDP(module, max_abs_grad=1e3)
+    rank = dist.get_rank()
+    for step in range(2):
+        ours.zero_grad()
+        if step == 1 and rank == 1:
+            module.words.weight.register_hook(lambda grad: grad * math.inf)
+        loss = ours(*tokens(step, rank)).square().mean()
+        try:
+            with ours.backward_pass(loss):
+                loss.backward()
+        except (GradientError, PeerFailureError) as error:
+            ours.close()
+            return str(error)
+    return "no error"
+
+
+def test_unsound_sparse_gradients_are_named_on_every_rank(run_ranks: RunRanks) -> None:
+    for message in run_ranks(2, unsound, fresh=True):
+        assert "rank 1: found " in message
+        assert "in the gradient of parameter 'words.weight'" in message
+
+
+def reduced_by_hand() -> None:
+    torch.manual_seed(1)
+    module = Lookup()
+    plain = copy.deepcopy(module)
+    ours = BucketDDP(module)
+    rank = dist.get_rank()
+    for model in (plain, ours):
+        with ours.no_sync():
+            model(*tokens(0, rank), use_bag=rank == 0).square().mean().backward()
+    ours.allreduce_gradients()
+    expected = {}
+    for name, param in plain.named_parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+        dist.all_reduce(grad)
+        expected[name] = grad / dist.get_world_size()
+    for name, grad in dense_of(module).items():
+        torch.testing.assert_close(grad, expected[name])
+    ours.scale_gradients(0.5)
+    for name, grad in dense_of(module).items():
+        torch.testing.assert_close(grad, expected[name] / 2)
+    ours.zero_grad_buffer()
+    assert module.words.weight.grad is None
+    assert not module.head.weight.grad.any()
+    ours.close()
+
+
+def test_sparse_gradients_are_reduced_by_hand(run_ranks: RunRanks) -> None:
+    run_ranks(2, reduced_by_hand)
+
+
+def joined() -> float:
+    """The rank without data contributes nothing, and ends with the same embeddings."""
+    torch.manual_seed(1)
+    module = Lookup()
+    alone = copy.deepcopy(module)
+    ours = BucketDDP(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (module, alone)]
+    with ours.join():
+        for step in range(2 + rank):
+            optimizers[0].zero_grad()
+            ours(*tokens(step, rank)).square().mean().backward()
+            optimizers[0].step()
+    for step in range(2 + world - 1):
+        optimizers[1].zero_grad()
+        for r in range(world):
+            if step < 2 + r:
+                alone(*tokens(step, r)).square().mean().div(world).backward()
+        optimizers[1].step()
+    for (name, param), other in zip(module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param, other, msg=lambda m, n=name: f"{n}: {m}")
+    difference = largest_difference_between_ranks(module)
+    ours.close()
+    return difference
+
+
+def test_uneven_inputs_with_sparse_gradients(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, joined) == [0.0] * 3

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
@@ -359,3 +360,15 @@ def forward_to_the_device() -> None:
 
 def test_inputs_that_are_in_place_are_not_copied(run_ranks: RunRanks) -> None:
     run_ranks(2, forward_to_the_device)
+
+
+def sharded_by_somebody_else() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="parameter 'weight' is a DTensor"):
+        BucketDDP(module)
+
+
+def test_parameters_sharded_by_somebody_else_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, sharded_by_somebody_else)
