@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
-from lightning_bucketddp.gradient_checks import not_cleared, require_sound
+from lightning_bucketddp.gradient_checks import require_sound
 from lightning_bucketddp.layout import Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 
@@ -135,10 +135,21 @@ class BucketRuns:
     def _bind_main_grads(self) -> None:
         for slot in self._slots.with_main_grad():
             self._slots.params[slot].main_grad = self._buffers.views[slot]  # type: ignore[attr-defined]
+        self._main_grads_bound = True
 
-    def _forget_runs(self) -> None:
+    def unbind_main_grads(self) -> None:
+        """Takes ``main_grad`` away from the parameters."""
         for slot in self._slots.with_main_grad():
             self._slots.params[slot].__dict__.pop("main_grad", None)
+        self._main_grads_bound = False
+
+    def require_main_grads(self) -> None:
+        """Gives ``main_grad`` back if it was taken away."""
+        if not self._main_grads_bound:
+            self._bind_main_grads()
+
+    def _forget_runs(self) -> None:
+        self.unbind_main_grads()
         self._runs.clear()
         self._run_of.clear()
         self._expected.clear()
@@ -196,21 +207,27 @@ class BucketRuns:
         """Lets every gradient that is there take part in the next reduction, wherever it came from."""
         self.contributing.update(slot for slot, param in enumerate(self._slots.params) if param.grad is not None)
 
-    def require_clear(self) -> None:
-        """Requires that nothing is in ``.grad`` but what accumulated since the last reduction.
-
-        Raises:
-            RuntimeError: If something is; names the first parameter.
-        """
+    def first_uncleared(self) -> str | None:
+        """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
         if self._known_clear:
-            return
+            return None
         params = self._slots.params
-        old = [slot for slot, p in enumerate(params) if p.grad is not None and slot not in self.contributing]
-        values = [grad for slot in old if (grad := params[slot].grad) is not None]
-        if not values or not any(norm.item() for norm in torch._foreach_norm([v.reshape(-1) for v in values])):
-            return
-        slot = next(slot for slot, value in zip(old, values, strict=True) if value.count_nonzero().item())
-        raise RuntimeError(not_cleared(self._collectives.rank, self._slots.specs[slot].name))
+        old = [
+            (slot, grad)
+            for slot, param in enumerate(params)
+            if (grad := param.grad) is not None and slot not in self.contributing and grad.numel()
+        ]
+        if not old:
+            return None
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm([grad for _, grad in old])])
+        for (slot, _), norm in zip(old, norms.tolist(), strict=True):
+            if norm:
+                return self._slots.specs[slot].name
+        return None
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter still has what accumulated since the last reduction."""
+        return any(self._slots.params[slot].grad is not None for slot in self.contributing)
 
     # -- a pass --------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class CoalescedRuns(BucketRuns):
 
     def _bind_main_grads(self) -> None:
         """Nothing: there is no memory that a parameter could refer to."""
+        self._main_grads_bound = True
 
     def zero(self) -> None:
         """Sets all gradients that are there to zero."""
