@@ -18,8 +18,11 @@ from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
 from lightning_bucketddp.gradient_checks import require_sound
-from lightning_bucketddp.layout import Bucket, Layout
+from lightning_bucketddp.layout import MIB, Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
+
+CAPTURE_BYTES = 16 * MIB
+"""Gradients that lie outside of the buffers at most, where buckets do not limit them."""
 
 MAX_REMEMBERED_SETS = 64
 """Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
@@ -90,6 +93,8 @@ class BucketRuns:
         self.active: list[BucketRun] = []
         self.launched = 0
         self._known_clear = False
+        self._uncaptured: list[int] = []
+        self._uncaptured_bytes = 0
         # Gradients that were there before the pass without anything new in them; the clone if `.grad` is the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -270,6 +275,8 @@ class BucketRuns:
         self.contributing.add(slot)
         if self._on_accelerator:
             run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
+        if not self._overlap:
+            self._capture_in_chunks(slot)
         waiting = run.waiting
         if slot in waiting:
             waiting.discard(slot)
@@ -278,11 +285,23 @@ class BucketRuns:
                 return True
         return False
 
+    def _capture_in_chunks(self, slot: int) -> None:
+        """Where a bucket is a whole buffer, what autograd made must not pile up until the bucket is complete."""
+        self._uncaptured.append(slot)
+        self._uncaptured_bytes += self._slots.specs[slot].nbytes
+        if self._uncaptured_bytes >= CAPTURE_BYTES:
+            for stream in {stream for slot in self._uncaptured for stream in self._run_of[slot].streams}:
+                torch.accelerator.current_stream(stream.device).wait_stream(stream)
+            self._buffers.capture(self._uncaptured, self._slots.params)
+            self._uncaptured, self._uncaptured_bytes = [], 0
+
     def awaited(self) -> list[int]:
         """The slots whose gradients have not come in this pass, in launch order."""
         return [slot for run in self.active for slot in sorted(run.waiting)]
 
     def _capture(self, run: BucketRun) -> None:
+        for stream in run.streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
         contributing = self.contributing
         self._buffers.capture([slot for slot in run.slots if slot in contributing], self._slots.params)
 
@@ -341,10 +360,8 @@ class BucketRuns:
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
-        for stream in run.streams:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
-        run.streams.clear()
         self._capture(run)
+        run.streams.clear()
         if self._max_abs_grad is not None:
             self._require_sound(run, self._max_abs_grad)
         self._fill(run)
@@ -440,6 +457,7 @@ class BucketRuns:
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
+        self._uncaptured, self._uncaptured_bytes = [], 0
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
@@ -454,6 +472,7 @@ class BucketRuns:
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
+        self._uncaptured, self._uncaptured_bytes = [], 0
         for run in self.active[self.launched :]:
             self._move_out(run)
         self._kept.clear()

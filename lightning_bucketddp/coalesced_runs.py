@@ -63,6 +63,9 @@ class CoalescedRuns(BucketRuns):
     def capture_rest(self) -> None:
         """Nothing: gradients stay where they are."""
 
+    def _capture_in_chunks(self, slot: int) -> None:
+        """Nothing: gradients stay where they are."""
+
     def _launch(self, run: BucketRun) -> None:
         self._require_contents()
         super()._launch(run)

@@ -81,7 +81,9 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
             first synchronisation included.
         init_sync: Whether parameters and module buffers are copied from rank 0 at first.
-        process_group: The ranks that train together; the default group if None.
+        process_group: The ranks that train together; the default group if None. A module that has collectives of its
+            own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
+            between the ranks.
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
@@ -114,14 +116,15 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         sparse_parameters: Qualified names of parameters whose gradients may be sparse, besides the weights of
             ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
             place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
-            a dense one if any rank's is dense.
+            a dense one if any rank's is dense. Hooks and ``wire_dtype`` do not concern them: they are averaged as they
+            are.
         comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
             ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
         comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
             after 1,000 passes if there is none; the other named hooks take none.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients travel in it and are summed in fp32, where
             ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
-            65504 become infinite.
+            65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has ended.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
