@@ -255,14 +255,15 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     # -- copies and pickles --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if "_collectives" in self.__dict__ and not self._collectives.is_default():
+        hook, hook_state = self._hook_arguments
+        has_own_group = "_collectives" in self.__dict__ and not self._collectives.is_default()
+        if has_own_group or (isinstance(hook_state, dist.ProcessGroup) and hook_state is not dist.group.WORLD):
             raise RuntimeError(
                 "expected the default process group where a BucketDDP is copied or pickled, found another one, which "
                 "cannot be; copy or pickle its module, and wrap that"
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
-        hook, hook_state = self._hook_arguments
-        if isinstance(hook_state, dist.ProcessGroup):  # the default one, or this would not have got here
+        if isinstance(hook_state, dist.ProcessGroup):  # the default one, which torch's hooks take for None
             state["_hook_arguments"] = (hook, None)
         if "_reducer" in self.__dict__:
             self._reducer.unbind_main_grads()  # each would take its whole buffer along
