@@ -17,9 +17,12 @@ from torch import Tensor
 from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
-from lightning_bucketddp.gradient_checks import not_cleared, require_sound
-from lightning_bucketddp.layout import Bucket, Layout
+from lightning_bucketddp.gradient_checks import require_sound
+from lightning_bucketddp.layout import MIB, Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
+
+CAPTURE_BYTES = 16 * MIB
+"""Gradients that lie outside of the buffers at most, where buckets do not limit them."""
 
 MAX_REMEMBERED_SETS = 64
 """Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
@@ -90,6 +93,8 @@ class BucketRuns:
         self.active: list[BucketRun] = []
         self.launched = 0
         self._known_clear = False
+        self._uncaptured: list[int] = []
+        self._uncaptured_bytes = 0
         # Gradients that were there before the pass without anything new in them; the clone if `.grad` is the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -135,10 +140,21 @@ class BucketRuns:
     def _bind_main_grads(self) -> None:
         for slot in self._slots.with_main_grad():
             self._slots.params[slot].main_grad = self._buffers.views[slot]  # type: ignore[attr-defined]
+        self._main_grads_bound = True
 
-    def _forget_runs(self) -> None:
+    def unbind_main_grads(self) -> None:
+        """Takes ``main_grad`` away from the parameters."""
         for slot in self._slots.with_main_grad():
             self._slots.params[slot].__dict__.pop("main_grad", None)
+        self._main_grads_bound = False
+
+    def require_main_grads(self) -> None:
+        """Gives ``main_grad`` back if it was taken away."""
+        if not self._main_grads_bound:
+            self._bind_main_grads()
+
+    def _forget_runs(self) -> None:
+        self.unbind_main_grads()
         self._runs.clear()
         self._run_of.clear()
         self._expected.clear()
@@ -196,21 +212,27 @@ class BucketRuns:
         """Lets every gradient that is there take part in the next reduction, wherever it came from."""
         self.contributing.update(slot for slot, param in enumerate(self._slots.params) if param.grad is not None)
 
-    def require_clear(self) -> None:
-        """Requires that nothing is in ``.grad`` but what accumulated since the last reduction.
-
-        Raises:
-            RuntimeError: If something is; names the first parameter.
-        """
+    def first_uncleared(self) -> str | None:
+        """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
         if self._known_clear:
-            return
+            return None
         params = self._slots.params
-        old = [slot for slot, p in enumerate(params) if p.grad is not None and slot not in self.contributing]
-        values = [grad for slot in old if (grad := params[slot].grad) is not None]
-        if not values or not any(norm.item() for norm in torch._foreach_norm([v.reshape(-1) for v in values])):
-            return
-        slot = next(slot for slot, value in zip(old, values, strict=True) if value.count_nonzero().item())
-        raise RuntimeError(not_cleared(self._collectives.rank, self._slots.specs[slot].name))
+        old = [
+            (slot, grad)
+            for slot, param in enumerate(params)
+            if (grad := param.grad) is not None and slot not in self.contributing and grad.numel()
+        ]
+        if not old:
+            return None
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm([grad for _, grad in old])])
+        for (slot, _), norm in zip(old, norms.tolist(), strict=True):
+            if norm:
+                return self._slots.specs[slot].name
+        return None
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter still has what accumulated since the last reduction."""
+        return any(self._slots.params[slot].grad is not None for slot in self.contributing)
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -253,6 +275,8 @@ class BucketRuns:
         self.contributing.add(slot)
         if self._on_accelerator:
             run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
+        if not self._overlap:
+            self._capture_in_chunks(slot)
         waiting = run.waiting
         if slot in waiting:
             waiting.discard(slot)
@@ -261,11 +285,23 @@ class BucketRuns:
                 return True
         return False
 
+    def _capture_in_chunks(self, slot: int) -> None:
+        """Where a bucket is a whole buffer, what autograd made must not pile up until the bucket is complete."""
+        self._uncaptured.append(slot)
+        self._uncaptured_bytes += self._slots.specs[slot].nbytes
+        if self._uncaptured_bytes >= CAPTURE_BYTES:
+            for stream in {stream for slot in self._uncaptured for stream in self._run_of[slot].streams}:
+                torch.accelerator.current_stream(stream.device).wait_stream(stream)
+            self._buffers.capture(self._uncaptured, self._slots.params)
+            self._uncaptured, self._uncaptured_bytes = [], 0
+
     def awaited(self) -> list[int]:
         """The slots whose gradients have not come in this pass, in launch order."""
         return [slot for run in self.active for slot in sorted(run.waiting)]
 
     def _capture(self, run: BucketRun) -> None:
+        for stream in run.streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
         contributing = self.contributing
         self._buffers.capture([slot for slot in run.slots if slot in contributing], self._slots.params)
 
@@ -324,10 +360,8 @@ class BucketRuns:
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
-        for stream in run.streams:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
-        run.streams.clear()
         self._capture(run)
+        run.streams.clear()
         if self._max_abs_grad is not None:
             self._require_sound(run, self._max_abs_grad)
         self._fill(run)
@@ -423,6 +457,7 @@ class BucketRuns:
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
+        self._uncaptured, self._uncaptured_bytes = [], 0
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
@@ -437,6 +472,7 @@ class BucketRuns:
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
+        self._uncaptured, self._uncaptured_bytes = [], 0
         for run in self.active[self.launched :]:
             self._move_out(run)
         self._kept.clear()

@@ -108,7 +108,8 @@ def entries(
     lines = [Entry(f"option {name}", value) for name, value in options.described()]
     for name, param in params:
         spec = ParamSpec.of(name, param)
-        notes = ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in sparse else "")
+        notes = f", gradient {spec.dtype}" if spec.param_dtype is not None else ""
+        notes += ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in sparse else "")
         lines.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{notes}"))
     for name, buffer in module.named_buffers():
         if name not in ignored:

@@ -41,6 +41,7 @@ class CoalescedRuns(BucketRuns):
 
     def _bind_main_grads(self) -> None:
         """Nothing: there is no memory that a parameter could refer to."""
+        self._main_grads_bound = True
 
     def zero(self) -> None:
         """Sets all gradients that are there to zero."""
@@ -60,6 +61,9 @@ class CoalescedRuns(BucketRuns):
         """Nothing: gradients stay where they are."""
 
     def capture_rest(self) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def _capture_in_chunks(self, slot: int) -> None:
         """Nothing: gradients stay where they are."""
 
     def _launch(self, run: BucketRun) -> None:

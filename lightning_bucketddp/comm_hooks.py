@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import CellType
 from typing import Any, Literal
 
 import torch
@@ -325,14 +326,24 @@ def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
     return state
 
 
-def _qualified_name(function: Any) -> str:
+def _qualified_name(function: Any, seen: tuple[Any, ...] = ()) -> str:
     """The name of a hook and, in parentheses, of the functions that it wraps."""
     if isinstance(function, partial):
-        return _qualified_name(function.func)
+        return _qualified_name(function.func, seen)
     if not hasattr(function, "__qualname__"):
         function = type(function)
     name = f"{function.__module__}.{function.__qualname__}"
     if not inspect.isfunction(function):
         return name
-    wrapped = [value for value in inspect.getclosurevars(function).nonlocals.values() if inspect.isroutine(value)]
-    return f"{name}({', '.join(map(_qualified_name, wrapped))})" if wrapped else name
+    seen = (*seen, function)  # a function may hold itself
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    wrapped = [value for value in cells if inspect.isroutine(value) and value not in seen]
+    return f"{name}({', '.join(_qualified_name(value, seen) for value in wrapped)})" if wrapped else name
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

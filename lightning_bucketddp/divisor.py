@@ -29,7 +29,24 @@ class GradientDivisor:
         self._rank = rank
         self._world_size = world_size
         self.divide_by_active = False
-        self.forget_tokens()
+        self.tokens = 0
+        self.tokens_on_device: Tensor | None = None
+        self._of_local_passes: tuple[int, Tensor | None] = (0, None)
+        self._counted = self._counted_since = False
+
+    def local_pass_ended(self) -> None:
+        """What was counted so far belongs to gradients that are there now."""
+        self._of_local_passes = (self.tokens, self.tokens_on_device)
+        self._counted_since = False
+
+    def drop_local_tokens(self) -> None:
+        """The gradients of the local passes since the last reduction were dropped, and their tokens are with them."""
+        tokens, on_device = self._of_local_passes
+        self.tokens -= tokens
+        if on_device is not None and self.tokens_on_device is not None:
+            self.tokens_on_device = self.tokens_on_device - on_device
+        self._of_local_passes = (0, None)
+        self._counted = self._counted_since
 
     @property
     def rescales(self) -> bool:
@@ -38,15 +55,15 @@ class GradientDivisor:
 
     def forget_tokens(self) -> None:
         """Gradients have been reduced."""
-        self.tokens = 0
-        self.tokens_on_device: Tensor | None = None
-        self._counted = False
+        self.tokens, self.tokens_on_device = 0, None
+        self._of_local_passes = (0, None)
+        self._counted = self._counted_since = False
 
-    def count_tokens(self, tokens: int | Tensor) -> None:
+    def count_tokens(self, tokens: float | Tensor) -> None:
         """Adds to the number of tokens that this rank's gradients are summed over.
 
         Raises:
-            ValueError: If the number is negative.
+            ValueError: If the number is negative or not whole, as far as the host knows it.
             RuntimeError: If gradients are divided by something else.
         """
         if self._divide_by != "tokens":
@@ -54,14 +71,18 @@ class GradientDivisor:
                 'expected gradient_divide_by="tokens" where tokens are counted, found '
                 f"gradient_divide_by={self._divide_by!r}"
             )
+        if isinstance(tokens, Tensor) and tokens.device.type == "cpu":
+            tokens = tokens.item()
         if isinstance(tokens, Tensor):
             more = tokens.detach().to(torch.int64).reshape(())
             self.tokens_on_device = more.clone() if self.tokens_on_device is None else self.tokens_on_device + more
         elif tokens < 0:
             raise ValueError(f"expected a number of tokens, found {tokens}")
+        elif tokens != int(tokens):
+            raise ValueError(f"expected a whole number of tokens, found {tokens}")
         else:
-            self.tokens += tokens
-        self._counted = True
+            self.tokens += int(tokens)
+        self._counted = self._counted_since = True
 
     def require_counted(self) -> None:
         """Requires that tokens were counted since the last reduction, if gradients are divided by them.
@@ -98,7 +119,8 @@ class GradientDivisor:
             exchange: The control vector of the pass, which has been waited for.
         """
         if self._divide_by == "tokens":
-            return self._world_size / exchange.tokens()
+            tokens = exchange.tokens()  # not in torch's default dtype, which may be of low precision
+            return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
         if self.divide_by_active and (without_data := exchange.read().ranks_out_of_data):

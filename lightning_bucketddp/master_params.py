@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -54,6 +54,16 @@ def master_params(optimizer: Optimizer) -> MasterParams:
     return _attached.get(optimizer) or MasterParams(optimizer)
 
 
+def restart_masters(params: Iterable[Tensor]) -> None:
+    """Has masters made anew, in the next step, from the parameters.
+
+    For ranks that got one rank's rounded parameters: that rank's masters know more than the others'.
+    """
+    chosen = {id(param) for param in params}
+    for masters in list(_attached.values()):
+        masters.forget(chosen)
+
+
 class MasterParams(SteppedParams):
     """Has an optimizer step on fp32 copies of its low-precision parameters.
 
@@ -98,6 +108,11 @@ class MasterParams(SteppedParams):
         """A parameter's fp32 master, of the parameter's shape and strides; None if it has none (yet)."""
         entry = self._masters.get(param)
         return None if entry is None else entry.tensor.detach()
+
+    def forget(self, ids: Container[int]) -> None:
+        """Forgets the masters of the parameters with these ids; the next step makes them anew from the parameters."""
+        for param in [param for param in self._masters if id(param) in ids]:
+            del self._masters[param]
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.checks import names_to_ignore
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.master_params import restart_masters
 from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.reducer import Reducer
 
@@ -65,12 +66,15 @@ class MegatronCalls:
 
     def broadcast_params(self) -> None:
         """Gives every rank the group's rank 0's parameters. All ranks must call this."""
+        self._reducer.require_usable()
         ignored = names_to_ignore(self.module)
         params = [param for name, param in self.module.named_parameters() if name not in ignored]
         with self._reducer.failures.waiting_for("the parameters"):
             broadcast_tensors(params, self._collectives, self._reducer.failures.raise_if_published)
+        restart_masters(params)
 
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict_for_save_checkpoint(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's method of that name if it has one, as Megatron-LM's have; else its state dict."""
         save = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
-        return save(*args, **kwargs)
+        given = {} if destination is None else {"destination": destination}
+        return save(**given, prefix=prefix, keep_vars=keep_vars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 from operator import is_
 
@@ -18,10 +19,12 @@ class ModuleWatch:
 
     Args:
         module: The module, as it was wrapped.
+        ignored: Names of parameters that are nobody's business but the rank's.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Container[str] = ()) -> None:
         self._module = module
+        self._ignored = ignored
         self._known = {id(param) for param in module.parameters()}
         self._hooks: list[RemovableHandle] = []
         self._remember()
@@ -47,7 +50,7 @@ class ModuleWatch:
         else:
             return
         for name, param in self._module.named_parameters():
-            if id(param) not in self._known:
+            if id(param) not in self._known and name not in self._ignored:
                 self._known.add(id(param))
                 hook = hook_gradient(param, partial(_refuse, name))
                 if hook is not None:

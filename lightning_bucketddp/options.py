@@ -126,6 +126,18 @@ class Options:
                 return wanted
         return dtype
 
+    def require_patterns_match(self, names: Sequence[str]) -> None:
+        """Requires that each pattern of ``grad_dtype`` is some parameter's.
+
+        Raises:
+            ValueError: If one is nobody's.
+        """
+        for pattern in self.grad_dtype if isinstance(self.grad_dtype, Mapping) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"expected patterns of parameter names in grad_dtype, found {pattern!r}, which fits none"
+                )
+
     def described(self) -> Iterator[tuple[str, str]]:
         """Each option and its value in words, for ranks to compare."""
         for field in fields(self):

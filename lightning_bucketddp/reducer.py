@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
@@ -37,13 +37,14 @@ from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, l
 from lightning_bucketddp.divisor import GradientDivisor
 from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
 from lightning_bucketddp.failures import Failures
-from lightning_bucketddp.gradient_checks import GradientError
+from lightning_bucketddp.gradient_checks import GradientError, not_cleared
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.ready_order import OrderLearner
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
+from lightning_bucketddp.turns import Turns
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others to take note before it goes on raising.
@@ -134,6 +135,9 @@ class Reducer:
         self._state = PassState.IDLE
         self._root_synchronises = True
         self._end_queued = False
+        self._by_hand = False  # a reduction without a backward is under way
+        self._uncleared_at_root: str | None = None
+        self._turns = Turns(collectives.group)
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
         self._trainable = TrainableHistory(self._slots, agreement)
@@ -169,6 +173,10 @@ class Reducer:
         """Each slot's view into its gradient buffer, by parameter name."""
         return {spec.name: view for spec, view in zip(self._slots.specs, self._runs.views, strict=False)}
 
+    def unbind_main_grads(self) -> None:
+        """Takes ``main_grad`` away from the parameters, until the next training forward."""
+        self._runs.unbind_main_grads()
+
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass that published gradients, if there was one."""
         if self._last_notes is None:
@@ -183,10 +191,14 @@ class Reducer:
         if self._runs.under_way():
             self._collectives.leave_behind(self.failures.message or "it was closed in the middle of a pass")
         self._runs.release()
+        self._turns.leave(self)
         self._state = PassState.CLOSED
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
         """Lets a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
+
+        Args:
+            make_hook: Gives the hook, or raises.
 
         Raises:
             RuntimeError: If there is a hook already, or a pass is under way.
@@ -194,6 +206,20 @@ class Reducer:
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
         self.require_usable()
+        topic = self._hook_topic()
+        self._hook_agreements += 1
+        problem: Exception | None = None
+        entries: list[Entry] = []
+        try:
+            hook = make_hook()
+            self._require_no_hook()
+            entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error  # the others must hear of it before it is raised
+        self._agreement.require_same(topic, entries, problem, self.failures.raise_if_published)
+        self._runs.comm_hook = hook
+
+    def _require_no_hook(self) -> None:
         require_hook_decides(self._options)
         if self._runs.comm_hook is not None:
             raise RuntimeError(
@@ -202,11 +228,6 @@ class Reducer:
             )
         if self._state is not PassState.IDLE:
             raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
-        topic = self._hook_topic()
-        self._hook_agreements += 1
-        entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
-        self._agreement.require_same(topic, entries, on_idle=self.failures.raise_if_published)
-        self._runs.comm_hook = hook
 
     def _hook_topic(self) -> str:
         times = f", attempt {self._hook_agreements + 1}" if self._hook_agreements else ""
@@ -247,6 +268,7 @@ class Reducer:
         would differ in what was trainable since the last reduction, should it change before the next.
         """
         self.checks.forwards += 1
+        self._runs.require_main_grads()
         if not self.synchronise and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
 
@@ -276,14 +298,14 @@ class Reducer:
             synchronised: What the forward decided.
         """
         with self._lock:
-            if self._end_queued or self._state is PassState.CLOSED:
+            if self._end_queued or self._by_hand or self._state is PassState.CLOSED:
                 return
             self._root_synchronises = synchronised
             self._queue_end()
-            # Before the first gradient, where others must not wait for one that will not come, or where what was
-            # there before must be told from what accumulates now.
-            early = (synchronised and self._find_unused) or self.divisor.rescales
-            if early and self._state in (PassState.IDLE, PassState.BROKEN):
+            if self._state not in (PassState.IDLE, PassState.BROKEN):
+                return
+            self._uncleared_at_root = self._find_uncleared()  # the first gradient adds to what is there
+            if synchronised and self._find_unused:
                 self._open(synchronised)
 
     @contextmanager
@@ -298,15 +320,19 @@ class Reducer:
             RankMismatchError: If the ranks disagree on what is trainable.
         """
         synchronised = self.synchronise
-        self._open(synchronised, reachable_leaves(loss) if self._find_unused and synchronised else None)
+        self._require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
+        if synchronised:
+            self._turns.line_up(self)
         try:
             with self._settling("backward"):
+                self._open(synchronised, reachable_leaves(loss) if self._find_unused and synchronised else None)
                 yield
                 self._end_pass()
         finally:
             self._guarded = False
+            self._turns.leave(self)
             if root is not None:
                 root.remove()
 
@@ -314,25 +340,51 @@ class Reducer:
         # Only the engine holds the callback, so that its end of life tells that the engine dropped it.
         BackwardEnd(self._on_engine_end, self._on_engine_dropped).queue()
         self._end_queued = True
+        if self._root_synchronises:
+            self._turns.line_up(self)
 
-    def _open(self, synchronised: bool, reachable: set[int] | None = None) -> None:
+    def _require_idle(self) -> None:
         self.require_usable()
+        if self._by_hand:
+            raise RuntimeError(
+                "expected no pass under way, found the reduction that start_grad_sync() started; call "
+                "finish_grad_sync() first"
+            )
         if self._state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
+
+    def _find_uncleared(self) -> str | None:
+        """A parameter whose ``.grad`` holds more than what accumulated since the last reduction, if that matters."""
+        if not self.divisor.rescales:
+            return None
+        return self._runs.first_uncleared() or self._sparse.first_uncleared()
+
+    def _holds_gradients(self) -> bool:
+        """Whether there is anything that accumulated since the last reduction."""
+        return self._runs.holds_gradients() or self._sparse.holds_gradients() or bool(self._without_slot)
+
+    def _open(self, synchronised: bool, reachable: set[int] | None = None, accumulating: bool = False) -> None:
+        """Opens a pass.
+
+        Args:
+            synchronised: Whether its gradients are reduced.
+            reachable: Ids of the parameters that will get a gradient, if that is known.
+            accumulating: Whether a gradient has been accumulated already.
+        """
+        self._require_idle()
         trainable = self._slots.trainable_now()
         since = self._trainable.note(trainable)
         if synchronised:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        if self.divisor.rescales:
-            self._runs.require_clear()
-            self._sparse.require_clear()
-        if synchronised and not self._out_of_data:
-            self.divisor.require_counted()
+        uncleared = self._uncleared_at_root if accumulating else self._find_uncleared()
+        if self._local_passes and self.divisor.rescales and not accumulating and not self._holds_gradients():
+            self.divisor.drop_local_tokens()  # with the gradients
         self._passes_begun += 1
         self._runs.begin(trainable, None if self._learner.learning else reachable)
         if not synchronised:
+            self._require_divisible(uncleared)
             self._state = PassState.LOCAL
             return
         self.checks.read_what_arrived()
@@ -346,6 +398,17 @@ class Reducer:
         self._notes = PassNotes(
             self.pass_number, self._runs.layout, self._slots, since, self._layouts, self._last_notes, self._local_passes
         )
+        try:  # only now, when what is raised concerns a pass that the others can be told of
+            self._require_divisible(uncleared)
+            if not self._out_of_data:
+                self.divisor.require_counted()
+        except RuntimeError as error:
+            self.failures.publish(f"raised RuntimeError: {error}")
+            raise
+
+    def _require_divisible(self, uncleared: str | None) -> None:
+        if uncleared is not None:
+            raise RuntimeError(not_cleared(self._collectives.rank, uncleared))
 
     def _relayout(self) -> None:
         before = self._runs.layout
@@ -362,6 +425,8 @@ class Reducer:
         if not param.requires_grad:  # frozen since forward: autograd calls the hook and accumulates nothing
             return
         with self._lock:
+            if self._by_hand:
+                self._require_idle()
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
@@ -369,7 +434,7 @@ class Reducer:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
-                self._open(self._root_synchronises)
+                self._open(self._root_synchronises, accumulating=True)
             if index in self._slots.sparse:
                 self._sparse.contributing.add(index)
                 return
@@ -381,7 +446,7 @@ class Reducer:
             if self._state is PassState.SYNCHRONISED:
                 if self._learner.learning:
                     self._learner.arrived(slot)
-                elif complete:
+                elif complete and self._turns.is_first(self):
                     with self._launching():
                         self._runs.launch_complete()
 
@@ -402,11 +467,14 @@ class Reducer:
         Raises:
             RuntimeError: If the ranks cannot go on together.
         """
-        self._runs.contribute_present()
-        self._sparse.contribute_present()
-        self._open(synchronised=True)
-        with self._settling("a reduction"), self._launching():
-            self._runs.launch_rest(self._while_waiting)
+        self._require_idle()
+        with self._settling("a reduction"):
+            self._open(synchronised=True)
+            self._by_hand = True
+            self._runs.contribute_present()
+            self._sparse.contribute_present()
+            with self._launching():
+                self._runs.launch_rest(self._while_waiting)
 
     def finish_reduction(self) -> None:
         """Waits for what :meth:`start_reduction` launched, and publishes the gradients.
@@ -414,7 +482,7 @@ class Reducer:
         Raises:
             RuntimeError: If nothing was started, or the ranks cannot go on together.
         """
-        if self._state is not PassState.SYNCHRONISED:
+        if not self._by_hand:
             raise RuntimeError("expected a reduction under way, found none; call start_grad_sync() first")
         with self._settling("a reduction"):
             self._finish()
@@ -425,17 +493,32 @@ class Reducer:
             param.grad = None
         self._runs.contributing.clear()
         self._sparse.contributing.clear()
+        self._without_slot.clear()
+        self.divisor.forget_tokens()
+        self._require_idle()
         self._out_of_data = True
         try:
-            self._open(synchronised=True)
             with self._settling("a reduction"):
+                self._open(synchronised=True)
                 self._finish()
         finally:
             self._out_of_data = False
 
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Adds to what gradients are divided by."""
+        self.require_usable()  # a pass that is settled later would take these tokens with it
+        self.divisor.count_tokens(tokens)
+
     def zero_gradients(self) -> None:
         """Sets all gradients to zero, in place."""
         self.require_usable()
+        if self._state is not PassState.IDLE:
+            raise RuntimeError(
+                "expected zero_grad_buffer() between passes, found one under way; call finish_grad_sync() first"
+            )
+        for index in self._without_slot:
+            self._slots.all_params[index].grad = None
+        self._without_slot.clear()
         self._runs.zero()
         self._sparse.zero()
 
@@ -443,15 +526,19 @@ class Reducer:
 
     def _on_engine_end(self) -> None:
         self._end_queued = False
+        self._uncleared_at_root = None
         try:
             self._end_pass()
         except BaseException:
             self._on_engine_dropped()
             raise
+        finally:
+            self._turns.leave(self)
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
         self._end_queued = False
+        self._turns.leave(self)
         if self._state is PassState.LOCAL:
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
@@ -467,6 +554,7 @@ class Reducer:
         if self._state is PassState.LOCAL:
             self._runs.capture_rest()
             self._local_passes += 1
+            self.divisor.local_pass_ended()
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED:
             self._finish()
@@ -506,7 +594,7 @@ class Reducer:
         else:
             self.checks.read_later(exchange)
         self._sparse.reduce(sparse, self.failures.waiting_for, self._while_waiting, factor)
-        if self._learner.learning:
+        if self._learner.learning and not self._by_hand:  # which teaches nothing
             with self.failures.waiting_for("the order of readiness"):
                 self._replan_due |= self._learner.learn(runs.device, self.failures.raise_if_published)
         notes.end(
@@ -543,6 +631,7 @@ class Reducer:
         self.divisor.forget_tokens()
         self._trainable.reduced()
         self._local_passes = 0
+        self._by_hand = False
         self._state = PassState.IDLE
         self.failures.pass_number += 1
 

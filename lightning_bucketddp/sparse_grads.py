@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.gradient_checks import not_cleared, require_sound
+from lightning_bucketddp.gradient_checks import require_sound
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 
 _DENSE = -1
@@ -90,16 +90,17 @@ class SparseGrads:
             self._params[index].grad = None
         self.contributing.clear()
 
-    def require_clear(self) -> None:
-        """Requires that nothing is in ``.grad`` but what accumulated since the last reduction.
-
-        Raises:
-            RuntimeError: If something is; names the parameter.
-        """
+    def first_uncleared(self) -> str | None:
+        """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
         for index in self._indices:
             grad = self._params[index].grad
             if grad is not None and index not in self.contributing and grad.abs().sum().item():
-                raise RuntimeError(not_cleared(self._collectives.rank, self._names[index]))
+                return self._names[index]
+        return None
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter still has what accumulated since the last reduction."""
+        return any(self._params[index].grad is not None for index in self.contributing)
 
     def held(self, trainable: TrainableSet | None) -> list[tuple[int, Tensor | None]]:
         """What this rank has, before any other is asked: coalesced if sparse.

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lightning_bucketddp.checks import names_to_ignore
 from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.master_params import restart_masters
 from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.reducer import Reducer
@@ -50,27 +51,28 @@ class UnevenInputs:
         self._collectives = collectives
         self._device = device
 
-    def _sum(self, values: list[int]) -> list[int]:
+    def _sum(self, values: list[int], on_idle: Callable[[], None]) -> list[int]:
         vector = torch.tensor(values, dtype=torch.int64).to(self._device)
-        self._collectives.all_reduce_sum(vector).wait()
+        self._collectives.all_reduce_sum(vector).wait(on_idle)
         return vector.tolist()
 
-    def exchange(self, active: bool, synchronises: bool, trains: bool) -> Iteration:
+    def exchange(self, active: bool, synchronises: bool, trains: bool, on_idle: Callable[[], None]) -> Iteration:
         """Tells the other ranks what this one is about to do, and hears it from them. The host waits.
 
         Args:
             active: Whether this rank has data.
             synchronises: Whether its backward will be a synchronised pass.
             trains: Whether its forward is a training forward.
+            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
         """
         mine = [int(active and rank == self._collectives.rank) for rank in range(self._collectives.world_size)]
-        *ranks, synchronising, training = self._sum([*mine, int(synchronises), int(trains)])
+        *ranks, synchronising, training = self._sum([*mine, int(synchronises), int(trains)], on_idle)
         return Iteration(tuple(rank for rank, has in enumerate(ranks) if has), synchronising > 0, training > 0)
 
-    def common_rank(self, candidate: bool) -> int:
+    def common_rank(self, candidate: bool, on_idle: Callable[[], None]) -> int:
         """The highest rank of those that are candidates; every rank gets the same answer."""
         mine = [int(candidate and rank == self._collectives.rank) for rank in range(self._collectives.world_size)]
-        return max(rank for rank, stands in enumerate(self._sum(mine)) if stands)
+        return max(rank for rank, stands in enumerate(self._sum(mine, on_idle)) if stands)
 
 
 class JoinedRank(JoinHook):
@@ -104,6 +106,10 @@ class UnevenRanks(Joinable):
     _reducer: Reducer
     _uneven: UnevenInputs
 
+    def publish_failure(self, error: BaseException) -> None:
+        """Tells the other ranks of a failure; the wrapper does it."""
+        raise NotImplementedError
+
     def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
         """Makes module buffers the same on all ranks; the wrapper does it."""
         raise NotImplementedError
@@ -119,7 +125,8 @@ class UnevenRanks(Joinable):
 
         A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
         then every rank gets the parameters and module buffers of one that was among the last. One forward and at most
-        one backward per iteration. Use torch's ``Join`` directly for several at once, such as a
+        one backward per iteration, and no change of what is trainable, which a rank that has left its loop would not
+        make. Use torch's ``Join`` directly for several at once, such as a
         ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
 
         Args:
@@ -133,6 +140,10 @@ class UnevenRanks(Joinable):
         try:
             with context:
                 yield
+        except BaseException as error:
+            if not throw_on_early_termination:  # which raises on all ranks
+                self.publish_failure(error)
+            raise
         finally:
             self._leave_join()
 
@@ -173,28 +184,36 @@ class UnevenRanks(Joinable):
         """
         if not (self._join_config.enable and self._reducer.uneven):
             return False
-        if (work := Join.notify_join_context(self)) is not None:
-            work.wait()
-        trains_buffers = trains and self.training
-        iteration = self._uneven.exchange(True, trains and self._reducer.synchronise, trains_buffers)
+        notified = Join.notify_join_context(self)  # waited for behind the exchange, where this rank hears of failures
+        with self._reducer.failures.waiting_for("what ranks with data are about to do"):
+            iteration = self._uneven.exchange(
+                True,
+                trains and self._reducer.synchronise,
+                trains and self.training,
+                self._reducer.failures.raise_if_published,
+            )
+        if notified is not None:
+            notified.wait()
         if iteration.trains:
             self.synchronise_module_buffers(iteration.active)
         return True
 
     def _iterate_joined(self) -> None:
-        iteration = self._uneven.exchange(active=False, synchronises=False, trains=False)
+        with self._reducer.failures.waiting_for("what ranks with data are about to do"):
+            iteration = self._uneven.exchange(False, False, False, self._reducer.failures.raise_if_published)
         if iteration.trains:
             self.synchronise_module_buffers(iteration.active)
         if iteration.synchronises:
             self._reducer.shadow_pass()
 
     def _end_join(self, is_last_joiner: bool) -> None:
-        source = self._uneven.common_rank(is_last_joiner)
+        source = self._uneven.common_rank(is_last_joiner, self._reducer.failures.raise_if_published)
         ignored = names_to_ignore(self.module)
         tensors: list[Tensor] = [param for name, param in self.module.named_parameters() if name not in ignored]
         if self._options.module_buffers != "off":
             tensors += [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
         broadcast_tensors(tensors, self._collectives, source=source)
+        restart_masters(tensors)  # all ranks from the same bits, the one with the others' values too
         self._leave_join()
 
     def _leave_join(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -53,6 +53,7 @@ _MADE_BY_START = frozenset(
         "_watch",
         "_uneven",
         "_preparing",
+        "_grad_dtypes",
         "_leaf_hooks",
         "_buffers_as_of_pass",
     }
@@ -80,7 +81,9 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
             first synchronisation included.
         init_sync: Whether parameters and module buffers are copied from rank 0 at first.
-        process_group: The ranks that train together; the default group if None.
+        process_group: The ranks that train together; the default group if None. A module that has collectives of its
+            own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
+            between the ranks.
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
@@ -113,14 +116,15 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         sparse_parameters: Qualified names of parameters whose gradients may be sparse, besides the weights of
             ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
             place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
-            a dense one if any rank's is dense.
+            a dense one if any rank's is dense. Hooks and ``wire_dtype`` do not concern them: they are averaged as they
+            are.
         comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
             ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
         comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
             after 1,000 passes if there is none; the other named hooks take none.
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients travel in it and are summed in fp32, where
             ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
-            65504 become infinite.
+            65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has ended.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
@@ -175,6 +179,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         self._closed = False
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = use_contiguous_buffers
+        self.static_graph = static_graph
+        self.register_load_state_dict_pre_hook(_add_own_name)
         self._hook_arguments: tuple[HookName | HookFunction | None, Any] = (comm_hook, comm_hook_state)
 
         def make_options() -> Options:
@@ -206,7 +214,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         collectives = self._collectives = Collectives(process_group)
         agreement = self._agreement = Agreement(collectives, self._timeout)
         ignored = names_to_ignore(module)
-        params = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+        params = _params_of(module, ignored)
         problem: Exception | None = None
         lines: list[Entry] = []
         sparse: frozenset[str] = frozenset()
@@ -217,7 +225,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             self._input_device = input_device(params, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
             sparse = find_sparse(module, self._options.sparse_parameters)
-            _set_grad_dtypes([(name, param) for name, param in params if name not in sparse], self._options)
+            self._options.require_patterns_match([name for name, _ in params])
+            self._grad_dtypes = _set_grad_dtypes([item for item in params if item[0] not in sparse], self._options)
             hook = choose_hook(*self._hook_arguments, self._options, collectives)
             described = hook.options() if hook is not None else {"comm_hook": None}
             lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
@@ -233,10 +242,9 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
         self._reducer = Reducer(params, collectives, agreement, options, sparse, hook)
-        self._watch = ModuleWatch(module)
-        if options.master_params:
-            self._preparing = prepare_at_first_step([param for _, param in params])
-            weakref.finalize(self, self._preparing.remove)
+        self._watch = ModuleWatch(module, ignored)
+        self._preparing = prepare_at_first_step([param for _, param in params] if options.master_params else [])
+        weakref.finalize(self, self._preparing.remove)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
@@ -247,17 +255,28 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     # -- copies and pickles --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if "_collectives" in self.__dict__ and not self._collectives.is_default():
+        hook, hook_state = self._hook_arguments
+        has_own_group = "_collectives" in self.__dict__ and not self._collectives.is_default()
+        if has_own_group or (isinstance(hook_state, dist.ProcessGroup) and hook_state is not dist.group.WORLD):
             raise RuntimeError(
                 "expected the default process group where a BucketDDP is copied or pickled, found another one, which "
                 "cannot be; copy or pickle its module, and wrap that"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
+        state = {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
+        if isinstance(hook_state, dist.ProcessGroup):  # the default one, which torch's hooks take for None
+            state["_hook_arguments"] = (hook, None)
+        if "_reducer" in self.__dict__:
+            self._reducer.unbind_main_grads()  # each would take its whole buffer along
+        return state
 
     def __getattr__(self, name: str) -> Any:
         # A copy, or one that was loaded from a pickle, starts when it is first used for training: on all ranks then,
         # which cannot be asked of copying and loading.
-        if name in _MADE_BY_START and "_options" in self.__dict__:
+        if name in _MADE_BY_START and "_options" in self.__dict__ and "_reducer" not in self.__dict__:
+            if self._closed:
+                raise AttributeError(
+                    "expected an open BucketDDP, found a copy of one after close(); wrap its module again"
+                )
             options = self._options
             self._start(None, lambda: options)
             return self.__dict__[name]
@@ -270,7 +289,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         trains = torch.is_grad_enabled() and not self._closed
-        joining = "_reducer" in self.__dict__ and self._meet_joined_ranks(trains)
+        started = "_reducer" in self.__dict__
+        if not started and not self.training:
+            return self.module(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
+        joining = started and self._meet_joined_ranks(trains)
         if not trains:
             return self.module(*args, **kwargs)
         self._reducer.require_usable()
@@ -370,7 +392,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             RuntimeError: If there is a hook already, or in the middle of a pass.
             RankMismatchError: If ranks register different hooks.
         """
-        self._reducer.register_comm_hook(CommHook(hook, state, self._collectives.leave_behind))
+        self._reducer.register_comm_hook(lambda: CommHook(hook, state, self._collectives.leave_behind))
         self._hook_arguments = (hook, state)
 
     def begin_step(self) -> None:
@@ -400,7 +422,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             ValueError: If the number is negative.
             RuntimeError: If gradients are divided by something else.
         """
-        self._reducer.divisor.count_tokens(tokens)
+        self._reducer.count_tokens(tokens)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
@@ -418,11 +440,17 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         Sends nothing. The wrapper still forwards to the module, but gradients are no longer averaged.
         """
         self._closed = True
+        if "_reducer" not in self.__dict__:  # a copy that was never used
+            return
         self._reducer.close()
+        for param, dtype in self._grad_dtypes:
+            grad, param.grad = param.grad, None
+            param.grad_dtype = dtype
+            if grad is not None:
+                param.grad = grad if dtype is None else grad.to(dtype)
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
-        if self._options.master_params:
-            self._preparing.remove()
+        self._preparing.remove()
         for param in self.module.parameters():
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
@@ -447,6 +475,16 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     # -- what is going on ----------------------------------------------------------------------------
 
     @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether module buffers are synchronised in forward."""
+        return self._options.module_buffers != "off"
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that train together."""
         return self._collectives.group
@@ -459,7 +497,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     @property
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
-        return self._reducer.pass_number
+        return self._reducer.pass_number if "_reducer" in self.__dict__ else 0
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
@@ -470,7 +508,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         Returns:
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
-        return self._reducer.last_pass()
+        return self._reducer.last_pass() if "_reducer" in self.__dict__ else None
 
     @property
     def early_launches(self) -> int:
@@ -487,7 +525,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the module; keys have no prefix.
+        """Loads into the module; keys have no prefix, or ``module.`` as in a state dict of torch DDP's.
 
         Raises:
             ValueError: With ``assign=True``, which would replace the parameters whose gradients are averaged.
@@ -497,6 +535,9 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
                 "expected assign=False, found True: it would replace the parameters whose gradients this wrapper "
                 "averages. Load into the module before wrapping it"
             )
+        prefix = "module."
+        if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(self.module, "module"):
+            state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
@@ -532,15 +573,38 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh |
     return device_mesh.get_group()
 
 
-def _set_grad_dtypes(params: Sequence[tuple[str, nn.Parameter]], options: Options) -> None:
+def _params_of(module: nn.Module, ignored: Container[str]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters, each once, under the first of its names that is not to be ignored."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name not in ignored:
+            found.setdefault(id(param), (name, param))
+    return list(found.values())
+
+
+def _add_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before a module that contains a wrapper loads: the wrapper's keys have no name of its own, as it saves them."""
+    own = f"{prefix}module."
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if not key.startswith(own) or hasattr(module.module, "module"):
+            state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _set_grad_dtypes(
+    params: Sequence[tuple[str, nn.Parameter]], options: Options
+) -> list[tuple[nn.Parameter, torch.dtype | None]]:
+    """Sets what the options ask for; returns the parameters that had something else, and what."""
+    before: list[tuple[nn.Parameter, torch.dtype | None]] = []
     for name, param in params:
         dtype = options.grad_dtype_of(name, param.dtype)
         if options.grad_dtype is None or param.grad_dtype is dtype:
             continue
+        before.append((param, param.grad_dtype))
         grad, param.grad = param.grad, None
         param.grad_dtype = dtype
         if grad is not None:
             param.grad = grad.to(dtype)
+    return before
 
 
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:

@@ -8,7 +8,7 @@ from tests.pool import WorkerPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="run this one case of tests/test_fuzz.py")
-    parser.addoption("--fuzz-cases", type=int, default=30, help="how many cases of tests/test_fuzz.py to run")
+    parser.addoption("--fuzz-cases", type=int, default=24, help="how many cases of tests/test_fuzz.py to run")
 
 
 _pools: dict[int, WorkerPool] = {}

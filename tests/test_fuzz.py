@@ -264,7 +264,7 @@ class Run:
     ) -> None:
         """One backward, and all that can be said of the gradients after it."""
         reduced = synchronised(item, backward)
-        everyone_takes_part = all(self.takes_part(item, backward, grads) for grads in expected)
+        everyone_takes_part = all(self.takes_part(item, backward, rank, grads) for rank, grads in enumerate(expected))
         past_the_wrapper = any(item.forwards[index].direct for index in backward.of)
         if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
             backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
@@ -297,15 +297,20 @@ class Run:
                 for grads in self.reference.grads:
                     grads[name] = None if grad is None else double(grad)
 
-    def takes_part(self, item: Round, backward: Backward, grads: Grads) -> bool:
-        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass."""
+    def takes_part(self, item: Round, backward: Backward, rank: int, grads: Grads) -> bool:
+        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass.
+
+        A forward that takes no stage returns its input. A root that is a leaf is followed up to the next forward only.
+        """
         if any(grad is not None for grad in grads.values()):
             return True
-        calls = [item.forwards[index] for index in backward.of]
         return (
             bool(self.case.options.get("find_unused_parameters"))
             and backward.only is None
-            and any(call.inputs_require_grad and not call.direct for call in calls)
+            and any(
+                call.inputs_require_grad and not call.direct and (any(call.take[rank]) or call is item.forwards[-1])
+                for call in (item.forwards[index] for index in backward.of)
+            )
         )
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
+from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, bucket_runs
 from tests.models import MODELS, Branches, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -186,6 +186,26 @@ def test_one_reduction_per_buffer_after_backward(
 ) -> None:
     for buckets, buffers in run_ranks(2, against_torch_ddp, model, accumulate, set_to_none, options):
         assert buckets == buffers == (2 if model == "mixed_dtypes" else 1)
+
+
+def captured_before_the_end() -> list[bool]:
+    module = Mlp(depth=3)
+    ours = BucketDDP(module, overlap=False)
+    before, bucket_runs.CAPTURE_BYTES = bucket_runs.CAPTURE_BYTES, 1
+    seen: list[bool] = []
+    views = ours._reducer.views()
+    module.layers[0].weight.register_hook(lambda _: seen.append(module.head.weight.grad is views["head.weight"]))
+    for step in range(2):
+        inputs, target = batch(step, dist.get_rank())
+        ours.zero_grad()
+        loss_of(ours(inputs), target).backward()
+    bucket_runs.CAPTURE_BYTES = before
+    ours.close()
+    return seen
+
+
+def test_gradients_do_not_pile_up_outside_of_a_large_bucket(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, captured_before_the_end) == [[True, True]] * 2
 
 
 def gradients_stay_where_they_are() -> None:
@@ -589,8 +609,10 @@ def without_masters() -> None:
     ours = BucketDDP(module, grad_dtype=torch.float32)
     loss_of(ours(inputs.to(BF16)), target.to(BF16)).backward()
     ours.close()
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        torch.optim.AdamW(module.parameters()).step()
+    assert all(param.grad.dtype is param.grad_dtype is BF16 for param in module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.step()
+    assert "master_params" not in optimizer.state_dict()
 
 
 def test_master_params_may_be_switched_off(run_ranks: RunRanks) -> None:
