@@ -164,17 +164,22 @@ def test_a_module_with_a_wrapper_inside_saves_and_loads_as_without(run_ranks: Ru
 
 
 def state_of_torch_ddp() -> None:
-    for model in (Fork(), OwnModule(alone=False), OwnModule(alone=True)):
+    model = Fork()
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    torchs = {name: value.clone() for name, value in DistributedDataParallel(model).state_dict().items()}
+    assert all(name.startswith("module.") for name in torchs)
+    ours = BucketDDP(copy.deepcopy(model))
+    assert_loads(ours, torchs, plain)
+    assert_loads(ours, plain, plain)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        ours.load_state_dict({**plain, "nonsense": torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
+    ours.close()
+    for model in (OwnModule(alone=False), OwnModule(alone=True)):
         plain = {name: value.clone() for name, value in model.state_dict().items()}
-        torchs = {name: value.clone() for name, value in DistributedDataParallel(model).state_dict().items()}
-        assert all(name.startswith("module.") for name in torchs)
-        ours = BucketDDP(copy.deepcopy(model))
-        assert_loads(ours, torchs, plain)
+        ours = BucketDDP(model)
         assert_loads(ours, plain, plain)
-        with pytest.raises(RuntimeError, match="nonsense"):
-            ours.load_state_dict({**plain, "nonsense": torch.ones(1)})
-        with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
-            ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
         ours.close()
 
 
@@ -185,35 +190,35 @@ def test_state_dicts_of_torch_ddp_are_loaded(run_ranks: RunRanks) -> None:
 # -- copies ------------------------------------------------------------------------------------------
 
 
-def copies_on_one_rank() -> float:
+def copies_on_one_rank(closed: bool) -> float:
+    """Rank 1 does nothing, so that there is nobody to meet by chance."""
     plain, ours = wrapped()
     inputs, _ = batch(0, dist.get_rank())
     expected = plain(inputs)
+    if closed:
+        ours.close()
     begun = time.monotonic()
     if dist.get_rank() == 0:
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            torch.testing.assert_close(copied.eval()(inputs), expected)
+            assert copied.passes == 0
+            assert copied.last_pass() is None
+            copied.close()
+            torch.testing.assert_close(copied.train()(inputs), expected)
+            copied(inputs).sum().backward()
         copied = copy.deepcopy(ours)
-        torch.testing.assert_close(copied.eval()(inputs), expected)
-        assert copied.passes == 0
-        assert copied.last_pass() is None
+        if closed:
+            torch.testing.assert_close(copied(inputs), expected)
         copied.close()
-        torch.testing.assert_close(copied(inputs), expected)
-        copy.deepcopy(ours).close()
-    ours.close()
-    if dist.get_rank() == 1:
-        copied = copy.deepcopy(ours)
-        torch.testing.assert_close(copied(inputs), expected)
-        copied(inputs).sum().backward()
-        copied.close()
-        copied = pickle.loads(pickle.dumps(ours))
-        copied.close()
-        torch.testing.assert_close(copied(inputs), expected)
     elapsed = time.monotonic() - begun
     dist.barrier()
+    ours.close()
     return elapsed
 
 
-def test_a_copy_on_one_rank_waits_for_nobody_until_it_trains(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, copies_on_one_rank)) < AT_ONCE
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_a_copy_on_one_rank_waits_for_nobody_until_it_trains(run_ranks: RunRanks, closed: bool) -> None:
+    assert max(run_ranks(2, copies_on_one_rank, closed)) < AT_ONCE
 
 
 def questions_about_attributes() -> float:
@@ -500,7 +505,7 @@ def kinds_of_token_counts() -> None:
     for step, five in enumerate((5, 5.0, torch.tensor(5), torch.tensor(5.0))):
         ours.zero_grad()
         plain.zero_grad()
-        for fraction in (2.5, torch.tensor(2.75), float("nan"), float("inf")):
+        for fraction in (2.5, torch.tensor(2.75)):
             with pytest.raises(ValueError, match="tokens"):
                 ours.count_tokens(fraction)
         ours.count_tokens(five)
