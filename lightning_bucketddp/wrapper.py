@@ -243,8 +243,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
         self._reducer = Reducer(params, collectives, agreement, options, sparse, hook)
         self._watch = ModuleWatch(module, ignored)
-        self._preparing = prepare_at_first_step([param for _, param in params] if options.master_params else [])
-        weakref.finalize(self, self._preparing.remove)
+        self._preparing: list[RemovableHandle] = []
+        if options.master_params:
+            self._preparing.append(prepare_at_first_step([param for _, param in params]))
+        weakref.finalize(self, _remove_hooks, self._preparing)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
@@ -450,7 +452,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
                 param.grad = grad if dtype is None else grad.to(dtype)
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
-        self._preparing.remove()
+        _remove_hooks(self._preparing)
         for param in self.module.parameters():
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
