@@ -142,7 +142,8 @@ class Run:
         before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
         self.ours.close()
         for name, grad in self.grads().items():
-            assert grad is None if before[name] is None else torch.equal(grad, before[name]), f"{name} after close()"
+            expected = None if before[name] is None else before[name].to(self.params[name].dtype)
+            assert grad is None if expected is None else torch.equal(grad, expected), f"{name} after close()"
 
     def round(self, number: int, item: Round) -> None:
         self.freeze(item.trainable)
