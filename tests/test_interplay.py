@@ -456,25 +456,32 @@ def test_tokens_of_a_rank_out_of_data_do_not_count(run_ranks: RunRanks) -> None:
 # -- tokens ------------------------------------------------------------------------------------------
 
 
-def tokens_of_dropped_gradients(how: str) -> None:
+def tokens_of_dropped_gradients(how: str, guarded: bool) -> None:
     plain, ours = wrapped(gradient_divide_by="tokens")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    clear = optimizer.zero_grad if how == "optimizer" else getattr(ours, how)
     for step in range(3):
-        ours.zero_grad()
+        clear()
         plain.zero_grad()
         with ours.no_sync():
             ours.count_tokens(10)
             summed(ours, 10 + step).backward()
-        getattr(ours, how)()
+        clear()
         ours.count_tokens(7 + dist.get_rank())
-        for model in (plain, ours):
-            summed(model, step).backward()
+        loss = summed(ours, step)
+        with ours.backward_pass(loss) if guarded else nullcontext():
+            loss.backward()
+        summed(plain, step).backward()
         assert_grads(ours.module, divided_sum(plain, 15))
     ours.close()
 
 
-@pytest.mark.parametrize("how", ["zero_grad", "zero_grad_buffer"])
-def test_tokens_are_dropped_with_the_gradients_that_they_belong_to(run_ranks: RunRanks, how: str) -> None:
-    run_ranks(2, tokens_of_dropped_gradients, how)
+@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
+@pytest.mark.parametrize("how", ["zero_grad", "zero_grad_buffer", "optimizer"])
+def test_tokens_are_dropped_with_the_gradients_that_they_belong_to(
+    run_ranks: RunRanks, how: str, guarded: bool
+) -> None:
+    run_ranks(2, tokens_of_dropped_gradients, how, guarded)
 
 
 def tokens_of_a_broken_backward(guarded: bool) -> None:
