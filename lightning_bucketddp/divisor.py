@@ -76,9 +76,7 @@ class GradientDivisor:
         if isinstance(tokens, Tensor):
             more = tokens.detach().to(torch.int64).reshape(())
             self.tokens_on_device = more.clone() if self.tokens_on_device is None else self.tokens_on_device + more
-        elif tokens < 0:
-            raise ValueError(f"expected a number of tokens, found {tokens}")
-        elif tokens != int(tokens):
+        elif not (tokens >= 0 and tokens % 1 == 0):  # NaN and Inf are neither
             raise ValueError(f"expected a whole number of tokens, found {tokens}")
         else:
             self.tokens += int(tokens)

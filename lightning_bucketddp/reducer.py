@@ -136,7 +136,7 @@ class Reducer:
         self._root_synchronises = True
         self._end_queued = False
         self._by_hand = False  # a reduction without a backward is under way
-        self._uncleared_at_root: str | None = None
+        self._uncleared: str | None = None  # a parameter whose gradient is an earlier pass's
         self._turns = Turns(collectives.group)
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
@@ -304,7 +304,7 @@ class Reducer:
             self._queue_end()
             if self._state not in (PassState.IDLE, PassState.BROKEN):
                 return
-            self._uncleared_at_root = self._find_uncleared()  # the first gradient adds to what is there
+            self._look_before_gradients()
             if synchronised and self._find_unused:
                 self._open(synchronised)
 
@@ -353,15 +353,14 @@ class Reducer:
         if self._state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
-    def _find_uncleared(self) -> str | None:
-        """A parameter whose ``.grad`` holds more than what accumulated since the last reduction, if that matters."""
+    def _look_before_gradients(self) -> None:
+        """Sees what is in ``.grad`` before a backward adds to it, where more than the mean was asked for."""
         if not self.divisor.rescales:
-            return None
-        return self._runs.first_uncleared() or self._sparse.first_uncleared()
-
-    def _holds_gradients(self) -> bool:
-        """Whether there is anything that accumulated since the last reduction."""
-        return self._runs.holds_gradients() or self._sparse.holds_gradients() or bool(self._without_slot)
+            return
+        self._uncleared = self._runs.first_uncleared() or self._sparse.first_uncleared()
+        holds_gradients = self._runs.holds_gradients() or self._sparse.holds_gradients() or bool(self._without_slot)
+        if self._local_passes and not holds_gradients:
+            self.divisor.drop_local_tokens()  # with the gradients
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None, accumulating: bool = False) -> None:
         """Opens a pass.
@@ -378,13 +377,12 @@ class Reducer:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        uncleared = self._uncleared_at_root if accumulating else self._find_uncleared()
-        if self._local_passes and self.divisor.rescales and not accumulating and not self._holds_gradients():
-            self.divisor.drop_local_tokens()  # with the gradients
+        if not accumulating:
+            self._look_before_gradients()
         self._passes_begun += 1
         self._runs.begin(trainable, None if self._learner.learning else reachable)
         if not synchronised:
-            self._require_divisible(uncleared)
+            self._require_divisible()
             self._state = PassState.LOCAL
             return
         self.checks.read_what_arrived()
@@ -399,16 +397,16 @@ class Reducer:
             self.pass_number, self._runs.layout, self._slots, since, self._layouts, self._last_notes, self._local_passes
         )
         try:  # only now, when what is raised concerns a pass that the others can be told of
-            self._require_divisible(uncleared)
+            self._require_divisible()
             if not self._out_of_data:
                 self.divisor.require_counted()
         except RuntimeError as error:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
 
-    def _require_divisible(self, uncleared: str | None) -> None:
-        if uncleared is not None:
-            raise RuntimeError(not_cleared(self._collectives.rank, uncleared))
+    def _require_divisible(self) -> None:
+        if self._uncleared is not None:
+            raise RuntimeError(not_cleared(self._collectives.rank, self._uncleared))
 
     def _relayout(self) -> None:
         before = self._runs.layout
@@ -526,7 +524,7 @@ class Reducer:
 
     def _on_engine_end(self) -> None:
         self._end_queued = False
-        self._uncleared_at_root = None
+        self._uncleared = None
         try:
             self._end_pass()
         except BaseException:
