@@ -65,7 +65,6 @@ class SlotTable:
         self.all_params = [param for _, param in named_params]
         self._bucket_cap_bytes = bucket_cap_bytes if overlap else sys.maxsize
         self._bucket_multiple = bucket_multiple
-        self._overlap = overlap
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
@@ -162,7 +161,7 @@ class SlotTable:
         """The layout for what is known now; the same on every rank that was told the same."""
         order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
         groups = [
-            (kind if self._overlap else None, tuple(members[index] for members in self._grouping_sets))
+            (kind, tuple(members[index] for members in self._grouping_sets))
             for kind, index in zip(self.kinds, self._index_of, strict=True)
         ]
         return plan(self.specs, order, self._bucket_cap_bytes, groups, self._bucket_multiple)

@@ -1,6 +1,7 @@
 """Ranks with different numbers of batches: torch's join protocol."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -53,9 +54,11 @@ def as_torch_ddp(by_initial: bool, with_buffers: bool) -> float:
         with torch.no_grad():
             ours.eval()(inputs)
             ours.train()
-    for model in (ours, reference):  # and on as before
-        model.zero_grad()
-        loss_of(model(inputs), target).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (ours, reference):  # and on as before
+            model.zero_grad()
+            loss_of(model(inputs), target).backward()
     for param, other in zip(module.parameters(), reference.module.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
     ours.close()
@@ -156,6 +159,10 @@ def early_termination() -> tuple[str, int]:
                 loss_of(ours(inputs), target).backward()
                 done += 1
     except RuntimeError as error:
+        inputs, target = batch(9, rank)  # and on, together
+        loss_of(ours(inputs), target).backward()
+        assert ours.passes == done + 1
+        assert ours._reducer.failures.published() is None
         ours.close()
         return str(error), done
     return "no error", done
@@ -236,3 +243,28 @@ def divisor_that_does_not_fit() -> None:
 
 def test_dividing_by_the_ranks_with_data_needs_a_mean(run_ranks: RunRanks) -> None:
     run_ranks(2, divisor_that_does_not_fit)
+
+
+def tokens_without_a_backward() -> float:
+    """Rank 0 counts a batch that it does not train on, and leaves its loop."""
+    torch.manual_seed(1)
+    module = Mlp()
+    alone = copy.deepcopy(module)
+    ours = BucketDDP(module, gradient_divide_by="tokens")
+    rank = dist.get_rank()
+    inputs, target = batch(0, 1)
+    with ours.join():
+        if rank == 0:
+            ours.count_tokens(1000)
+        else:
+            ours.count_tokens(4)
+            (ours(inputs) - target).square().sum().backward()
+    (alone(inputs) - target).square().sum().div(4).backward()
+    for param, other in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    ours.close()
+    return 0.0
+
+
+def test_a_rank_without_data_counts_no_tokens(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, tokens_without_a_backward) == [0.0, 0.0]

@@ -330,8 +330,13 @@ def parameters_and_checkpoints() -> None:
     ours = BucketDDP(module)
     with torch.no_grad():
         module.head.bias.fill_(float(dist.get_rank() + 3))
+    inputs, target = batch(0, 0)
+    loss = loss_of(ours(inputs), target)
     ours.broadcast_params()
     assert module.head.bias.eq(3).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss_of(ours(inputs), target).backward()
     assert ours.state_dict_for_save_checkpoint(prefix="p.").keys() == module.state_dict(prefix="p.").keys()
     ours.close()
     own = BucketDDP(MegatronModule(depth=1))
@@ -421,6 +426,12 @@ def test_a_loss_weighted_by_tokens_is_exact_under_accumulation(
 def misuse_of_divisors() -> None:
     inputs, target = batch(0, dist.get_rank())
     ours = BucketDDP(Mlp(depth=1), gradient_divide_by="tokens")
+    with pytest.raises(RuntimeError, match=r"expected count_tokens\(\) before each synchronised backward"):
+        loss_of(ours(inputs), target).backward()
+    with ours.no_sync():
+        ours.count_tokens(4)
+        loss_of(ours(inputs), target).backward()
+    ours.zero_grad()
     with pytest.raises(RuntimeError, match=r"expected count_tokens\(\) before each synchronised backward"):
         loss_of(ours(inputs), target).backward()
     with pytest.raises(ValueError, match="expected a whole number of tokens, found -1"):
@@ -613,6 +624,12 @@ def without_masters() -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     optimizer.step()
     assert "master_params" not in optimizer.state_dict()
+    for param in module.parameters():
+        param.grad = None
+        param.grad_dtype = torch.float32
+        param.grad = torch.zeros_like(param, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        torch.optim.AdamW(module.parameters()).step()  # nobody prepares optimizers any more
 
 
 def test_master_params_may_be_switched_off(run_ranks: RunRanks) -> None:

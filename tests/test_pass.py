@@ -470,17 +470,18 @@ def test_averaging_does_not_overflow(run_ranks: RunRanks, dtype: torch.dtype) ->
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
 
 
-def create_graph() -> str:
-    ours = BucketDDP(seeded(Mlp))
+def create_graph(contiguous: bool) -> str:
+    ours = BucketDDP(seeded(Mlp), use_contiguous_buffers=contiguous)
     inputs, target = batch(0, dist.get_rank())
     with pytest.raises(RuntimeError, match="create_graph=True") as error:
         nn.functional.mse_loss(ours(inputs), target).backward(create_graph=True)
     return str(error.value)
 
 
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "coalesced"])
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_create_graph_is_refused_by_name(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, create_graph, fresh=True):
+def test_create_graph_is_refused_by_name(run_ranks: RunRanks, contiguous: bool) -> None:
+    for message in run_ranks(2, create_graph, contiguous, fresh=True):
         assert "head.bias" in message or "head.weight" in message
 
 
