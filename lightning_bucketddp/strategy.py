@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -212,6 +213,9 @@ class BucketDDPStrategy(DDPStrategy):
 def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Reference cycles, the Trainer's among them, keep the group and gloo's threads alive beyond that, and a process
+    # that ends with those running aborts now and then.
+    gc.collect()
 
 
 def register() -> None:

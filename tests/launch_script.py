@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bucketddp  # noqa: F401
 from tests.reference import largest_difference_between_ranks
+
+
+groups: list[weakref.ref[dist.ProcessGroup]] = []
 
 
 class Tiny(pl.LightningModule):
@@ -28,6 +32,7 @@ class Tiny(pl.LightningModule):
 
     def on_train_end(self) -> None:
         wrapper = self.trainer.strategy.bucket_ddp
+        groups.append(weakref.ref(dist.group.WORLD))
         difference = largest_difference_between_ranks(self)
         say(f"rank {self.global_rank}: {wrapper.passes} passes, difference {difference:g}")
 
@@ -39,6 +44,7 @@ def say(line: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     atexit.register(lambda: say(f"process group open at exit: {dist.is_initialized()}"))  # runs after later ones
+    atexit.register(lambda: say(f"process groups alive at exit: {sum(ref() is not None for ref in groups)}"))
     runs = pl.Trainer(
         strategy=sys.argv[1],
         accelerator="cpu",

@@ -42,6 +42,8 @@ def test_every_registered_name_trains_from_a_script(strategy: str) -> None:
         assert f"rank {rank}: 4 passes, difference 0" in output
     assert "process group open at exit: False" in output
     assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"
+    assert "process groups alive at exit: 0" in output
+    assert "process groups alive at exit: 1" not in output
 
 
 def test_finetune_digits() -> None:
