@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_bucketddp  # noqa: F401
 from tests.reference import largest_difference_between_ranks
 
-
 groups: list[weakref.ref[dist.ProcessGroup]] = []
 
 
