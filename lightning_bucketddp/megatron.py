@@ -34,6 +34,7 @@ class MegatronCalls:
         All ranks must call this; ``.grad`` is None until :meth:`finish_grad_sync`.
 
         Raises:
+            RuntimeError: Inside ``join``, where ranks without data would not take part.
             PeerFailureError: If another rank has failed.
             RankMismatchError: If ranks disagree on which parameters are trainable.
         """

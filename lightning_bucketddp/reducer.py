@@ -471,6 +471,11 @@ class Reducer:
             RuntimeError: If the ranks cannot go on together.
         """
         self._require_idle()
+        if self.uneven:
+            raise RuntimeError(
+                f"rank {self._collectives.rank}: expected a backward outside of no_sync() inside join(), found a "
+                "reduction by hand, in which ranks that have run out of data would not take part; reduce in backward"
+            )
         with self._settling("a reduction"):
             self._open(synchronised=True)
             self._by_hand = True

@@ -268,3 +268,21 @@ def tokens_without_a_backward() -> float:
 
 def test_a_rank_without_data_counts_no_tokens(run_ranks: RunRanks) -> None:
     assert run_ranks(2, tokens_without_a_backward) == [0.0, 0.0]
+
+
+def reduction_by_hand() -> None:
+    """Refused on every rank that has data, before anything is sent that ranks without data would not answer."""
+    ours = BucketDDP(Mlp())
+    inputs, target = batch(0, dist.get_rank())
+    with ours.join():
+        with ours.no_sync():
+            loss_of(ours(inputs), target).backward()
+        with pytest.raises(RuntimeError, match="found a reduction by hand"):
+            ours.allreduce_gradients()
+    ours.allreduce_gradients()
+    assert ours.passes == 1
+    ours.close()
+
+
+def test_a_reduction_by_hand_inside_join_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, reduction_by_hand)
