@@ -8,6 +8,8 @@ Keys, below a prefix of the wrapper's own::
     <topic>/<rank>      what this rank says on a topic; everyone reads everyone's
     failed/<pass>       the first rank whose backward raised in this pass; if all did, training may go on
     skipped/<step>      some rank went through this step without a backward
+    ended/<pass>        some rank has ended training and will not come to this pass
+    exchange            in which exchange of BatchNorm statistics, of which pass, some rank waits
     failed/for good     the first failure after which the ranks cannot go on together
 """
 
@@ -55,6 +57,9 @@ class Agreement:
     Args:
         collectives: The group.
         timeout: How long a rank waits for the others before it names the silent ones.
+
+    Attributes:
+        number: Which of the group's wrappers this is; the same on every rank.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
@@ -63,10 +68,10 @@ class Agreement:
         self._timeout = timeout.total_seconds()
         # Ranks construct their wrappers in the same order, so that counting gives them the same prefix.
         name = collectives.name
-        number = _wrappers_per_group[name]
+        self.number = _wrappers_per_group[name]
         _wrappers_per_group[name] += 1
         self._last_topic: str | None = None
-        self._store = collectives.store(f"lightning_bucketddp/{name}/{number}")
+        self._store = collectives.store(f"lightning_bucketddp/{name}/{self.number}")
 
     # -- values of all ranks -------------------------------------------------------------------------
 
@@ -260,6 +265,42 @@ class Agreement:
         """A rank that ran no backward in ``step``, if there is one."""
         key = f"skipped/{step}"
         return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def publish_end(self, pass_number: int) -> None:
+        """Tells ranks that come to a pass that this rank has ended training; a store that is gone is no error here."""
+        with suppress(RuntimeError):
+            self._store.compare_set(f"ended/{pass_number}", "", str(self.rank))
+
+    def ended_before(self, pass_number: int) -> int | None:
+        """A rank that has ended training and will not come to a pass, if there is one."""
+        key = f"ended/{pass_number}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def publish_exchange(self, pass_number: int, number: int, what: str) -> None:
+        """Tells the others that this rank waits for them in an exchange on the way to the end of a pass.
+
+        Args:
+            pass_number: The pass.
+            number: Which exchange, counted the same on every rank.
+            what: What is exchanged.
+        """
+        self._store.set("exchange", f"{pass_number} {number} rank {self.rank} waits for {what}")
+
+    def exchange_beyond(self, pass_number: int, number: int) -> str | None:
+        """Who waits for what in an exchange that comes after the ``number``-th, if a rank does."""
+        found, who = self._exchange(pass_number)
+        return who if found > number else None
+
+    def waits_in_exchange(self, pass_number: int, number: int) -> str | None:
+        """Who waits for what in the ``number``-th exchange, if a rank does."""
+        found, who = self._exchange(pass_number)
+        return who if found == number else None
+
+    def _exchange(self, pass_number: int) -> tuple[int, str]:
+        if not self._store.check(["exchange"]):
+            return -1, ""
+        its_pass, number, who = self._store.get("exchange").decode().split(" ", 2)
+        return (int(number), who) if int(its_pass) == pass_number else (-1, "")
 
     def failure(self, pass_number: int) -> str | None:
         """The first failure that concerns a pass, in words, if some rank published one."""

@@ -11,6 +11,7 @@ from lightning_bucketddp.agreement import Entry
 from lightning_bucketddp.layout import ParamSpec
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.reducer import is_reducers_own
+from lightning_bucketddp.sync_batchnorm import SyncBatchNorm
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 
@@ -64,10 +65,11 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Con
     if len(types) > 1 or types == ["meta"]:
         raise ValueError(f"expected parameters on one type of device that holds values, found {types}")
     for name, owner in module.named_modules():
-        if isinstance(owner, nn.SyncBatchNorm) and types == ["cpu"]:
+        if isinstance(owner, nn.SyncBatchNorm) and not isinstance(owner, SyncBatchNorm) and types == ["cpu"]:
             raise ValueError(
-                f"module {name!r} is a SyncBatchNorm, which works on accelerators only (torch {torch.__version__}), "
-                "and the parameters are on the CPU; leave BatchNorm layers as they are there"
+                f"module {name!r} is torch's SyncBatchNorm, which works on accelerators only (torch "
+                f"{torch.__version__}), and the parameters are on the CPU; convert it with lightning_bucketddp's "
+                "convert_sync_batchnorm(), whose layers work there too"
             )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -115,12 +116,40 @@ def poll_until_done(future: torch.Future[Any], on_idle: Callable[[], None]) -> N
         on_idle()
 
 
+def available_backends() -> list[str]:
+    """Names of the communication backends that this build of torch has."""
+    if not dist.is_available():
+        return []
+    return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+
+
 def debug_level() -> str:
     """``"OFF"``, ``"INFO"`` or ``"DETAIL"``, by ``TORCH_DISTRIBUTED_DEBUG`` or ``set_debug_level``, in this process."""
     return dist.get_debug_level().name  # type: ignore[attr-defined]  # documented, not in __all__
 
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+# Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
+_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A second group of all processes, made once, for collectives whose place among those of the first one varies.
+
+    All processes must call this at the same point.
+
+    Args:
+        timeout: How long collectives in it wait, if it has to be made; torch's default if None.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    known = _apart.get(world)
+    group = known() if known is not None else None
+    if group is None:
+        group = dist.new_group(timeout=timeout)
+        _apart[world] = weakref.ref(group)
+    return group
 
 
 class Collectives:

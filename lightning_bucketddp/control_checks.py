@@ -46,7 +46,10 @@ class ControlChecks:
             self._failures.give_up(self._failures.cannot_complete(cause))
             raise PeerFailureError(self._failures.message)
         if not control.agreed:
-            self._failures.give_up(f"{here} took pass {number} for different things")
+            self._failures.give_up(
+                f"{here} took pass {number} for different things: passes of different models, or with different "
+                "trainable parameters"
+            )
             raise RankMismatchError(self._failures.message)
         if control.ranks_out_of_data:  # those know nothing of steps and forwards
             return control

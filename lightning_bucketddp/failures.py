@@ -19,6 +19,7 @@ class Failures:
     Attributes:
         message: What every later use is to raise; empty while this rank has not given up.
         pass_number: The synchronised pass that this rank is in, or comes to next.
+        exchanges: How many exchanges of BatchNorm statistics and of module buffers this rank has begun.
     """
 
     def __init__(self, agreement: Agreement, on_give_up: Callable[[], None]) -> None:
@@ -27,6 +28,8 @@ class Failures:
         self._on_give_up = on_give_up
         self.message = ""
         self.pass_number = 0
+        self.exchanges = 0
+        self._ended = False
 
     def give_up(self, message: str, cause: str | None = None) -> None:
         """Gives up for good.
@@ -63,6 +66,69 @@ class Failures:
         if cause is not None:
             raise PeerFailureError(self.cannot_complete(cause))
 
+    def look_from_exchange(self, what: str) -> None:
+        """Called now and then while this rank waits in an exchange that belongs to forward or backward.
+
+        Args:
+            what: What is exchanged.
+
+        Raises:
+            PeerFailureError: As :meth:`raise_if_published`.
+        """
+        self.raise_if_published()
+        self._agreement.publish_exchange(self.pass_number, self.exchanges, what)
+
+    def publish_end(self) -> None:
+        """Says that this rank has ended training: whoever comes to another pass waits in vain."""
+        self._ended = True
+        self._agreement.publish_end(self.pass_number)
+
+    def _cause_if_ended(self) -> str | None:
+        # A rank that has said so itself runs what all run behind the end of training.
+        rank = None if self._ended else self._agreement.ended_before(self.pass_number)
+        if rank is None:
+            return None
+        return (
+            f"rank {rank} has ended training after {self.pass_number} passes; look for ranks with different numbers of "
+            'batches, which need uneven_inputs="world_size"'
+        )
+
+    def raise_if_missed(self) -> None:
+        """Called now and then while this rank waits for gradients, with its backward behind it.
+
+        Raises:
+            PeerFailureError: If another rank has ended training.
+            RankMismatchError: If another rank waits in an exchange of this pass that this one has not come to.
+        """
+        ended = self._cause_if_ended()
+        if ended is not None:
+            raise PeerFailureError(self.cannot_complete(ended))
+        missed = self._agreement.exchange_beyond(self.pass_number, self.exchanges)
+        if missed is not None:
+            cause = f"has ended its backward of pass {self.pass_number} while {missed}"
+            self.publish_for_good(cause)
+            raise RankMismatchError(
+                f"rank {self._rank} {cause}: look for a loss that does not reach that layer on every rank (a "
+                "training_step that returns None), or for a branch that depends on the rank"
+            )
+
+    def raise_if_elsewhere(self) -> None:
+        """Called now and then while this rank waits for module buffers.
+
+        Raises:
+            PeerFailureError: As :meth:`raise_if_published`.
+            RankMismatchError: If another rank waits for BatchNorm statistics where this one waits for module buffers.
+        """
+        self.raise_if_published()
+        elsewhere = self._agreement.waits_in_exchange(self.pass_number, self.exchanges)
+        if elsewhere is not None:
+            cause = f"waits for the module buffers before pass {self.pass_number} while {elsewhere}"
+            self.publish_for_good(cause)
+            raise RankMismatchError(
+                f"rank {self._rank} {cause}: look for a forward in training mode that not all ranks run (one that "
+                "makes samples on rank 0 alone); put the module into eval mode for it"
+            )
+
     def cannot_complete(self, cause: str) -> str:
         """The message for a pass that cannot be completed.
 
@@ -98,7 +164,7 @@ class Failures:
             awaited = what if isinstance(what, str) else what()
             cause = "another rank ended or did not get here in time; its output tells why"
             with suppress(RuntimeError):  # the store goes with the rank that serves it
-                cause = self.published() or cause
+                cause = self.published() or self._cause_if_ended() or cause
             self.give_up(
                 f"rank {self._rank}: reducing {awaited} failed in pass {self.pass_number}: {cause} ({error})",
                 cause=f"could not reduce {awaited}: {error}",

@@ -6,13 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_bucketddp.collectives import WIRE_DTYPES
 from lightning_bucketddp.layout import MIB
 from lightning_bucketddp.module_state import ModuleBufferSync
+
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+"""A dtype as a configuration file spells it."""
+
+Dtype = torch.dtype | DtypeName
 
 GradDtype = torch.dtype | Mapping[str, torch.dtype]
 """One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
@@ -142,6 +147,60 @@ class Options:
         """Each option and its value in words, for ranks to compare."""
         for field in fields(self):
             yield field.name, repr(getattr(self, field.name))
+
+
+def resolve_options(
+    *,
+    broadcast_buffers: bool | None = None,
+    forward_sync_buffers: bool | None = None,
+    module_buffers: ModuleBufferSync | None = None,
+    grad_dtype: Dtype | Mapping[str, Dtype] | None = None,
+    accumulate_allreduce_grads_in_fp32: bool = False,
+    master_params: bool | None = None,
+    wire_dtype: Dtype | None = None,
+    sparse_parameters: Sequence[str] = (),
+    **others: Any,
+) -> Options:
+    """One value for each option, whatever way it was spelled.
+
+    Args:
+        broadcast_buffers: See :func:`resolve_module_buffers`.
+        forward_sync_buffers: See :func:`resolve_module_buffers`.
+        module_buffers: See :func:`resolve_module_buffers`.
+        grad_dtype: See :func:`resolve_grad_dtype`; dtypes may be names.
+        accumulate_allreduce_grads_in_fp32: See :func:`resolve_grad_dtype`.
+        master_params: With ``grad_dtype`` if None.
+        wire_dtype: May be a name.
+        sparse_parameters: Any sequence.
+        others: Options that have one spelling.
+
+    Raises:
+        ValueError: If a value is out of range, or two contradict each other.
+    """
+    mode, initially = resolve_module_buffers(module_buffers, broadcast_buffers, forward_sync_buffers)
+    if isinstance(grad_dtype, Mapping):
+        named: GradDtype | None = {name: _as_dtype("grad_dtype", dtype) for name, dtype in grad_dtype.items()}
+    else:
+        named = None if grad_dtype is None else _as_dtype("grad_dtype", grad_dtype)
+    dtype = resolve_grad_dtype(named, accumulate_allreduce_grads_in_fp32)
+    return Options(
+        module_buffers=mode,
+        init_sync_module_buffers=initially,
+        grad_dtype=dtype,
+        master_params=dtype is not None if master_params is None else master_params,
+        sparse_parameters=sparse_parameters if isinstance(sparse_parameters, str) else tuple(sparse_parameters),
+        wire_dtype=None if wire_dtype is None else _as_dtype("wire_dtype", wire_dtype),
+        **others,
+    )
+
+
+def _as_dtype(option: str, dtype: Dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in get_args(DtypeName):
+        raise ValueError(f"expected {option} to name a dtype, one of {get_args(DtypeName)}, found {dtype!r}")
+    named: torch.dtype = getattr(torch, dtype)
+    return named
 
 
 def resolve_module_buffers(

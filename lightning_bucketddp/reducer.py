@@ -90,6 +90,9 @@ class Reducer:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
         checks: What the ranks must have in common when they meet in a pass.
         uneven: Whether some ranks may run out of data before others.
+        on_backward_end: Called when a backward has ended, before anything is waited for; told whether it raised.
+        replaying: Whether this rank, which has run out of data, runs its last batch once more to stay in step. Such
+            a pass must contribute nothing.
         divisor: What the sum over the ranks is divided by.
         failures: What is known of failures, and how this rank gives up.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
@@ -127,9 +130,10 @@ class Reducer:
         # Each device has its autograd thread; with one device there is nobody to lock out.
         self._lock: AbstractContextManager[object] = threading.RLock() if len(devices) > 1 else nullcontext()
 
+        self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.synchronise = True
         self.uneven = False
-        self._out_of_data = False
+        self._out_of_data = self.replaying = self._contributed = False
         self._passes_begun = self._passes_begun_before_step = 0
         self.early_launches = 0
         self._state = PassState.IDLE
@@ -425,6 +429,12 @@ class Reducer:
         with self._lock:
             if self._by_hand:
                 self._require_idle()
+            if self.replaying and not self._guarded:
+                raise RuntimeError(
+                    f"rank {self._collectives.rank}: expected a backward inside backward_pass() (manual_backward() in "
+                    "a LightningModule) where ranks may run out of data, found a plain one, to which this rank, which "
+                    f"has, must not contribute the gradient of {self._slots.names[index]!r}"
+                )
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
@@ -495,6 +505,10 @@ class Reducer:
         with self._settling("a reduction"):
             self._finish()
 
+    def counts(self) -> bool:
+        """Whether what this rank does now is of consequence for the others' gradients."""
+        return not self.replaying
+
     def shadow_pass(self) -> None:
         """A synchronised pass to which this rank, which has run out of data, contributes nothing."""
         for param in self._slots.all_params:
@@ -515,7 +529,7 @@ class Reducer:
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Adds to what gradients are divided by."""
         self.require_usable()  # a pass that is settled later would take these tokens with it
-        self.divisor.count_tokens(tokens)
+        self.divisor.count_tokens(0 if self.replaying else tokens)
 
     def zero_gradients(self) -> None:
         """Sets all gradients to zero, in place."""
@@ -545,6 +559,7 @@ class Reducer:
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
+        self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
         if self._state is PassState.LOCAL:
@@ -559,9 +574,12 @@ class Reducer:
             self._sparse.drop()
 
     def _end_pass(self) -> None:
+        if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
+            self.on_backward_end(False)
         if self._state is PassState.LOCAL:
             self._runs.capture_rest()
             self._local_passes += 1
+            self._contributed |= not self.replaying
             self.divisor.local_pass_ended()
             self._state = PassState.IDLE
         elif self._state is PassState.SYNCHRONISED:
@@ -620,13 +638,13 @@ class Reducer:
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
-            fingerprint(self.pass_number, self._trainable.since_reduction),
+            fingerprint(self._agreement.number, self.pass_number, self._trainable.since_reduction),
             self.checks.steps,
             self.checks.forwards,
             self.divisor.tokens,
             self.divisor.tokens_on_device,
             failed,
-            self._out_of_data,
+            self._out_of_data or (self.replaying and not self._contributed),
         )
         self._control = ControlExchange(
             self._collectives, self._runs.device, report, len(self._slots), self._runs.contributing
@@ -639,7 +657,7 @@ class Reducer:
         self.divisor.forget_tokens()
         self._trainable.reduced()
         self._local_passes = 0
-        self._by_hand = False
+        self._by_hand = self._contributed = False
         self._state = PassState.IDLE
         self.failures.pass_number += 1
 
@@ -667,6 +685,7 @@ class Reducer:
         Only here may it answer for this pass: before it has opened the pass itself, a question is no disagreement.
         """
         self.failures.raise_if_published()
+        self.failures.raise_if_missed()
         self._trainable.answer(self.pass_number)
         self._agreement.answer_none(self._hook_topic(), f"is in pass {self.pass_number}")
         skipper = self._agreement.skipped_by(self.checks.steps)
@@ -684,6 +703,7 @@ class Reducer:
         vector that it failed. If all ranks did, training may go on; no rank keeps a gradient of the parameters that
         the pass concerned. Otherwise every rank raises.
         """
+        self.on_backward_end(True)
         if self._state is PassState.LOCAL:
             self._state = PassState.IDLE
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):

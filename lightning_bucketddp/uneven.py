@@ -45,11 +45,15 @@ class UnevenInputs:
     Args:
         collectives: The group.
         device: The device whose tensors travel.
+
+    Attributes:
+        active: The ranks that have data of their own, where some have not and go on with their last batch.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives = collectives
         self._device = device
+        self.active: tuple[int, ...] | None = None
 
     def _sum(self, values: list[int], on_idle: Callable[[], None]) -> list[int]:
         vector = torch.tensor(values, dtype=torch.int64).to(self._device)
@@ -69,10 +73,14 @@ class UnevenInputs:
         *ranks, synchronising, training = self._sum([*mine, int(synchronises), int(trains)], on_idle)
         return Iteration(tuple(rank for rank, has in enumerate(ranks) if has), synchronising > 0, training > 0)
 
+    def tell(self, value: int, on_idle: Callable[[], None]) -> list[int]:
+        """Every rank's value, by rank."""
+        mine = [value if rank == self._collectives.rank else 0 for rank in range(self._collectives.world_size)]
+        return self._sum(mine, on_idle)
+
     def common_rank(self, candidate: bool, on_idle: Callable[[], None]) -> int:
         """The highest rank of those that are candidates; every rank gets the same answer."""
-        mine = [int(candidate and rank == self._collectives.rank) for rank in range(self._collectives.world_size)]
-        return max(rank for rank, stands in enumerate(self._sum(mine, on_idle)) if stands)
+        return max(rank for rank, stands in enumerate(self.tell(int(candidate), on_idle)) if stands)
 
 
 class JoinedRank(JoinHook):
@@ -110,7 +118,7 @@ class UnevenRanks(Joinable):
         """Tells the other ranks of a failure; the wrapper does it."""
         raise NotImplementedError
 
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None, *, always: bool = False) -> None:
         """Makes module buffers the same on all ranks; the wrapper does it."""
         raise NotImplementedError
 
@@ -133,7 +141,16 @@ class UnevenRanks(Joinable):
             divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
             enable: Whether ranks may have different numbers of batches at all.
             throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
+
+        Raises:
+            ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``.
         """
+        waits_for_all = next((n for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+        if enable and not throw_on_early_termination and waits_for_all is not None:
+            raise ValueError(
+                "expected throw_on_early_termination=True where layers compute statistics over all ranks, found False: "
+                f"{waits_for_all!r} would wait for ranks that have no data left"
+            )
         context = Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
@@ -157,11 +174,8 @@ class UnevenRanks(Joinable):
             ValueError: If gradients are not divided by the world size to begin with.
         """
         by_active = not kwargs.get("divide_by_initial_world_size", True)
-        if by_active and self._options.rescales:
-            raise ValueError(
-                "expected gradients that are divided by the world size where divide_by_initial_world_size=False, found "
-                f"gradient_divide_by={self._options.gradient_divide_by!r}"
-            )
+        if by_active:
+            self._require_plain_mean("where divide_by_initial_world_size=False")
         self._reducer.uneven = True
         self._reducer.divisor.divide_by_active = by_active
         return JoinedRank(self._iterate_joined, self._end_join)
@@ -175,6 +189,54 @@ class UnevenRanks(Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The group in which ranks join."""
         return self._collectives.group
+
+    def exchange(self, value: int) -> list[int]:
+        """Tells the other ranks a number and returns everybody's, by rank. The host waits; all ranks must call this.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
+        with self._reducer.failures.waiting_for("what ranks tell each other"):
+            return self._uneven.tell(value, self._reducer.failures.raise_if_published)
+
+    def divide_by_active_ranks(self) -> None:
+        """Has gradients divided by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
+        self._require_plain_mean("where gradients are divided by the ranks that have data")
+        self._reducer.divisor.divide_by_active = True
+
+    def set_active_ranks(self, active: Sequence[int]) -> None:
+        """Says which ranks have a batch of their own in what follows; the others go on with their last one.
+
+        Those must not contribute: their losses are to reach no parameter, in :meth:`BucketDDP.backward_pass`. Their
+        module buffers and token counts do not count. All ranks must call this at the same point of the program.
+
+        Args:
+            active: The ranks, in ascending order; at least one.
+        """
+        everybody = len(active) == self._collectives.world_size
+        self._uneven.active = None if everybody else tuple(active)
+        self._reducer.replaying = self._collectives.rank not in active
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this rank has no batch of its own; what :meth:`set_active_ranks` was told."""
+        return self._reducer.replaying
+
+    @property
+    def some_replay(self) -> bool:
+        """Whether some rank has no batch of its own; the same on every rank."""
+        return self._uneven.active is not None
+
+    def _require_plain_mean(self, where: str) -> None:
+        if self._options.rescales:
+            raise ValueError(
+                f"expected gradients that are divided by the world size {where}, found "
+                f"gradient_divide_by={self._options.gradient_divide_by!r}"
+            )
 
     def _meet_joined_ranks(self, trains: bool) -> bool:
         """Tells ranks that have run out of data what this forward is about to do, and synchronises module buffers.

@@ -19,8 +19,9 @@ from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, Ra
 from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
+from lightning_bucketddp.compiled import GraphCuts, cutting_graphs, leave_untraced
 from lightning_bucketddp.diagnostics import PassRecord
-from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.layout import Layout, default_bucket_cap
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
 from lightning_bucketddp.megatron import MegatronCalls
@@ -30,17 +31,19 @@ from lightning_bucketddp.nested import move_to, tensors_in
 from lightning_bucketddp.options import (
     DEFAULT_TIMEOUT,
     DivideBy,
-    GradDtype,
+    Dtype,
     Options,
-    resolve_grad_dtype,
-    resolve_module_buffers,
+    resolve_options,
 )
 from lightning_bucketddp.reducer import Reducer
 from lightning_bucketddp.sparse_grads import find_sparse
+from lightning_bucketddp.sync_batchnorm import StatisticsLink, links_of
 from lightning_bucketddp.uneven import UnevenInputs, UnevenRanks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+leave_untraced("lightning_bucketddp")
 
 _open_wrappers: weakref.WeakValueDictionary[int, BucketDDP] = weakref.WeakValueDictionary()
 
@@ -53,6 +56,8 @@ _MADE_BY_START = frozenset(
         "_watch",
         "_uneven",
         "_preparing",
+        "_graph_cuts",
+        "_links",
         "_grad_dtypes",
         "_leaf_hooks",
         "_buffers_as_of_pass",
@@ -98,7 +103,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             forward after a synchronised pass: ``"broadcast"`` rank 0's, ``"mean"`` (floating ones), ``"off"``.
         grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
             parameters of lower precision (``torch.float32`` for bf16 and fp16 ones), or per pattern of parameter names
-            (``fnmatch``; the first that matches). Such parameters also have their view as ``main_grad``.
+            (``fnmatch``; the first that matches). Dtypes or their names. Such parameters also have their view as
+            ``main_grad``.
         accumulate_allreduce_grads_in_fp32: Megatron's spelling of ``grad_dtype=torch.float32``.
         master_params: Whether optimizers step on fp32 copies of such parameters, which are rounded copies of them; by
             default where ``grad_dtype`` is given.
@@ -122,9 +128,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
         comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
             after 1,000 passes if there is none; the other named hooks take none.
-        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients travel in it and are summed in fp32, where
-            ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
-            65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has ended.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``, or its name: gradients travel in it and are summed in fp32,
+            where ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values
+            beyond 65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has
+            ended.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
@@ -159,7 +166,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         device_mesh: DeviceMesh | None = None,
         forward_sync_buffers: bool | None = None,
         module_buffers: ModuleBufferSync | None = None,
-        grad_dtype: GradDtype | None = None,
+        grad_dtype: Dtype | Mapping[str, Dtype] | None = None,
         accumulate_allreduce_grads_in_fp32: bool = False,
         master_params: bool | None = None,
         use_contiguous_buffers: bool = True,
@@ -170,7 +177,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         sparse_parameters: Sequence[str] = (),
         comm_hook: HookName | HookFunction | None = None,
         comm_hook_state: Any = None,
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: Dtype | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -185,27 +192,26 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self.register_load_state_dict_pre_hook(_add_own_name)
         self._hook_arguments: tuple[HookName | HookFunction | None, Any] = (comm_hook, comm_hook_state)
 
-        def make_options() -> Options:
-            mode, initially = resolve_module_buffers(module_buffers, broadcast_buffers, forward_sync_buffers)
-            dtype = resolve_grad_dtype(grad_dtype, accumulate_allreduce_grads_in_fp32)
-            return Options(
-                bucket_cap_mb=bucket_cap_mb,
-                pad_buckets_to=pad_buckets_to,
-                module_buffers=mode,
-                find_unused_parameters=find_unused_parameters,
-                init_sync=init_sync,
-                init_sync_module_buffers=initially,
-                grad_dtype=dtype,
-                master_params=dtype is not None if master_params is None else master_params,
-                use_contiguous_buffers=use_contiguous_buffers,
-                overlap=overlap,
-                gradient_divide_by=gradient_divide_by,
-                max_abs_grad=max_abs_grad,
-                sparse_parameters=sparse_parameters if isinstance(sparse_parameters, str) else tuple(sparse_parameters),
-                wire_dtype=wire_dtype,
-            )
-
-        self._start(_group_of(process_group, device_mesh), make_options)
+        make_options = partial(
+            resolve_options,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            module_buffers=module_buffers,
+            grad_dtype=grad_dtype,
+            accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
+            master_params=master_params,
+            wire_dtype=wire_dtype,
+            sparse_parameters=sparse_parameters,
+            bucket_cap_mb=bucket_cap_mb,
+            pad_buckets_to=pad_buckets_to,
+            find_unused_parameters=find_unused_parameters,
+            init_sync=init_sync,
+            use_contiguous_buffers=use_contiguous_buffers,
+            overlap=overlap,
+            gradient_divide_by=gradient_divide_by,
+            max_abs_grad=max_abs_grad,
+        )
+        self._start(group_of(process_group, device_mesh), make_options)
 
     def _start(self, process_group: dist.ProcessGroup | None, make_options: Callable[[], Options]) -> None:
         """Makes everything that belongs to this process and its group. All ranks must call this."""
@@ -242,11 +248,16 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
         self._reducer = Reducer(params, collectives, agreement, options, sparse, hook)
+        self._links = links_of(module)
+        for link in self._links:
+            link.join(self._reducer.failures, self._reducer.counts, agreement.number)
+        self._reducer.on_backward_end = partial(_end_backward, self._links)
         self._watch = ModuleWatch(module, ignored)
         self._preparing: list[RemovableHandle] = []
         if options.master_params:
             self._preparing.append(prepare_at_first_step([param for _, param in params]))
         weakref.finalize(self, _remove_hooks, self._preparing)
+        self._graph_cuts = _graph_cuts(options, self._reducer.layout)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
@@ -302,7 +313,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._watch.look()
         if self.training and not joining:
             self.synchronise_module_buffers()
-        output = self.module(*args, **kwargs)
+        with cutting_graphs(self._graph_cuts):
+            output = self.module(*args, **kwargs)
         self._hook_roots(output)
         return output
 
@@ -353,18 +365,23 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         """
         return self._reducer.backward_pass(loss)
 
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None, *, always: bool = False) -> None:
         """Makes module buffers the same on all ranks, if a synchronised pass has gone by since the last time.
 
         All ranks must call this at the same point of the program.
 
         Args:
             active: The ranks whose values count, if not all of them.
+            always: Whether to do it in any case: after forwards without a backward, or where somebody else writes to
+                module buffers.
         """
-        if self._buffers_as_of_pass != self._reducer.pass_number:
+        if always or self._buffers_as_of_pass != self._reducer.pass_number:
             self._buffers_as_of_pass = self._reducer.pass_number
-            with self._reducer.failures.waiting_for("the module buffers"):
-                self._module_buffers.synchronise(self._reducer.failures.raise_if_published, active)
+            failures = self._reducer.failures
+            failures.exchanges += 1
+            with failures.waiting_for("the module buffers"):
+                active = self._uneven.active if active is None else active
+                self._module_buffers.synchronise(failures.raise_if_elsewhere, active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -411,6 +428,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         """
         self._reducer.end_step()
 
+    def end_training(self) -> None:
+        """Says that this rank runs no further pass: ranks that do raise, instead of waiting for it."""
+        self._reducer.failures.publish_end()
+
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
 
@@ -425,6 +446,25 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             RuntimeError: If gradients are divided by something else.
         """
         self._reducer.count_tokens(tokens)
+
+    @torch.no_grad()
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the ranks, for what all of them must see alike; all must call this.
+
+        Args:
+            value: A real tensor of the same shape on every rank; not changed.
+
+        Returns:
+            A new tensor without a graph, on the module's device; of the same dtype if that is floating, of fp32
+            otherwise.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
+        flat = value.detach().to(self.device, torch.promote_types(value.dtype, torch.float32), copy=True).reshape(-1)
+        with self._reducer.failures.waiting_for("a mean over the ranks"):
+            self._collectives.all_reduce_mean(flat).wait(self._reducer.failures.raise_if_published)
+        return flat.reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float32)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
@@ -445,6 +485,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         if "_reducer" not in self.__dict__:  # a copy that was never used
             return
         self._reducer.close()
+        for link in self._links:
+            link.leave()
         for param, dtype in self._grad_dtypes:
             grad, param.grad = param.grad, None
             param.grad_dtype = dtype
@@ -475,6 +517,11 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         return masters_of(optimizer) if self._options.master_params else None
 
     # -- what is going on ----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     @property
     def device(self) -> torch.device:
@@ -562,7 +609,12 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
     agreement.require_same("the process group", [], problem)
 
 
-def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks that train together, whatever way they were given; None for all.
+
+    Raises:
+        ValueError: If both were given, or the mesh has several dimensions.
+    """
     if device_mesh is None:
         return process_group
     if process_group is not None:
@@ -607,6 +659,17 @@ def _set_grad_dtypes(
         if grad is not None:
             param.grad = grad.to(dtype)
     return before
+
+
+def _graph_cuts(options: Options, layout: Layout) -> GraphCuts | None:
+    if not options.overlap or not options.use_contiguous_buffers:
+        return None  # every bucket waits for the end of backward
+    return GraphCuts.after(options.bucket_cap_bytes or default_bucket_cap(layout.nbytes))
+
+
+def _end_backward(links: list[StatisticsLink], raised: bool) -> None:
+    for link in links:
+        link.backward_ended(raised)
 
 
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:

@@ -114,7 +114,7 @@ def refused_arguments() -> None:
     plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     with pytest.raises(ValueError, match="one dimension"):
         BucketDDP(Mlp(), device_mesh=plane)
-    with pytest.raises(ValueError, match="module 'norm' is a SyncBatchNorm, which works on accelerators only"):
+    with pytest.raises(ValueError, match="module 'norm' is torch's SyncBatchNorm, which works on accelerators only"):
         BucketDDP(nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()))
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(ValueError, match=r"one type of device that holds values, found \['cpu', 'meta'\]"):
