@@ -4,12 +4,26 @@ Importing the package registers ``Trainer(strategy="bucketddp")`` and its varian
 """
 
 from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.fabric import BucketDDPFabricStrategy
+from lightning_bucketddp.fabric import register as _register_with_fabric
 from lightning_bucketddp.gradient_checks import GradientError
 from lightning_bucketddp.strategy import BucketDDPStrategy, register
+from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from lightning_bucketddp.wrapper import BucketDDP
 
 __version__ = "0.1.0"
 
-__all__ = ["BucketDDP", "BucketDDPStrategy", "GradientError", "PeerFailureError", "RankMismatchError", "__version__"]
+__all__ = [
+    "BucketDDP",
+    "BucketDDPFabricStrategy",
+    "BucketDDPStrategy",
+    "GradientError",
+    "PeerFailureError",
+    "RankMismatchError",
+    "__version__",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+]
 
 register()
+_register_with_fabric()

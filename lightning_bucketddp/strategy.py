@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-from collections.abc import Generator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
+from lightning_bucketddp.common_end import CommonEnd
+from lightning_bucketddp.evened_loader import EvenedLoader, evened
+from lightning_bucketddp.finetuning import add_trainable, restore_trainable
+from lightning_bucketddp.layer_sync import BatchNormSync
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT
-from lightning_bucketddp.wrapper import BucketDDP, require_fit_group
+from lightning_bucketddp.options import DEFAULT_TIMEOUT, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.sigterm import quieten_sigterm
+from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
+from lightning_bucketddp.uneven import UnevenInputs
+from lightning_bucketddp.wrapper import BucketDDP, group_of, require_fit_group
 
-_START_METHODS: dict[str, Literal["popen", "spawn", "fork", "forkserver"]] = {
-    "bucketddp": "popen",
-    "bucketddp_spawn": "spawn",
-    "bucketddp_fork": "fork",
-    "bucketddp_notebook": "fork",
-}
+_WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
 
 
 class BucketDDPStrategy(DDPStrategy):
@@ -40,19 +52,67 @@ class BucketDDPStrategy(DDPStrategy):
     ``lightning_bucketddp``. A subclass of ``DDPStrategy``, so that Lightning treats it as one of its own; nothing of
     torch's ``DistributedDataParallel`` is used.
 
+    Everything that ``DDPStrategy`` accepts is accepted, as an argument of its own, except torch DDP's experimental
+    arguments (``mixed_precision``, ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``,
+    ``skip_all_reduce_unused_params``, ``batched_grad_copy``, ``bucket_cap_mb_list``).
+
     Args:
         accelerator: The accelerator; set by the Trainer.
         parallel_devices: This node's devices; set by the Trainer.
         cluster_environment: Where ranks and the main address come from; set by the Trainer.
         checkpoint_io: How checkpoints are read and written.
         precision_plugin: The precision; set by the Trainer.
+        ddp_comm_state: ``DDPStrategy``'s name for ``comm_hook_state``.
+        ddp_comm_hook: ``DDPStrategy``'s name for ``comm_hook``. Hooks work on every backend.
+        ddp_comm_wrapper: Wraps the communication hook, as torch's ``fp16_compress_wrapper`` does.
+        model_averaging_period: With a ``PostLocalSGDState``: after how many steps parameters are averaged.
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started.
-        bucket_cap_mb: See :class:`BucketDDP`.
-        module_buffers: See :class:`BucketDDP`. They are synchronised before validation and at the end of ``fit`` too.
-        find_unused_parameters: See :class:`BucketDDP`; a matter of speed only.
-        init_sync: See :class:`BucketDDP`.
+        broadcast_buffers: ``DDPStrategy``'s spelling of ``module_buffers``: True is ``"broadcast"``, False is
+            ``"off"``.
+        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
+        process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
+            ranks in any case.
+        bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
+        find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
+        check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
+        gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
+        static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
+        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
+        forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
+        module_buffers: What happens to BatchNorm statistics and the like in the first training forward after a pass:
+            ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised before
+            validation and at the end of ``fit`` too.
+        grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one
+            per pattern of parameter names. With ``precision="bf16-true"`` and ``"float32"`` optimizers step on fp32
+            master parameters, which are saved in checkpoints with the optimizers' state.
+        accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
+        master_params: Whether optimizers step on fp32 copies of the parameters; by default where ``grad_dtype`` is
+            given.
+        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced and reduced after
+            backward.
+        overlap: If False, each gradient buffer is reduced after backward, in one piece.
+        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
+            ``"tokens"``, the sum of what ``count_tokens`` was told.
+        max_abs_grad: Gradients that are larger, NaN or Inf are an error before they are sent (``.inf``: any finite one
+            will do).
+        pad_buckets_to: Number of elements that each bucket's length is a multiple of.
+        sparse_parameters: Names of parameters with sparse gradients, besides those of embeddings, which are found.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"``, ``"powersgd"``, or a hook as
+            torch's.
+        comm_hook_state: The communication hook's state.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
+        uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out goes on with its last
+            batch until the others have run out too, so that loops, hooks and collectives stay in step, but its
+            gradients and module buffers do not count; what it logs does. Gradients are divided by the
+            ``"world_size"``, or by the number of ``"active_ranks"``, which have batches. One tiny collective per batch.
+            None: ranks must have the same number of batches.
+
+    The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
+
+    Raises:
+        ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
     def __init__(
@@ -62,28 +122,98 @@ class BucketDDPStrategy(DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        bucket_cap_mb: float | None = None,
-        module_buffers: ModuleBufferSync = "broadcast",
-        find_unused_parameters: bool = False,
+        start_method: StartMethod = "popen",
+        *,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        module_buffers: ModuleBufferSync | None = None,
+        grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None,
+        accumulate_allreduce_grads_in_fp32: bool = False,
+        master_params: bool | None = None,
+        use_contiguous_buffers: bool = True,
+        overlap: bool = True,
+        gradient_divide_by: DivideBy = "world_size",
+        max_abs_grad: float | None = None,
+        pad_buckets_to: int = 1,
+        sparse_parameters: Sequence[str] = (),
+        comm_hook: HookName | Callable[..., Any] | None = None,
+        comm_hook_state: Any = None,
+        wire_dtype: torch.dtype | DtypeName | None = None,
+        uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
     ) -> None:
+        hook, hook_state = _one_hook(comm_hook, comm_hook_state, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            ddp_comm_state=hook_state,
+            ddp_comm_hook=hook if callable(hook) else None,
+            model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
         )
-        self._bucket_cap_mb = bucket_cap_mb
-        self._module_buffers: ModuleBufferSync = module_buffers
-        self._find_unused_parameters = find_unused_parameters
-        self._init_sync = init_sync
+        options: dict[str, Any] = {
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "forward_sync_buffers": forward_sync_buffers,
+            "module_buffers": module_buffers,
+            "grad_dtype": grad_dtype,
+            "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
+            "master_params": master_params,
+            "use_contiguous_buffers": use_contiguous_buffers,
+            "overlap": overlap,
+            "gradient_divide_by": gradient_divide_by,
+            "max_abs_grad": max_abs_grad,
+            "pad_buckets_to": pad_buckets_to,
+            "sparse_parameters": sparse_parameters,
+            "wire_dtype": wire_dtype,
+        }
+        resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
+        if hook is not None:
+            require_hook_decides(resolved)
+        _require_averaging_possible(model_averaging_period, hook_state, resolved.master_params)
+        if uneven_inputs not in (None, "world_size", "active_ranks"):
+            raise ValueError(
+                f'expected uneven_inputs to be None, "world_size" or "active_ranks", found {uneven_inputs!r}'
+            )
+        if uneven_inputs == "active_ranks" and resolved.rescales:
+            raise ValueError(
+                'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
+                "divided by"
+            )
+        self._uneven_inputs = uneven_inputs
+        self._wrapper_options: dict[str, Any] = {
+            **options,
+            "process_group": process_group,
+            "device_mesh": device_mesh,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "comm_hook": hook,
+            "comm_hook_state": hook_state,
+        }
+        self._evened_loader: EvenedLoader | None = None
+        self._common_end: CommonEnd | None = None
+        self._warned_of_none = False
 
     @property
     def bucket_ddp(self) -> BucketDDP | None:
@@ -97,10 +227,22 @@ class BucketDDPStrategy(DDPStrategy):
         mine = not dist.is_initialized()
         super().setup_distributed()
         if mine:
-            # Lightning does this for NCCL only; a gloo process that exits with an open group aborts now and then.
-            atexit.register(_destroy_process_group)
+            end_group_at_exit()
         else:  # another fit in the same processes: Lightning's own collectives come before the module is wrapped
             require_fit_group(None, self._timeout)
+        self._common_end = CommonEnd(Collectives(None), self._interrupted)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = TellingLauncher(self, self._launcher._start_method)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if type(self._layer_sync) is TorchSyncBatchNorm:  # what sync_batchnorm=True stands for; not a user's own
+            self._layer_sync = BatchNormSync(self._timeout)
+        super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -109,14 +251,18 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
-        return BucketDDP(
-            model,
-            bucket_cap_mb=self._bucket_cap_mb,
-            module_buffers=self._module_buffers,
-            find_unused_parameters=self._find_unused_parameters,
-            init_sync=self._init_sync,
-            timeout=self._timeout,
-        )
+        wrapper = BucketDDP(model, timeout=self._timeout, **self._wrapper_options)
+        if self._uneven_inputs == "active_ranks":
+            wrapper.divide_by_active_ranks()
+        return wrapper
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        # Before a checkpoint's state is loaded into them, which has the fp32 masters.
+        if (wrapper := self.bucket_ddp) is not None:
+            for optimizer in self.optimizers:
+                wrapper.prepare_optimizer(optimizer)
 
     @override
     def teardown(self) -> None:
@@ -124,13 +270,34 @@ class BucketDDPStrategy(DDPStrategy):
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
+        self._evened_loader = None
+        if self._common_end is not None:
+            self._common_end.close()
+            self._common_end = None
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # Other ranks may be waiting for this one in a pass it will never get to.
-        if (wrapper := self.bucket_ddp) is not None:
+        # Other ranks may be waiting for this one in a pass it will never get to, or elsewhere.
+        end, wrapper = self._common_end, self.bucket_ddp
+        if wrapper is not None and not (end is not None and end.heard()):
             wrapper.publish_failure(exception)
+        if end is not None:
+            end.failed(exception)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._interrupted():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return obj if self._interrupted() else super().broadcast(obj, src)
+
+    def _interrupted(self) -> bool:
+        """Whether callbacks are being told of an exception; where they save a checkpoint the other ranks may not be."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.interrupted
 
     # -- each step -----------------------------------------------------------------------------------
 
@@ -153,9 +320,14 @@ class BucketDDPStrategy(DDPStrategy):
         if wrapper is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
+        if wrapper.is_replaying:
+            closure_loss = _zero_loss(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with wrapper.backward_pass(closure_loss):
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if wrapper.some_replay or _averages_weights(self.lightning_module):
+            # What goes into an average or a checkpoint is to be the same on every rank, and to count.
+            wrapper.synchronise_module_buffers()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @override
@@ -168,7 +340,49 @@ class BucketDDPStrategy(DDPStrategy):
         output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
             wrapper.end_step()
+        elif output is None and self.world_size > 1:
+            # This rank takes part with a loss that reaches no parameter, as others may have one that does.
+            output = torch.zeros((), device=self.root_device, requires_grad=True)
+            self._warn_of_none()
         return output
+
+    def _warn_of_none(self) -> None:
+        if not self._warned_of_none:
+            self._warned_of_none = True
+            warnings.warn(
+                f"rank {self.global_rank}: `training_step` returned None, which counts as zero in the mean over the "
+                "ranks; where all of them return None, nothing is updated. If this is on purpose, ignore this warning; "
+                "it is not repeated",
+                stacklevel=2,
+            )
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        wrapper = self.bucket_ddp
+        if wrapper is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        masters = wrapper.prepare_optimizer(optimizer)
+        with nullcontext() if masters is None else masters.restored_after():
+            return super().optimizer_step(
+                optimizer, partial(self._closure, wrapper, optimizer, closure), model, **kwargs
+            )
+
+    def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """What an optimizer sees of the closure: the loss averaged over the ranks, if it looks at the loss."""
+        loss = closure()
+        if loss is None:
+            return None
+        if looks_at_loss(optimizer):
+            loss = wrapper.average(torch.as_tensor(loss))
+        if getattr(self.precision_plugin, "scaler", None) is not None and _has_no_gradient(optimizer):
+            return None  # no rank had a loss: a scaler would miss the gradients, and skips the step of a None
+        return loss
 
     @override
     @contextmanager
@@ -180,19 +394,86 @@ class BucketDDPStrategy(DDPStrategy):
         with wrapper.no_sync():
             yield
 
+    # -- ranks that run out of batches ---------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        if self._uneven_inputs is None or module is None or not module.trainer.training:
+            return dataloader
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "expected a training_step that gets batches where uneven_inputs is given, found one that takes them "
+                "from `dataloader_iter`, so that nobody knows which of them count"
+            )
+        if self._evened_loader is not None and not self._evened_loader.started:
+            raise ValueError(
+                "expected one training dataloader where uneven_inputs is given, found several; combine them in one "
+                "dataset"
+            )
+        self._evened_loader = evened(cast("Iterable[Any]", dataloader), self._exchange, self.global_rank)
+        return self._evened_loader
+
+    def _exchange(self, value: int) -> list[int]:
+        if (wrapper := self.bucket_ddp) is not None:
+            return wrapper.exchange(value)
+        # The module is not wrapped yet: `estimated_stepping_batches` was asked for in `setup` or `configure_model`.
+        group = group_of(self._wrapper_options["process_group"], self._wrapper_options["device_mesh"])
+        return UnevenInputs(Collectives(group), self.root_device).tell(value, lambda: None)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # What the training loop does first with a batch: hooks from `on_after_batch_transfer` on may count tokens.
+        wrapper, module = self.bucket_ddp, self.lightning_module
+        if wrapper is not None and self._evened_loader is not None and module is not None and module.trainer.training:
+            wrapper.set_active_ranks(self._evened_loader.take())
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     # -- the same module on every rank wherever it is looked at -------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        quieten_sigterm()
+
+    @override
+    def on_test_start(self) -> None:
+        quieten_sigterm()
+
+    @override
+    def on_predict_start(self) -> None:
+        quieten_sigterm()
+
+    @override
     def on_validation_start(self) -> None:
+        quieten_sigterm()
         self._synchronise_module_buffers()
 
     @override
     def on_train_end(self) -> None:
+        if (wrapper := self.bucket_ddp) is not None:
+            wrapper.end_training()  # first: ranks that have more batches are not there to synchronise with
         self._synchronise_module_buffers()
 
     def _synchronise_module_buffers(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
-            wrapper.synchronise_module_buffers()
+            # Always: SWA runs an epoch without backward for BatchNorm's sake, other averages are just written.
+            wrapper.synchronise_module_buffers(always=True)
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        assert self.lightning_module is not None
+        add_trainable(checkpoint, self.lightning_module)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        restore_trainable(checkpoint, self.lightning_module)
+        super().load_optimizer_state_dict(checkpoint)
 
     # -- registry ------------------------------------------------------------------------------------
 
@@ -200,22 +481,77 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds the names to a registry; the ones that are there already are left alone."""
-        for name, start_method in _START_METHODS.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"BucketDDP strategy with `start_method` {start_method!r}",
-                    start_method=start_method,
-                )
+        register_names(cls, strategy_registry)
 
 
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # Reference cycles, the Trainer's among them, keep the group and gloo's threads alive beyond that, and a process
-    # that ends with those running aborts now and then.
-    gc.collect()
+def _one_hook(
+    hook: HookName | Callable[..., Any] | None,
+    state: Any,
+    ddp_hook: Callable[..., Any] | None,
+    ddp_state: Any,
+    ddp_wrapper: Callable[..., Any] | None,
+) -> tuple[HookName | Callable[..., Any] | None, Any]:
+    """One communication hook and its state, whatever way they were spelled.
+
+    Raises:
+        ValueError: If one was given in both ways, or what belongs to a hook without one.
+    """
+    if hook is not None and ddp_hook is not None:
+        raise ValueError("expected comm_hook or ddp_comm_hook, found both; they mean the same")
+    if state is not None and ddp_state is not None:
+        raise ValueError("expected comm_hook_state or ddp_comm_state, found both; they mean the same")
+    hook = ddp_hook if hook is None else hook
+    state = ddp_state if state is None else state
+    if ddp_wrapper is not None:
+        if not callable(hook):
+            raise ValueError(
+                f"expected a function as communication hook where ddp_comm_wrapper is given, found {hook!r}; for "
+                "torch's wrappers around an all-reduce pass torch's allreduce_hook"
+            )
+        hook = ddp_wrapper(hook)
+    if state is not None and hook is None:
+        raise ValueError("expected no state of a communication hook without the hook, found one; pass the hook too")
+    return hook, state
+
+
+def _require_averaging_possible(period: int | None, hook_state: Any, has_masters: bool) -> None:
+    averages = isinstance(hook_state, PostLocalSGDState)
+    if averages is not (period is not None):
+        found = f"model_averaging_period={period!r} with a state of {type(hook_state).__name__}"
+        raise ValueError(
+            f"expected model_averaging_period together with a PostLocalSGDState as the hook's state, found {found}"
+        )
+    if averages and has_masters:
+        raise ValueError(
+            "expected model averaging or fp32 master parameters, found both: what would be averaged are the rounded "
+            "parameters; leave out model_averaging_period, or pass master_params=False"
+        )
+
+
+def _averages_weights(module: pl.LightningModule) -> bool:
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, _WEIGHT_AVERAGING) for callback in callbacks)
+
+
+def _zero_loss(loss: Tensor) -> Tensor:
+    """A loss that reaches no parameter."""
+    return torch.zeros_like(loss, requires_grad=True)
+
+
+def _has_no_gradient(optimizer: Optimizer) -> bool:
+    return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
+
+
+class TellingLauncher(_MultiProcessingLauncher):
+    """Tells the strategy of exceptions in the processes that are started, which Lightning tells the main one only."""
+
+    @override
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            self._strategy.on_exception(error)
+            raise
 
 
 def register() -> None:

@@ -6,9 +6,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
 
+from lightning_bucketddp import BucketDDPStrategy
 from tests.models import ConvBatchNorm, Mlp
 
 
@@ -33,6 +39,26 @@ class PoolEnvironment(LightningEnvironment):
     def set_global_rank(self, rank: int) -> None: ...
 
     def teardown(self) -> None: ...
+
+
+def ours(**options: Any) -> BucketDDPStrategy:
+    """With several buckets in the smallest model."""
+    return BucketDDPStrategy(cluster_environment=PoolEnvironment(), **{"bucket_cap_mb": 0.0003, **options})
+
+
+def ddp(**options: Any) -> DDPStrategy:
+    return DDPStrategy(cluster_environment=PoolEnvironment(), **options)
+
+
+def strategy_of(kind: str, **options: Any) -> DDPStrategy:
+    """A strategy for the pool's ranks, by its name."""
+    return ddp(**options) if kind == "ddp" else ours(**options)
+
+
+def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
+    """Asserts that two modules have the same parameters and module buffers."""
+    for (name, value), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, other, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
@@ -85,3 +111,67 @@ class Regression(pl.LightningModule):
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Citizen(Regression):
+    """Logs in every way there is; ``schedule`` names a scheduler."""
+
+    def __init__(self, net: str = "mlp", optimizer: str = "sgd", schedule: str = "") -> None:
+        super().__init__(net, optimizer)
+        self.schedule = schedule
+        self.passes = 0
+        self.mean = MeanMetric()
+
+    def on_train_end(self) -> None:
+        if isinstance(self.trainer.strategy, BucketDDPStrategy):
+            self.passes = self.trainer.strategy.bucket_ddp.passes
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):  # of several loaders
+            return self.loss(batch["first"]) + self.loss(batch["second"])
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("mine", loss, on_step=True, rank_zero_only=True)
+        return {"loss": loss, "extra": 1}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.mean(loss)
+        self.log("valid", loss, sync_dist=True)
+        self.log("mean", self.mean)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test", self.loss(batch), sync_dist=True, on_step=True, on_epoch=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.loss(batch) if isinstance(batch, dict) else self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.schedule == "epoch":
+            return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.3)]
+        if self.schedule == "step":
+            one = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+            return [optimizer], [{"scheduler": one, "interval": "step"}]
+        if self.schedule == "plateau":
+            plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
+        return optimizer
+
+
+class Memory(DummyLogger):
+    """Keeps what is logged, on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, metrics))

@@ -4,7 +4,10 @@ import ast
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import signal_connector
 
 import lightning_bucketddp
 
@@ -17,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "turns": set(),
     "gradient_checks": set(),
     "collectives": set(),
+    "compiled": set(),
     "slots": {"layout"},
     "grad_buffer": {"layout"},
     "stepped_params": set(),
@@ -29,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"collectives", "layout", "module_state"},
     "comm_hooks": {"collectives", "layout", "options"},
     "failures": {"agreement", "comm_hooks"},
+    "common_end": {"agreement", "collectives"},
+    "sync_batchnorm": {"agreement", "collectives", "failures"},
     "control_checks": {"agreement", "control", "failures"},
+    "evened_loader": set(),
     "divisor": {"control", "options"},
     "sparse_grads": {"collectives", "gradient_checks", "slots"},
     "bucket_runs": {"collectives", "comm_hooks", "grad_buffer", "gradient_checks", "layout", "slots"},
@@ -59,12 +66,13 @@ ALLOWED: dict[str, set[str]] = {
     "diagnostics": {"collectives", "layout", "slots"},
     "megatron": {"checks", "collectives", "master_params", "module_state", "reducer"},
     "uneven": {"checks", "collectives", "master_params", "module_state", "options", "reducer"},
-    "checks": {"agreement", "layout", "options", "reducer"},
+    "checks": {"agreement", "layout", "options", "reducer", "sync_batchnorm"},
     "wrapper": {
         "agreement",
         "checks",
         "collectives",
         "comm_hooks",
+        "compiled",
         "diagnostics",
         "layout",
         "master_params",
@@ -75,10 +83,32 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "reducer",
         "sparse_grads",
+        "sync_batchnorm",
         "uneven",
     },
-    "strategy": {"module_state", "options", "wrapper", LIGHTNING},
-    "__init__": {"agreement", "gradient_checks", "strategy", "wrapper"},
+    "layer_sync": {"sync_batchnorm", "wrapper", LIGHTNING},
+    "finetuning": {LIGHTNING},
+    "strategy_common": set(),
+    "strategy": {
+        "collectives",
+        "comm_hooks",
+        "common_end",
+        "evened_loader",
+        "finetuning",
+        "layer_sync",
+        "module_state",
+        "options",
+        "sigterm",
+        "strategy_common",
+        "uneven",
+        "wrapper",
+        LIGHTNING,
+    },
+    "sigterm": {LIGHTNING},
+    "fabric": {"comm_hooks", "module_state", "options", "strategy_common", "wrapper", LIGHTNING},
+    "cli": {"__init__", "collectives", "strategy_common", LIGHTNING},
+    "__main__": {"cli"},
+    "__init__": {"agreement", "fabric", "gradient_checks", "strategy", "sync_batchnorm", "wrapper"},
 }
 
 
@@ -130,7 +160,7 @@ def test_only_collectives_calls_torch_distributed() -> None:
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == "dist"
         }
-        if path.stem == "strategy":  # Lightning owns the process group's life
+        if path.stem in ("strategy", "strategy_common", "fabric"):  # Lightning owns the process group's life
             calls -= {"is_initialized", "destroy_process_group"}
         assert path.stem == "collectives" or not calls, f"{path.name} calls torch.distributed: {calls}"
 
@@ -140,6 +170,14 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert callable(dist.ProcessGroup.get_group_store)
     assert callable(torch._foreach_copy_)
     assert callable(torch._foreach_zero_)
+    assert callable(dist.Store.clone)
+    assert callable(_MultiProcessingLauncher._wrapping_function)
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module")
+    assert isinstance(dist._DEFAULT_FIRST_BUCKET_BYTES, int)
+    assert any(Path(folder) == PACKAGE for folder in torch._dynamo.trace_rules.SKIP_DIRS)
+    assert signal_connector.dist is dist
+    assert signal_connector._HandlersCompose.__module__ == signal_connector.__name__
+    assert issubclass(torch.nn.SyncBatchNorm, torch.nn.modules.batchnorm._BatchNorm)
     param = torch.nn.Parameter(torch.ones(1))
     assert isinstance(param._version, int)
     param.register_post_accumulate_grad_hook(lambda _: None)

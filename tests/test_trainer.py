@@ -13,28 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy, PeerFailureError, RankMismatchError
-from tests.lightning_models import PoolEnvironment, Regression, data, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Branches, Fragile
 from tests.reference import largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
-
-
-def ours(**options: Any) -> BucketDDPStrategy:
-    return BucketDDPStrategy(cluster_environment=PoolEnvironment(), **{"bucket_cap_mb": 0.0003, **options})
-
-
-def ddp() -> DDPStrategy:
-    return DDPStrategy(cluster_environment=PoolEnvironment())
-
-
-def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
-    for (name, value), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
-        torch.testing.assert_close(value, other, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- parity with ddp ---------------------------------------------------------------------------------
@@ -351,6 +339,22 @@ def test_what_one_rank_does_alone_is_an_error_on_every_rank(run_ranks: RunRanks,
         else:
             assert name == "PeerFailureError"
             assert f"rank {rank}: pass 3 cannot be completed: rank 1 raised ArithmeticError" in message
+
+
+def more_batches(counts: list[int]) -> str:
+    count = counts[dist.get_rank()]
+    dataset = TensorDataset(torch.randn(count, 4, 8), torch.randn(count, 4, 4))
+    try:
+        trainer(ours(timeout=timedelta(seconds=30))).fit(Regression(), DataLoader(dataset, batch_size=None))
+    except PeerFailureError as error:
+        return str(error)
+    os._exit(0)  # as a script that ends: until then Lightning waits in a broadcast of its own
+
+
+def test_a_rank_that_has_more_batches_is_told_of_the_option_for_it(run_ranks: RunRanks) -> None:
+    message, _ = run_ranks(2, more_batches, [4, 3], fresh=True, may_exit=[1])
+    assert "rank 1 has ended training after 3 passes" in message
+    assert "uneven_inputs" in message
 
 
 class Skipping(Gan):

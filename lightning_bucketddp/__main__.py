@@ -1,0 +1,8 @@
+"""``python -m lightning_bucketddp``: see :mod:`lightning_bucketddp.cli`."""
+
+import sys
+
+from lightning_bucketddp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Ranks hear of each other's failures outside of passes, and end."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_bucketddp import PeerFailureError, common_end
+from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.common_end import CommonEnd
+
+RunRanks = Callable[..., list[Any]]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def one_after_the_other() -> list[tuple[list[str], list[str]]]:
+    """What each rank says, and the notes that its error gets, in four ends that follow each other."""
+    rank = dist.get_rank()
+    found = []
+    for kind in ("none", "same", "different", "consequence"):
+        lines = Lines()
+        logging.getLogger(common_end.__name__).addHandler(lines)
+        end = CommonEnd(Collectives(None))
+        dist.barrier()
+        error: Exception = ValueError("no such file" if kind == "same" else f"seen by {rank}")
+        if kind == "consequence" and rank == 0:
+            error = PeerFailureError("another rank ended")
+        if kind in ("different", "consequence") and rank == 0:
+            time.sleep(0.2 if kind == "different" else 0)
+        if kind == "consequence" and rank == 1:
+            time.sleep(0.2)
+        if kind != "none":
+            end.failed(error)
+        assert end.heard() == (kind != "none")
+        end.close()
+        assert not end._thread.is_alive()
+        logging.getLogger(common_end.__name__).removeHandler(lines)
+        found.append((lines.lines, list(getattr(error, "__notes__", []))))
+        dist.barrier()
+    return found
+
+
+def test_the_first_failure_is_told_where_the_own_error_is_another(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, one_after_the_other)
+    assert second == [([], [])] * 4, "the rank that failed first has nothing to be told"
+    told = "rank 0 stops because rank 1 raised ValueError: seen by 1"
+    notes = [told] if sys.version_info >= (3, 11) else []
+    assert first == [([], []), ([], []), ([told], notes), ([told], notes)]
+
+
+def stuck(said: Path) -> float:
+    common_end.LEAVE_SECONDS = 1
+    end = CommonEnd(Collectives(None))
+    dist.barrier()
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        with said.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        time.sleep(60)
+    end.failed(OSError("disk full"))
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> None:
+    elapsed, nothing = run_ranks(2, stuck, tmp_path / "said", fresh=True, may_exit=[1])
+    assert elapsed < common_end.LINGER_SECONDS, "the rank that failed need not wait for it"
+    assert nothing is None
+    said = (tmp_path / "said").read_text()
+    assert "rank 1 stops because rank 0 raised OSError: disk full" in said
+    assert "rank 1 has not stopped in 1 s, though rank 0 raised OSError: disk full; its process ends here" in said
+    assert "in stuck" in said, "where it was stuck"

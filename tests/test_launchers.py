@@ -1,0 +1,204 @@
+"""Every way in which processes are started; a failure on one rank ends all; a killed job resumes where it was."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import elastic_script
+from tests.launchers import free_port, slurm, two_networks
+from tests.lightning_models import PoolEnvironment
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
+    """Starts a command as a user would, Python's if it begins with an option."""
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    # A session of its own, so that what it starts can be found, and ended, with it.
+    return subprocess.Popen(
+        [sys.executable, *command] if command[0].startswith("-") else command,
+        cwd=ROOT,
+        env={**known, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def left_over(process: "subprocess.Popen[str]") -> list[int]:
+    """Processes of the session that a command was started in."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:  # has ended
+            continue
+        if int(fields[3]) == process.pid and fields[0] != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def finish(*processes: "subprocess.Popen[str]", timeout: float = 200) -> list[tuple[str, str, float]]:
+    """Of each process its output, its errors and when it was seen to have ended, without anything left of it."""
+    deadline = time.monotonic() + timeout
+    results = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
+            results.append((output, errors, time.time()))
+            while left_over(process):
+                assert time.monotonic() < deadline, f"{process.args} has left processes: {left_over(process)}"
+                time.sleep(0.1)
+        return results
+    finally:
+        for process in processes:
+            for pid in left_over(process):
+                os.kill(pid, 9)
+            process.kill()
+            process.wait(timeout=20)
+
+
+# -- ways of starting --------------------------------------------------------------------------------
+
+
+def test_a_notebook_trains_on_forked_ranks_and_refuses_others() -> None:
+    # `python -i` is what Lightning takes for a notebook.
+    interactive = start("-i", "-m", "tests.launch_script", "bucketddp_notebook")
+    refused = start("-i", "-m", "tests.launch_script", "bucketddp")
+    (output, errors, _), (_, refusal, _) = finish(interactive, refused)
+    for rank in (0, 1):
+        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
+    assert "is not compatible with an interactive environment" in refusal
+
+
+def test_slurms_variables_make_ranks() -> None:
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "training",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    tasks = [
+        start("-m", "tests.launch_script", "bucketddp", **variables, SLURM_PROCID=rank, SLURM_LOCALID=rank)
+        for rank in ("0", "1")
+    ]
+    for rank, (output, errors, _) in enumerate(finish(*tasks)):
+        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
+
+
+def assert_learned(output: str, errors: str) -> None:
+    assert re.search(r"test accuracy +0\.[89]", output), errors[-3000:]
+    assert "2 ranks on cpu" in output
+    assert re.search(r"largest difference of a weight between ranks +0  ", output)
+
+
+def test_the_slurm_job_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm(folder) as environment:
+        command = ["sbatch", "--wait", f"--output={folder}/out", "examples/launch/slurm.sbatch", "--epochs", "2"]
+        _, errors, _ = finish(start(*command, **environment))[0]
+        output = (folder / "out").read_text()
+    assert_learned(output, errors + output)
+
+
+def test_torchrun_on_two_machines() -> None:
+    with two_networks() as machines:
+        address = machines[0][1]
+        nodes = [
+            start(
+                *["ip", "netns", "exec", name, "examples/launch/torchrun_two_nodes.sh", "--epochs", "2"],
+                NODE_RANK=str(rank),
+                MASTER_ADDR=address,
+                GLOO_SOCKET_IFNAME=interface,
+            )
+            for rank, (name, _, interface) in enumerate(machines)
+        ]
+        (output, errors, _), _ = finish(*nodes)
+    assert_learned(output, errors)
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+PLACES = [
+    "setup:0",
+    "training_step:1",
+    "backward:0",
+    "backward:1",
+    "on_train_batch_end:0",
+    "on_train_epoch_end:0",
+    "validation_step:1",
+    "on_save_checkpoint:0",
+    "stuck:0",
+    "sigterm:0",
+    "sigterm:1",
+    "training_step killed:0",
+    "training_step killed:1",
+]
+
+
+def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Path) -> None:
+    ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *PLACES))
+    for place in PLACES:
+        ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
+        assert ended, f"{place}: {errors[-2000:]}"
+        assert float(ended[1]) < 15, place
+        where, _, failed = place.partition(":")
+        rank = 1 - int(failed)
+        said = (tmp_path / f"{place} at rank {rank}").read_text()
+        if not where.endswith("killed"):  # of which the launcher tells
+            what = "SIGTERMException" if where == "sigterm" else f"ArithmeticError: no {where} today"
+            assert f"rank {rank} stops because rank {failed} raised {what}" in said, place
+
+
+def test_every_launcher_ends_the_ranks_of_a_failed_one(tmp_path: Path) -> None:
+    launches = {
+        "popen": ["-m", "tests.failing_script", "bucketddp", "on_train_batch_end:0"],
+        "torchrun": [*TORCHRUN, "-m", "tests.failing_script", "bucketddp", "on_train_epoch_end:1"],
+    }
+    processes = []
+    for name, (*command, strategy, place) in launches.items():
+        (tmp_path / name).mkdir()
+        processes.append(start(*command, strategy, str(tmp_path / name), place))
+    for (name, (*_, place)), (_, errors, ended) in zip(launches.items(), finish(*processes), strict=True):
+        where, _, failed = place.partition(":")
+        assert ended - float((tmp_path / name / "failed").read_text()) < 20, name
+        rank = 1 - int(failed)
+        said = (tmp_path / name / f"{place} at rank {rank}").read_text()
+        assert f"rank {rank} stops because rank {failed} raised ArithmeticError: no {where} today" in said, name
+        assert "terminate called" not in said + errors
+
+
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return elastic_script.train(folder, killed=False, plugins=PoolEnvironment())
+
+
+def test_a_job_whose_rank_was_killed_resumes_as_if_nothing_had_happened(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
+    # addresses of the killed ones there.
+    process = start(
+        *[*TORCHRUN, "--max-restarts", "1", "tests/elastic_script.py", str(tmp_path)],
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
+    ((output, errors, _),) = finish(process)
+    for rank in (0, 1):
+        assert f"rank {rank} starts at step 0" in output
+        assert f"rank {rank} starts at step 8" in output, errors[-3000:]
+    for expected in run_ranks(2, undisturbed, tmp_path / "undisturbed"):
+        for rank in (0, 1):
+            torch.testing.assert_close(torch.load(tmp_path / f"weights of rank {rank}"), expected, rtol=0, atol=0)
