@@ -107,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="bucketddp", help="any Lightning strategy, e.g. ddp")
     parser.add_argument("--devices", type=int, help="default: all accelerators, or two CPU ranks")
+    parser.add_argument("--num-nodes", type=int, default=1, help="machines, each with that many devices")
     parser.add_argument("--data", help="an .npz file with arrays `images` (n, height, width) and `labels` (n,)")
     parser.add_argument("--epochs", type=int, default=8, help="of fine-tuning; half of them with a frozen backbone")
     args = parser.parse_args()
@@ -128,6 +129,7 @@ def main() -> None:
             strategy=args.strategy,
             accelerator="auto" if on_accelerator else "cpu",
             devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
+            num_nodes=args.num_nodes,
             max_epochs=epochs,
             callbacks=list(callbacks),
             num_sanity_val_steps=0,

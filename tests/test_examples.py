@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,8 @@ def number_after(text: str, output: str) -> float:
     return float(match.group(1))
 
 
-@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "bucketddp_fork", "bucketddp_notebook"])
-def test_every_registered_name_trains_from_a_script(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "forkserver"])
+def test_every_start_method_trains_from_a_script(strategy: str) -> None:  # forked ranks: test_launchers.py
     output = run_python("-m", "tests.launch_script", strategy)
     for rank in (0, 1):
         assert f"rank {rank}: 4 passes, difference 0" in output
@@ -72,3 +73,59 @@ def test_train_bytes_bf16() -> None:
     for rank in (0, 1):
         assert f"rank {rank}: parameters equal to rank 0's: True" in output
     assert "gradients in torch.float32, 7 of 7 parameters with an fp32 master" in output
+
+
+def test_fabric() -> None:
+    output = run_example("fabric.py", "--devices", "2")
+    assert output.index("first layer frozen") < output.rindex("first layer training")
+    assert number_after("largest difference of a weight between ranks", output) == 0
+    right = re.search(r"loaded without Fabric +(\d+) of 360 right", output)
+    assert right, output
+    assert int(right[1]) > 340
+    assert "1 local passes before" in output
+
+
+def test_cli() -> None:
+    output = run_example("cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
+    assert "BucketDDPStrategy on 2 ranks, parameters in torch.bfloat16, gradients in torch.float32" in output
+    accuracies = [float(line.split()[-1]) for line in output.splitlines() if "held-out accuracy" in line]
+    assert len(accuracies) == 5
+    assert accuracies[-1] > 0.85
+    assert "in 2 buckets" in output
+
+
+def test_gan() -> None:
+    output = run_example("gan.py", "--devices", "2", "--epochs", "6")
+    assert number_after("largest difference of a weight between ranks", output) == 0
+    reductions = re.findall(r"reductions that held gradients of (.*?)  +(\d+)", output)
+    assert reductions == [("critic", "90"), ("generator", "90")], "never both networks' in one"
+    assert number_after("generated", output) < number_after("noise", output) - 1, "of the distance to real digits"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_finetune_language_model(lora: bool) -> None:
+    steps = ["--base-steps", "60", "--steps", "40"]
+    output = run_example("finetune_language_model.py", "--devices", "2", *steps, *(["--lora"] if lora else []))
+    base, tuned = (
+        [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", part)] for part in output.split("fine-tuning")
+    )
+    assert base[-1] < base[0] - 2
+    assert tuned[-1] < tuned[0] - 0.1
+    assert re.findall(r"largest difference of a weight between ranks +(\S+)", output) == ["0", "0"]
+    trained = [tuple(map(as_int, found)) for found in re.findall(r"([\d,]+) of ([\d,]+) parameters trained", output)]
+    sent = [as_int(found) for found in re.findall(r"([\d,]+) bytes of float32 gradients", output)]
+    assert sent == [4 * count for count, _ in trained], "fp32 gradients of what is trained, and nothing else"
+    (base_trained, base_all), (tuned_trained, tuned_all) = trained
+    assert base_trained == base_all
+    assert tuned_trained < tuned_all / 10 if lora else tuned_trained == tuned_all
+
+
+def as_int(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_finetune_language_model_says_what_a_hugging_face_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    example = runpy.run_path(str(ROOT / "examples/finetune_language_model.py"))
+    with pytest.raises(SystemExit, match="--model gpt2 needs Hugging Face's library: pip install transformers"):
+        example["load_hugging_face"]("gpt2")
