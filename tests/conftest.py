@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import WorkerPool
+from tests.pool import Nursery, WorkerPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,11 +18,16 @@ _pools: dict[int, WorkerPool] = {}
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     """``run_ranks(world_size, job, *args)``: the job's results by rank."""
 
+    nursery = Nursery()
+
     def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        pool = _pools.setdefault(world_size, WorkerPool(world_size))
+        if world_size not in _pools:
+            _pools[world_size] = WorkerPool(world_size, nursery)
+        pool = _pools[world_size]
         return pool.run(job, *args, **options)
 
     yield run
     for pool in _pools.values():
         pool.stop()
     _pools.clear()
+    nursery.end()

@@ -1,12 +1,14 @@
 """Runs functions on several gloo ranks from plain pytest.
 
-Worker processes are started once per world size and kept: importing torch and lightning takes seconds. Each job
-gets a process group of its own (file store), so that jobs do not see each other.
+Worker processes are started once per world size and kept. Importing torch and lightning takes seconds, so one process
+does it for all, and the workers are forked from it before it has done anything else. Each job gets a process group of
+its own (file store), so that jobs do not see each other.
 """
 
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,32 +28,62 @@ class RankError(AssertionError):
     """A job failed on some rank; the message holds the tracebacks."""
 
 
+class Nursery:
+    """A process that has imported what takes long, and forks workers."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        command = [sys.executable, "-m", "tests.pool"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def _ask(self, *words: object) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(*words, file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def fork(self, rank: int, world_size: int, address: str) -> int:
+        """Forks a worker; its process id."""
+        return self._ask("fork", rank, world_size, address)
+
+    def exit_code(self, pid: int) -> int:
+        """Waits for a worker's end; its exit code, negative for a signal."""
+        return self._ask("wait", pid)
+
+    def kill(self, pid: int) -> int:
+        """Ends a worker, if it has not ended; its exit code."""
+        return self._ask("kill", pid)
+
+    def end(self) -> None:
+        """Ends the process; to be called when its workers have ended."""
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+
 class WorkerPool:
     """``world_size`` processes that run jobs together."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, nursery: Nursery) -> None:
         self.world_size = world_size
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._nursery = nursery
+        self._pids: list[int] = []
         self._connections: list[Connection] = []
 
     def _start(self) -> None:
         folder = tempfile.mkdtemp()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         with Listener(str(Path(folder) / "pool"), "AF_UNIX", backlog=self.world_size, authkey=b"pool") as listener:
-            for rank in range(self.world_size):
-                command = [sys.executable, "-m", "tests.pool", str(rank), str(self.world_size), listener.address]
-                self._processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+            address = str(listener.address)
+            self._pids = [self._nursery.fork(rank, self.world_size, address) for rank in range(self.world_size)]
             connections = [listener.accept() for _ in range(self.world_size)]
         self._connections = [c for _, c in sorted((c.recv(), c) for c in connections)]
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait(timeout=20)
+        for pid in self._pids:
+            self._nursery.kill(pid)
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._pids, self._connections = [], []
 
     def run(
         self,
@@ -70,7 +102,7 @@ class WorkerPool:
             fresh: The job leaves its process group in a state that cannot be cleaned up: end the processes after it.
             may_exit: Ranks whose process may end without an answer; they answer None.
         """
-        if not self._processes:
+        if not self._pids:
             self._start()
         folder = tempfile.mkdtemp()
         for connection in self._connections:
@@ -90,7 +122,7 @@ class WorkerPool:
                     if rank in may_exit:
                         results[rank] = None
                         continue
-                    errors[rank] = f"the process ended with exit code {self._processes[rank].wait(timeout=20)}"
+                    errors[rank] = f"the process ended with exit code {self._nursery.exit_code(self._pids[rank])}"
                 if rank in errors:  # the others may hang for it; they get a little time to say so
                     deadline = min(deadline, time.monotonic() + 15)
             if time.monotonic() > deadline:
@@ -101,6 +133,30 @@ class WorkerPool:
         if errors:
             raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
         return [results[rank] for rank in range(self.world_size)]
+
+
+def _raise_workers() -> None:
+    for name in ("lightning.pytorch", "torchmetrics", "torch._dynamo", "lightning_bucketddp"):
+        importlib.import_module(name)
+    exit_codes: dict[int, int] = {}
+    for line in sys.stdin:
+        what, *words = line.split()
+        if what == "fork":
+            pid = os.fork()
+            if pid == 0:
+                with open(os.devnull) as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                os.dup2(2, 1)  # what is printed must not be taken for an answer
+                _serve(int(words[0]), int(words[1]), words[2])
+            exit_codes.pop(pid, None)  # of one that had the same number
+            print(pid, flush=True)
+        else:
+            pid = int(words[0])
+            if what == "kill" and pid not in exit_codes:
+                os.kill(pid, signal.SIGKILL)
+            if pid not in exit_codes:
+                exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            print(exit_codes[pid], flush=True)
 
 
 def _serve(rank: int, world_size: int, address: str) -> None:
@@ -137,4 +193,4 @@ def _serve(rank: int, world_size: int, address: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _raise_workers()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.control import HEADER
 from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, loss_of, tokens
-from tests.pool import WorkerPool
+from tests.pool import Nursery, WorkerPool
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0003  # MiB
@@ -265,9 +265,11 @@ def test_detail_gives_the_table_of_each_pass(run_ranks: RunRanks) -> None:
 
 def test_the_environment_variable_decides_also_with_torchs_checked_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    pool = WorkerPool(2)
+    nursery = Nursery()
+    pool = WorkerPool(2, nursery)
     try:
         for lines in pool.run(log_of_three_passes):
             assert_detailed(lines)
     finally:
         pool.stop()
+        nursery.end()
