@@ -16,6 +16,7 @@ LIGHTNING = "lightning"
 ALLOWED: dict[str, set[str]] = {
     "layout": set(),
     "engine": set(),
+    "schedule": set(),
     "nested": set(),
     "turns": set(),
     "gradient_checks": set(),

@@ -1,0 +1,365 @@
+"""When gradients are ready and what the wire costs in; the bucket boundaries that finish first out.
+
+Pure arithmetic. The model, which :func:`plan_boundaries` is exact for:
+
+- One wire: a bucket starts when it is complete and the one before it is through.
+- A collective of ``n`` bytes takes ``latency + n * seconds_per_byte``, whatever else goes on.
+- Gradients are ready in launch order; where they are not, each counts as ready when all before it are.
+
+A backward with real numbers: four gradients of 1 MB on a wire that takes 4 ms and 8 ms per MB::
+
+    ready (ms)           10     14     18           40
+    one bucket                                      [40 -- 4 MB -- 76]
+    a bucket each        [10 - 22][22 - 34][34 - 46][46 - 58]
+    planned              [10 - 22][22 - 2 MB - 42][42 - 54]
+    lower bound                                      52   nothing before 40, and what is ready then takes 12
+
+Sources: merging by a dynamic programme is MG-WFBP's idea (Shi et al., INFOCOM 2019 and TPDS 2021); costs of rings and
+trees are the usual ones (Thakur, Rabenseifner and Gropp 2005; Sanders, Speck and Träff 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of the way between two ranks.
+
+    Attributes:
+        latency: Seconds until a message of no bytes has arrived.
+        bandwidth: Bytes per second.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise ValueError(f"expected a latency from 0 s and a positive bandwidth in bytes/s, found {self}")
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What a collective costs, by the size of the tensor that each rank has.
+
+    Attributes:
+        latency: Seconds for no bytes.
+        seconds_per_byte: Seconds for each byte more.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.seconds_per_byte >= 0):
+            raise ValueError(f"expected costs from 0 s, found {self}")
+
+    def seconds(self, nbytes: float) -> float:
+        """How long a collective of ``nbytes`` takes, in seconds."""
+        return self.latency + nbytes * self.seconds_per_byte
+
+    def __add__(self, other: CollectiveCost) -> CollectiveCost:
+        """The cost of one after the other."""
+        return CollectiveCost(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
+
+    def of_part(self, parts: int) -> CollectiveCost:
+        """The cost by the size of a tensor of which only one of ``parts`` equal parts travels."""
+        return CollectiveCost(self.latency, self.seconds_per_byte / parts)
+
+    @classmethod
+    def fitted(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveCost:
+        """The cost that measured times show, by least squares of the relative error.
+
+        Args:
+            sizes: Bytes, at least two different numbers.
+            seconds: How long each took.
+
+        Raises:
+            ValueError: If there are fewer than two different sizes, or a time is not positive.
+        """
+        if len(set(sizes)) < 2 or not all(time > 0 for time in seconds):
+            raise ValueError(
+                f"expected positive times of at least two sizes, found {list(zip(sizes, seconds, strict=True))}"
+            )
+        # Weighted by 1 / seconds: the small messages tell the latency, the large ones the bandwidth.
+        weights = [1 / time**2 for time in seconds]
+        total = sum(weights)
+        mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
+        mean_time = sum(w * time for w, time in zip(weights, seconds, strict=True)) / total
+        spread = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
+        together = sum(
+            w * (size - mean_size) * (time - mean_time) for w, size, time in zip(weights, sizes, seconds, strict=True)
+        )
+        slope = max(together / spread, 0.0)
+        return cls(max(mean_time - slope * mean_size, 0.0), slope)
+
+
+def ring_reduce_scatter(link: Link, world_size: int) -> CollectiveCost:
+    """A reduce-scatter or an all-gather around a ring: ``n - 1`` messages of an ``n``-th of the tensor."""
+    others = world_size - 1
+    return CollectiveCost(others * link.latency, others / world_size / link.bandwidth)
+
+
+def ring_all_reduce(link: Link, world_size: int) -> CollectiveCost:
+    """A reduce-scatter and an all-gather around a ring."""
+    half = ring_reduce_scatter(link, world_size)
+    return half + half
+
+
+def tree_all_reduce(link: Link, world_size: int) -> CollectiveCost:
+    """Up and down two binary trees that halve the tensor between them: few hops, the ring's bytes for many ranks."""
+    hops = math.ceil(math.log2(world_size)) if world_size > 1 else 0
+    return CollectiveCost(2 * hops * link.latency, 2 / link.bandwidth if world_size > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with a fast link inside and a slow one between them.
+
+    Attributes:
+        nodes: How many.
+        ranks_per_node: Ranks in each.
+        inner: The link between two ranks of a node.
+        outer: The link of a whole node to the others, shared by its ranks.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    inner: Link
+    outer: Link
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def all_reduce(self, nbytes: float) -> CollectiveCost:
+        """A reduce-scatter inside the nodes, an all-reduce of the shards between them, an all-gather inside.
+
+        Args:
+            nbytes: The size that ring or tree is chosen for, whichever is the faster.
+        """
+        inside = ring_reduce_scatter(self.inner, self.ranks_per_node)
+        between = min(
+            ring_all_reduce(self.outer, self.nodes),
+            tree_all_reduce(self.outer, self.nodes),
+            key=lambda cost: cost.seconds(nbytes),
+        )
+        return inside + between + inside
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in a simulated pass.
+
+    Attributes:
+        first: Its first parameter, as an index into the ready times.
+        stop: One past its last parameter.
+        nbytes: Its size in bytes.
+        ready: When it is complete, in seconds.
+        start: When its collective starts.
+        end: When that is through.
+    """
+
+    first: int
+    stop: int
+    nbytes: float
+    ready: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated pass; times in seconds since its beginning.
+
+    Attributes:
+        buckets: In launch order.
+        backward_end: When backward has computed the last gradient.
+        finish: When the last collective is through.
+        lower_bound: Before which no bucket boundaries finish.
+    """
+
+    buckets: tuple[BucketTimes, ...]
+    backward_end: float
+    finish: float
+    lower_bound: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that no computation hides."""
+        return max(0.0, self.finish - self.backward_end)
+
+
+def simulate(
+    ready: Sequence[float],
+    nbytes: Sequence[float],
+    boundaries: Sequence[int],
+    cost: CollectiveCost,
+    backward_end: float | None = None,
+) -> Timeline:
+    """What a pass looks like with given bucket boundaries.
+
+    Args:
+        ready: When each gradient is ready, in launch order, in seconds.
+        nbytes: The size of each, in bytes.
+        boundaries: Where each bucket ends, ascending; the last is ``len(ready)``.
+        cost: What the collective of a bucket costs.
+        backward_end: When backward has ended; with the last gradient if None.
+
+    Raises:
+        ValueError: If lengths differ, or the boundaries are not ascending or do not end with the last parameter.
+    """
+    _require_boundaries(boundaries, ready, nbytes)
+    complete = list(accumulate(ready, max))
+    starts = [0, *boundaries]
+    buckets: list[BucketTimes] = []
+    free = 0.0
+    for first, stop in pairwise(starts):
+        size = sum(nbytes[first:stop])
+        start = max(complete[stop - 1], free)
+        free = start + cost.seconds(size)
+        buckets.append(BucketTimes(first, stop, size, complete[stop - 1], start, free))
+    backward_end = complete[-1] if backward_end is None else backward_end
+    return Timeline(tuple(buckets), backward_end, free, lower_bound(ready, nbytes, cost))
+
+
+def lower_bound(ready: Sequence[float], nbytes: Sequence[float], cost: CollectiveCost) -> float:
+    """Seconds before which no bucket boundaries finish.
+
+    Whatever is ready at ``t`` or later cannot start before ``t``, and all of it has to get through one wire.
+    """
+    behind = list(accumulate(reversed(nbytes)))[::-1]
+    complete = accumulate(ready, max)
+    return max(at + cost.seconds(size) for at, size in zip(complete, behind, strict=True))
+
+
+def plan_boundaries(
+    ready: Sequence[float], nbytes: Sequence[float], cost: CollectiveCost, cap: float | None = None
+) -> tuple[int, ...]:
+    """The bucket boundaries with which the last collective is through first.
+
+    A bucket of parameters ``i`` to ``j - 1`` ends at ``max(ready[j - 1], end[i]) + cost(i..j)``, where ``end[i]`` is
+    the earliest end of all before it, and the best ``i`` is found for each ``j``. Ends never fall with ``j`` (leave
+    the last parameter of a plan out, and it is a plan for those before), so that the buckets before ``i`` may as well
+    end as early as they can. Of the ``i`` whose predecessors are through when the gradients are ready, the last is
+    best: it has least to send. Of the others the one with the least ``end[i]``, less the time of the bytes before
+    ``i``: a minimum over a window that only moves forward. Hence the time is all but linear in the number of
+    parameters.
+
+    Where two beginnings of a bucket end it at the same time, the larger bucket is taken; the same input gives the same
+    plan on every rank.
+
+    Args:
+        ready: When each gradient is ready, in launch order, in seconds.
+        nbytes: The size of each, in bytes.
+        cost: What the collective of a bucket costs.
+        cap: Largest bucket in bytes; a larger parameter has one of its own. None for no limit.
+
+    Returns:
+        Where each bucket ends, as for :func:`simulate`.
+
+    Raises:
+        ValueError: If lengths differ or there is no parameter.
+    """
+    _require_boundaries([len(ready)], ready, nbytes)
+    count = len(ready)
+    complete = list(accumulate(ready, max))
+    before = [0.0, *accumulate(nbytes)]
+    end = [0.0]  # per number of parameters, the earliest end of all of them
+    best = [0]  # where the bucket that ends there begins
+    window: deque[int] = deque()  # beginnings that would have to wait for the wire, best first
+
+    def waiting(begin: int) -> float:
+        return end[begin] - before[begin] * cost.seconds_per_byte
+
+    lowest = 0  # the earliest beginning that the cap allows
+    for stop in range(1, count + 1):
+        newest = stop - 1
+        while window and waiting(window[-1]) >= waiting(newest):
+            window.pop()
+        window.append(newest)
+        if cap is not None:
+            while lowest < newest and before[stop] - before[lowest] > cap:
+                lowest += 1
+        at = complete[stop - 1]
+        # The first beginning whose predecessors are not through yet when this bucket is complete.
+        late = bisect_left(end, math.nextafter(at, math.inf), lowest, stop)
+        while window and window[0] < max(late, lowest):
+            window.popleft()
+        candidates = [late - 1] if late > lowest else []
+        if window:
+            candidates.append(window[0])
+        ends = {begin: max(at, end[begin]) + cost.seconds(before[stop] - before[begin]) for begin in candidates}
+        begin = min(candidates, key=lambda begin: (ends[begin], begin))
+        end.append(ends[begin])
+        best.append(begin)
+    boundaries: list[int] = []
+    stop = count
+    while stop:
+        boundaries.append(stop)
+        stop = best[stop]
+    return tuple(reversed(boundaries))
+
+
+def plan_for_unsure_cost(
+    ready: Sequence[float],
+    nbytes: Sequence[float],
+    cost: CollectiveCost,
+    fallback: Sequence[int],
+    cap: float | None = None,
+    tolerance: float = 0.02,
+) -> tuple[int, ...]:
+    """The bucket boundaries that finish first, among those that do little harm where the cost is another.
+
+    A plan for a wire believed ten times slower than it is puts everything into one bucket, and one for a latency
+    believed ten times lower a bucket around each parameter; either may double the time of a pass. So plans are made for
+    costs around the given one, and only those are considered that are through no later than ``fallback`` and a little,
+    whether latency and bandwidth are as given or ten times more or less.
+
+    Args:
+        ready: When each gradient is ready, in launch order, in seconds.
+        nbytes: The size of each, in bytes.
+        cost: What the collective of a bucket costs, as far as is known.
+        fallback: The boundaries of which it is known that they do well everywhere.
+        cap: Largest bucket in bytes, as for :func:`plan_boundaries`.
+        tolerance: How much later than with ``fallback`` a pass may be through, as a part of its time.
+
+    Returns:
+        Where each bucket ends, as for :func:`simulate`.
+    """
+    possible = [_scaled(cost, latency, wire) for latency in (0.1, 1, 10) for wire in (0.1, 1, 10)]
+    limits = [simulate(ready, nbytes, fallback, it).finish * (1 + tolerance) for it in possible]
+
+    def is_safe(plan: Sequence[int]) -> bool:
+        return all(
+            simulate(ready, nbytes, plan, it).finish <= limit for it, limit in zip(possible, limits, strict=True)
+        )
+
+    beliefs = [_scaled(cost, latency, wire) for latency in (0.3, 1, 3, 10, 30) for wire in (0.1, 0.3, 1, 3)]
+    plans = {plan_boundaries(ready, nbytes, belief, cap) for belief in beliefs}
+    safe = [tuple(fallback), *sorted(plan for plan in plans if is_safe(plan))]
+    return min(safe, key=lambda plan: simulate(ready, nbytes, plan, cost).finish)
+
+
+def _scaled(cost: CollectiveCost, latency: float, wire: float) -> CollectiveCost:
+    return CollectiveCost(cost.latency * latency, cost.seconds_per_byte * wire)
+
+
+def _require_boundaries(boundaries: Sequence[int], ready: Sequence[float], nbytes: Sequence[float]) -> None:
+    if len(ready) != len(nbytes) or not ready:
+        raise ValueError(
+            f"expected one ready time and one size per parameter, of at least one, found {len(ready)} and {len(nbytes)}"
+        )
+    steps = list(pairwise([0, *boundaries]))
+    if not boundaries or boundaries[-1] != len(ready) or any(stop <= start for start, stop in steps):
+        raise ValueError(
+            f"expected ascending boundaries from 1 to the number of parameters, {len(ready)}, found {list(boundaries)}"
+        )
