@@ -1,0 +1,74 @@
+"""What every benchmark does with its figures: hardware and versions, a table, a dated file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, str]:
+    """Hardware and versions."""
+    found = {name: _version(name) for name in ("torch", "lightning", "lightning-bucketddp")}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory:.0f} GiB",
+        "accelerator": str(torch.cuda.get_device_name() if device is not None and device.type == "cuda" else device),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **found,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def median(values: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def paired_ratio(values: Sequence[float], references: Sequence[float]) -> float:
+    """The median, over rounds, of a peer's time divided by the reference's in the same round."""
+    return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, the first being the head, with aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def save(name: str, figures: Mapping[str, Any], text: str) -> Path:
+    """Writes figures, hardware and versions to ``results/<date>-<name>.json`` and the table beside it."""
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / f"{date.today().isoformat()}-{name}"
+    stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
+    stem.with_suffix(".txt").write_text(text + "\n")
+    return stem
