@@ -21,13 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from namespaces import limit, two_hosts, why_not
+from namespaces import ADDRESSES, limit, two_hosts, why_not
 from report import median, paired_ratio, save, table
 
 WARM_UP = 4
+REFERENCE = "ddp as shipped"
 
 
-def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
+def worker(rank: int, folder: str, rounds: int, steps: int, only: list[str]) -> None:
     """One rank: trains with one peer after the other, in rounds."""
     import logging
     import warnings
@@ -40,10 +41,11 @@ def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29511", rank=rank, world_size=2)
     found: dict[str, list[float]] = {}
+    chosen = [peer for peer in peers() if peer.name == REFERENCE or not only or any(part in peer.name for part in only)]
     for _ in range(rounds):
-        for peer in peers():
+        for peer in chosen:
             try:
                 times = step_times(peer, paced(), steps)
             except Exception as error:  # a peer that does not work here is not to end the others' comparison
@@ -57,7 +59,7 @@ def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(names: tuple[str, str], rate: float, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(names: tuple[str, str], rate: float, rounds: int, steps: int, only: list[str]) -> dict[str, list[float]]:
     """Per peer, the median step of each round in seconds."""
     limit(names, rate)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +67,7 @@ def measure(names: tuple[str, str], rate: float, rounds: int, steps: int) -> dic
         for rank, name in enumerate(names):
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
             arguments = ["--worker", str(rank), folder, "--rounds", str(rounds), "--steps", str(steps)]
+            arguments += ["--only", *only] if only else []
             ranks.append(
                 subprocess.Popen(["ip", "netns", "exec", name, sys.executable, __file__, *arguments], env=environment)
             )
@@ -80,10 +83,13 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0], help="Gbit/s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=14, help=f"per round and peer, of which {WARM_UP} do not count")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="parts of peers' names; what they are compared with is added"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(int(arguments.worker[0]), arguments.worker[1], arguments.rounds, arguments.steps)
+        worker(int(arguments.worker[0]), arguments.worker[1], arguments.rounds, arguments.steps, arguments.only)
         return
     if (reason := why_not()) is not None:
         raise SystemExit(f"link.py {reason}")
@@ -91,14 +97,15 @@ def main() -> None:
     lines: list[str] = []
     with two_hosts() as names:
         for rate in arguments.rates:
-            times = measure(names, rate, arguments.rounds, arguments.steps)
+            times = measure(names, rate, arguments.rounds, arguments.steps, arguments.only)
             results[f"{rate:g} Gbit/s"] = times
-            shipped = times["ddp as shipped"]
+            shipped = times[REFERENCE]
             rows = [["peer", "step ms", "of ddp's"]]
             rows += [[peer, f"{median(t) * 1000:.0f}", f"{paired_ratio(t, shipped):.3f}"] for peer, t in times.items()]
             lines += [f"{rate:g} Gbit/s", table(rows), ""]
             print("\n".join(lines[-3:]), flush=True)
-    print(save("link", {"seconds per step": results}, "\n".join(lines)))
+    if not arguments.only:
+        print(save("link", {"seconds per step": results}, "\n".join(lines)))
 
 
 if __name__ == "__main__":
