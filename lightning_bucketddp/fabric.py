@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -271,7 +271,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, **kwargs)
         closure = kwargs.get("closure")
         if closure is not None and looks_at_loss(optimizer):
-            kwargs["closure"] = partial(_averaged, wrapper, closure)
+            # Line searches then take the same steps on all ranks.
+            kwargs["closure"] = lambda: wrapper.average_loss(closure())
         masters = wrapper.prepare_optimizer(optimizer)
         with nullcontext() if masters is None else masters.restored_after():
             return super().optimizer_step(optimizer, **kwargs)
@@ -317,12 +318,6 @@ class _BackwardSync:
                 f"{type(module).__name__}"
             )
         return module.no_sync()
-
-
-def _averaged(wrapper: BucketDDP, closure: Callable[[], Any]) -> Any:
-    """The closure for optimizers that look at the loss: line searches then take the same steps on all ranks."""
-    loss = closure()
-    return None if loss is None else wrapper.average(torch.as_tensor(loss))
 
 
 @cache

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -367,19 +368,17 @@ class BucketDDPStrategy(DDPStrategy):
         wrapper = self.bucket_ddp
         if wrapper is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if closure is not do_nothing_closure:  # which stands for none
+            closure = partial(self._closure, wrapper, optimizer, closure)
         masters = wrapper.prepare_optimizer(optimizer)
         with nullcontext() if masters is None else masters.restored_after():
-            return super().optimizer_step(
-                optimizer, partial(self._closure, wrapper, optimizer, closure), model, **kwargs
-            )
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """What an optimizer sees of the closure: the loss averaged over the ranks, if it looks at the loss."""
         loss = closure()
-        if loss is None:
-            return None
-        if looks_at_loss(optimizer):
-            loss = wrapper.average(torch.as_tensor(loss))
+        if looks_at_loss(optimizer):  # whether this rank has one or not
+            loss = wrapper.average_loss(loss)
         if getattr(self.precision_plugin, "scaler", None) is not None and _has_no_gradient(optimizer):
             return None  # no rank had a loss: a scaler would miss the gradients, and skips the step of a None
         return loss

@@ -448,23 +448,34 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._reducer.count_tokens(tokens)
 
     @torch.no_grad()
-    def average(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the ranks, for what all of them must see alike; all must call this.
+    def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
+        """The loss as its gradients are averaged, for optimizers that look at it; all ranks must call this.
 
         Args:
-            value: A real tensor of the same shape on every rank; not changed.
+            loss: This rank's, of one element; None if it has none, which counts as zero. That of a batch which is
+                gone through once more (:meth:`set_active_ranks`) does not count.
 
         Returns:
-            A new tensor without a graph, on the module's device; of the same dtype if that is floating, of fp32
-            otherwise.
+            A new tensor without a graph or dimension, on the module's device; None if no rank has a loss.
 
         Raises:
             PeerFailureError: If another rank has failed.
         """
-        flat = value.detach().to(self.device, torch.promote_types(value.dtype, torch.float32), copy=True).reshape(-1)
-        with self._reducer.failures.waiting_for("a mean over the ranks"):
-            self._collectives.all_reduce_mean(flat).wait(self._reducer.failures.raise_if_published)
-        return flat.reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float32)
+        counts = not self._reducer.replaying
+        mine = torch.zeros(3, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
+        if loss is not None:
+            mine[1] = 1
+            if counts:
+                mine[0] = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
+        mine[2] = int(counts)
+        with self._reducer.failures.waiting_for("the mean of the losses"):
+            self._collectives.all_reduce_mean(mine).wait(self._reducer.failures.raise_if_published)
+        if loss is None and not mine[1]:
+            return None
+        mean = mine[0] / mine[2] if self._reducer.divisor.divide_by_active else mine[0]
+        if isinstance(loss, Tensor) and loss.is_floating_point():
+            return mean.to(loss.dtype)
+        return mean.to(torch.get_default_dtype())
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.

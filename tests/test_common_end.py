@@ -44,6 +44,8 @@ def one_after_the_other() -> list[tuple[list[str], list[str]]]:
             time.sleep(0.2)
         if kind != "none":
             end.failed(error)
+        if kind in ("different", "consequence") and rank == 1:
+            assert end._store.check(["heard/0"]), "the reason may be gone with this process: it waits"
         assert end.heard() == (kind != "none")
         end.close()
         assert not end._thread.is_alive()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
@@ -200,6 +201,50 @@ def nothing_for_a_scaler() -> int:
 
 def test_a_scaler_skips_the_step_for_other_peoples_optimizers_too(run_ranks: RunRanks) -> None:
     assert run_ranks(2, nothing_for_a_scaler) == [BATCHES, BATCHES]
+
+
+class SometimesWithoutLoss(WithOwnOptimizer):
+    """Manual: the closure gives a loss on rank 0 alone, or on none; without one the optimizer is not asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[float | None] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor | None:
+            loss = loss_of(self.net, batch)
+            self.manual_backward(loss)
+            return loss if batch_idx == 0 and dist.get_rank() == 0 else None
+
+        class Looks(torch.optim.Optimizer):
+            def __init__(self, params: Any) -> None:
+                super().__init__(params, {})
+
+            def step(looks, closure: Any = None) -> None:
+                loss = None if closure is None else closure()
+                self.seen.append(None if loss is None else float(loss))
+
+        optimizer = LightningOptimizer._to_lightning_optimizer(Looks(self.parameters()), self.trainer.strategy)
+        optimizer.step(closure)
+        if dist.get_rank() == 0:  # no closure, so that nobody is asked for a loss
+            optimizer.step()
+
+
+def closures_without_loss() -> list[float | None]:
+    model = SometimesWithoutLoss()
+    first = loss_of(model.net, next(iter(data(2)))).item()
+    trainer(ours()).fit(model, data(2))
+    return [first, *model.seen]
+
+
+def test_a_closure_without_a_loss_on_one_rank_counts_as_zero(run_ranks: RunRanks) -> None:
+    (first, *seen), (_, *others) = run_ranks(2, closures_without_loss)
+    assert seen[::2] == others
+    assert seen[1::2] == [None, None]
+    assert others == [pytest.approx(first / 2), None]
 
 
 class LogsLoss(Regression):

@@ -204,6 +204,39 @@ def test_ranks_that_run_out_within_a_cycle(run_ranks: RunRanks, divide_by: str) 
     assert run_ranks(2, fit, divide_by, "automatic", "stream", 2) == [(0.0, 6)] * 2
 
 
+class WithLineSearch(Model):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def line_search(divide_by: str) -> float:
+    rank = dist.get_rank()
+    model = WithLineSearch()
+    strategy = BucketDDPStrategy(cluster_environment=PoolEnvironment(), uneven_inputs=divide_by)
+    trainer(strategy).fit(model, DataLoader(Batches(lengths()[rank], seed=rank), batch_size=None))
+    expected = WithLineSearch()
+    optimizer = expected.configure_optimizers()
+    ranks = [Batches(count, seed) for seed, count in enumerate(lengths())]
+    for at in range(max(lengths())):
+        active = [batches.items[at] for batches in ranks if len(batches) > at]
+
+        def closure(active: Any = active) -> Tensor:
+            optimizer.zero_grad()
+            losses = [nn.functional.mse_loss(expected.net(x), y) for x, y in active]
+            loss = torch.stack(losses).sum() / (len(ranks) if divide_by == "world_size" else len(active))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    torch.testing.assert_close(model.net.state_dict(), expected.net.state_dict(), rtol=1e-3, atol=1e-4)
+    return largest_difference_between_ranks(model)
+
+
+@pytest.mark.parametrize("divide_by", ["world_size", "active_ranks"])
+def test_line_searches_see_the_losses_that_count(run_ranks: RunRanks, divide_by: str) -> None:
+    assert run_ranks(2, line_search, divide_by) == [0.0, 0.0]
+
+
 def test_manual_optimisation(run_ranks: RunRanks) -> None:
     assert run_ranks(2, fit, "world_size", "manual", "sized", 1) == [(0.0, 10)] * 2
 
