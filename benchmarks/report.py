@@ -65,10 +65,30 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def save(name: str, figures: Mapping[str, Any], text: str) -> Path:
-    """Writes figures, hardware and versions to ``results/<date>-<name>.json`` and the table beside it."""
+def plots() -> Any:
+    """``matplotlib.pyplot``, set up to draw into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"figure.dpi": 110, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    return pyplot
+
+
+def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> Path:
+    """Writes figures, hardware and versions to ``results/<date>-<name>.json``, the table and the plot beside it.
+
+    Args:
+        name: Of the benchmark.
+        figures: What was measured.
+        text: The table.
+        plot: A matplotlib figure, if there is one.
+    """
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{date.today().isoformat()}-{name}"
     stem.with_suffix(".json").write_text(json.dumps({"environment": environment(), **figures}, indent=1) + "\n")
     stem.with_suffix(".txt").write_text(text + "\n")
+    if plot is not None:
+        plot.savefig(stem.with_suffix(".png"), bbox_inches="tight")
     return stem

@@ -84,3 +84,18 @@ def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> N
     assert "rank 1 stops because rank 0 raised OSError: disk full" in said
     assert "rank 1 has not stopped in 1 s, though rank 0 raised OSError: disk full; its process ends here" in said
     assert "in stuck" in said, "where it was stuck"
+
+
+def saving() -> bool:
+    """Rank 1 takes its time on its way out."""
+    common_end.LEAVE_SECONDS = 0.5
+    end = CommonEnd(Collectives(None), is_stopping=lambda: True)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    end.failed(OSError("disk full"))
+    return end.heard()
+
+
+def test_a_rank_that_is_stopping_is_left_alone(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, saving, fresh=True) == [True, True]
