@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 CAPTURE_BYTES = 16 * MIB
 """Gradients that lie outside of the buffers at most, where buckets do not limit them."""
 
+NONE: frozenset[int] = frozenset()
+
 MAX_REMEMBERED_SETS = 64
 """Trainable sets whose slots per bucket are remembered; more are worked out again when they come back."""
 
@@ -35,13 +38,28 @@ class BucketRun:
         index: Its place in the layout.
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
-        waiting: Slots whose gradients are expected in this pass and have not come.
+        waiting: Slots whose gradients are expected in this pass and have not come, as far as was looked.
+        tail: The slot whose gradient comes last, if the others' are looked for when it comes, and not before; None if
+            each is noted as it comes.
+        last: The slot whose gradient completed the bucket when it was complete last.
         launched: Whether its collective has been started in this pass.
         launched_at: When, on ``time.perf_counter``.
         pending: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "index", "launched", "launched_at", "pending", "slots", "streams", "waiting")
+    __slots__ = (
+        "flat",
+        "held_back",
+        "index",
+        "last",
+        "launched",
+        "launched_at",
+        "pending",
+        "slots",
+        "streams",
+        "tail",
+        "waiting",
+    )
 
     def __init__(self, index: int, bucket: Bucket, flat: Tensor, held_back: bool) -> None:
         self.index = index
@@ -49,6 +67,8 @@ class BucketRun:
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
         self.waiting: set[int] = set()
+        self.tail: int | None = None
+        self.last: int | None = None
         self.streams: set[torch.Stream] = set()
         self.launched = False
         self.launched_at = 0.0
@@ -68,8 +88,13 @@ class BucketRuns:
     Attributes:
         comm_hook: What reduces the buckets instead of an all-reduce, if there is such a hook.
         contributing: Slots with a gradient since their last reduction.
+        settled: Slots of whose gradients nothing more has to be noted in this pass: in a local one those that are
+            contributing already, whose gradients autograd adds to in place.
         active: The buckets that take part in the present synchronised pass, in launch order.
         launched: How many of them have been launched.
+        streams_seen: Streams on which gradients came.
+        late_looks: How often a bucket turned out to have been complete for some time.
+        awaited_run: The bucket whose collective was waited for last.
     """
 
     def __init__(
@@ -90,8 +115,17 @@ class BucketRuns:
         self._make_buffers()
         self._make_runs()
         self.contributing: set[int] = set()
+        self.settled: AbstractSet[int] = NONE
+        self.streams_seen: set[torch.Stream] = set()
+        self.late_looks = 0
+        self._looked_for: frozenset[int] = NONE
+        self._before: dict[int, tuple[Tensor, int]] | None = None
+        self._unsure: Collection[int] = ()
+        self._local = False
+        self._arrived_in_local_pass: list[int] = []
         self.active: list[BucketRun] = []
         self.launched = 0
+        self.awaited_run: BucketRun | None = None
         self._known_clear = False
         self._uncaptured: list[int] = []
         self._uncaptured_bytes = 0
@@ -133,8 +167,10 @@ class BucketRuns:
             )
             for index, bucket in enumerate(self.layout.buckets)
         ]
+        self._with_main_grad = frozenset(self._slots.with_main_grad())
         self._bind_main_grads()
-        self._run_of = {slot: run for run in self._runs for slot in run.slots}
+        run_of = {slot: run for run in self._runs for slot in run.slots}
+        self._run_of = [run_of[slot] for slot in range(len(run_of))]
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
 
     def _bind_main_grads(self) -> None:
@@ -236,17 +272,112 @@ class BucketRuns:
 
     # -- a pass --------------------------------------------------------------------------------------
 
-    def begin(self, trainable: TrainableSet, reachable: set[int] | None) -> None:
+    def wait_for_tails(self) -> list[int] | None:
+        """From the next pass on, looks for the gradients of a bucket when the one that came last has come.
+
+        Returns:
+            The slots whose gradients have to be noted as they come; None if there are buckets still of which it is not
+            known which comes last.
+        """
+        if any(run.last is None and not run.held_back for run in self._runs):
+            return None
+        noted: list[int] = []
+        looked_for: list[int] = []
+        for run in self._runs:
+            run.tail = None if run.held_back else run.last
+            if run.tail is None:
+                noted.extend(run.slots)
+            else:
+                noted.append(run.tail)
+                looked_for.extend(run.slots)
+        self._looked_for = frozenset(looked_for)
+        return noted
+
+    def note_every_gradient(self, unsure: Collection[int] = ()) -> None:
+        """From now on each gradient is noted as it comes.
+
+        Args:
+            unsure: Slots with a gradient of which nobody can tell whether it has come in this backward. It counts as
+                if it had, and holds its bucket up until the end.
+        """
+        for run in self._runs:
+            run.tail = None
+        self._looked_for = NONE
+        self._unsure = unsure
+
+    def unsure(self) -> list[int]:
+        """Slots that are looked for and have a gradient which may or may not have come in this backward."""
+        params = self._slots.params
+        return [
+            slot
+            for slot in self._looked_for - self.contributing
+            if params[slot].grad is not None and params[slot].requires_grad
+        ]
+
+    def count_unsure(self) -> None:
+        """Backward has ended, so that whatever is there counts."""
+        self.contributing.update(slot for slot in self._unsure if self._slots.params[slot].grad is not None)
+        self._unsure = ()
+
+    def look_before(self, synchronised: bool) -> None:
+        """Remembers the gradients that are there before a backward adds to them, where they are looked for later."""
+        params = self._slots.params
+        self._before = before = {}
+        for slot in self._looked_for if synchronised else self._looked_for - self.contributing:
+            grad = params[slot].grad
+            if grad is not None:
+                before[slot] = (grad, grad._version)
+
+    def forget_before(self) -> None:
+        """The backward has ended."""
+        self._before = None
+        self._unsure = ()
+
+    def something_came(self) -> bool:
+        """Whether a gradient has come since :meth:`look_before`, of which nobody told."""
+        return self._before is not None and bool(self._came(self._looked_for))
+
+    def look(self) -> None:
+        """Takes note of the gradients that have come since :meth:`look_before`, where nobody has told of them."""
+        for run in self._runs:
+            if run.tail is not None and run.waiting and not run.launched:
+                self._look(run)
+
+    def _came(self, slots: AbstractSet[int]) -> list[int]:
+        params, before = self._slots.params, self._before
+        if before is None:
+            return []
+        came: list[int] = []
+        for slot in slots:
+            grad = params[slot].grad
+            if grad is not None:
+                old = before.get(slot)
+                if old is None or grad is not old[0] or grad._version != old[1]:
+                    came.append(slot)
+        return came
+
+    def _look(self, run: BucketRun) -> None:
+        found = self._came(run.waiting)
+        run.waiting.difference_update(found)
+        self.contributing.update(found)
+        if self._local:
+            self._arrived_in_local_pass += found
+
+    def begin(self, trainable: TrainableSet, reachable: set[int] | None, local: bool) -> None:
         """Begins to wait for gradients.
 
         Args:
             trainable: The parameters that may get one in this pass.
             reachable: Ids of the parameters that will, if that is known.
+            local: Whether they are not to travel yet.
         """
         params = self._slots.params
+        self._local = local
         for run, expected in self._expected_in(trainable):
             run.launched = False
-            if reachable is None:
+            if local and run.tail is not None:
+                run.waiting = set(expected - self.contributing)
+            elif reachable is None:
                 run.waiting = set(expected)
             else:
                 run.waiting = {slot for slot in expected if id(params[slot]) in reachable}
@@ -256,22 +387,22 @@ class BucketRuns:
         self.active = [run for run, slots in self._expected_in(trainable) if slots]
         self.launched = 0
 
-    def arrived(self, slot: int) -> bool:
+    def settle_local(self) -> None:
+        """A local pass has begun."""
+        self.settled = self.contributing
+
+    def arrived(self, slot: int) -> BucketRun | None:
         """Takes note of a gradient.
 
         Returns:
-            Whether its bucket is complete now.
+            Its bucket if that is complete now.
 
         Raises:
             RuntimeError: If the gradient comes too late, its bucket being on the wire.
         """
         run = self._run_of[slot]
         if run.launched:
-            raise RuntimeError(
-                f"rank {self._collectives.rank}: a gradient of parameter {self._slots.specs[slot].name!r} arrived "
-                "after its bucket was on its way. It came less often in the first pass than now, as with re-entrant "
-                "checkpointing of a varying number of calls; use checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(self._too_late(slot))
         self.contributing.add(slot)
         if self._on_accelerator:
             run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
@@ -279,11 +410,20 @@ class BucketRuns:
             self._capture_in_chunks(slot)
         waiting = run.waiting
         if slot in waiting:
-            waiting.discard(slot)
+            waiting.remove(slot)
+            if waiting and run.tail is not None:
+                self._look(run)
             if not waiting:
-                self._capture(run)
-                return True
-        return False
+                run.last = slot
+                return run
+        return None
+
+    def arrived_in_local_pass(self, slot: int) -> None:
+        """Takes note of a gradient that is not to travel yet, the first of its slot since the last reduction."""
+        self._arrived_in_local_pass.append(slot)
+        run = self.arrived(slot)
+        if run is not None:
+            self.capture(run)
 
     def _capture_in_chunks(self, slot: int) -> None:
         """Where a bucket is a whole buffer, what autograd made must not pile up until the bucket is complete."""
@@ -297,17 +437,28 @@ class BucketRuns:
 
     def awaited(self) -> list[int]:
         """The slots whose gradients have not come in this pass, in launch order."""
+        self.look()
         return [slot for run in self.active for slot in sorted(run.waiting)]
 
-    def _capture(self, run: BucketRun) -> None:
-        for stream in run.streams:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+    def capture(self, run: BucketRun) -> None:
+        """Brings a bucket's gradients into its memory, so that they exist once however long it waits for its launch."""
+        self._wait_for_streams(run)
         contributing = self.contributing
         self._buffers.capture([slot for slot in run.slots if slot in contributing], self._slots.params)
 
-    def capture_rest(self) -> None:
-        """Brings whatever has accumulated into the buffers, complete bucket or not."""
-        self._buffers.capture(list(self.contributing), self._slots.params)
+    def _wait_for_streams(self, run: BucketRun) -> None:
+        for stream in run.streams:
+            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
+    def end_local(self) -> None:
+        """Ends a local pass: brings what came in it into the buffers, complete bucket or not."""
+        self.look()
+        self.count_unsure()
+        self._buffers.capture(self._arrived_in_local_pass, self._slots.params)
+        if self._with_main_grad:  # somebody may look into the buffers, whatever zero_grad() has dropped
+            self._buffers.capture(list(self.contributing), self._slots.params)
+        self._arrived_in_local_pass.clear()
+        self._before = None
 
     def launch_complete(self) -> None:
         """Launches buckets, in order, up to the first that still waits for a gradient, or for its turn.
@@ -318,9 +469,37 @@ class BucketRuns:
         while self.launched < len(self.active):
             run = self.active[self.launched]
             before = self._must_end_first()
+            if run.waiting and run.tail is not None:
+                self._look_late(run)
             if run.waiting or run.held_back or (before is not None and not before.done()):
                 return
             self._launch(run)
+
+    def _look_late(self, run: BucketRun) -> None:
+        """Looks after the tail has come, or instead of it; counts how often the bucket could have gone before."""
+        tail_came = run.tail not in run.waiting
+        self._look(run)
+        self.late_looks += tail_came and not run.waiting
+
+    def require_none_late(self) -> None:
+        """Requires that no gradient has come to a bucket that was launched before.
+
+        Raises:
+            RuntimeError: If one has; names its parameter.
+        """
+        params = self._slots.params
+        for run in self.active[: self.launched]:
+            if run.tail is not None:
+                for slot in run.slots:
+                    if params[slot].grad is not None:
+                        raise RuntimeError(self._too_late(slot))
+
+    def _too_late(self, slot: int) -> str:
+        return (
+            f"rank {self._collectives.rank}: a gradient of parameter {self._slots.specs[slot].name!r} arrived "
+            "after its bucket was on its way. It came less often in the first pass than now, as with re-entrant "
+            "checkpointing of a varying number of calls; use checkpoint(..., use_reentrant=False)"
+        )
 
     def launch_rest(self, on_idle: Callable[[], None]) -> None:
         """Launches all buckets that have not been.
@@ -360,10 +539,14 @@ class BucketRuns:
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
-        self._capture(run)
-        run.streams.clear()
+        if run.tail is not None and run.waiting:
+            self._look_late(run)
         if self._max_abs_grad is not None:
+            self.capture(run)
             self._require_sound(run, self._max_abs_grad)
+        self._wait_for_streams(run)
+        self.streams_seen |= run.streams
+        run.streams.clear()
         self._fill(run)
         run.pending = self._start(run)
         run.launched = True
@@ -381,20 +564,35 @@ class BucketRuns:
             require_sound(value, limit, self._collectives.rank, self._slots.specs[slot].name)
 
     def _fill(self, run: BucketRun) -> None:
-        """Gets a bucket's memory ready for the wire, and hides what lies there."""
-        params, views, contributing = self._slots.params, self._buffers.views, self.contributing
-        absent: list[Tensor] = []
+        """Gets a bucket's memory ready for the wire, and hides what lies there.
+
+        The loops run for every parameter in every pass.
+        """
+        params, buffers, contributing = self._slots.params, self._buffers, self.contributing
+        views = buffers.views
+        fresh: list[int] = []
+        grads: list[Tensor] = []
+        absent: list[int] = []
+        idle: list[int] = []
         for slot in run.slots:
-            param = params[slot]
-            grad = param.grad
+            grad = params[slot].grad
             if grad is None:
-                contributing.discard(slot)  # zero_grad() has dropped what there was
-                absent.append(views[slot])
+                absent.append(slot)
             elif slot not in contributing:
-                self._keep(slot, grad)
-            param.grad = None
+                idle.append(slot)
+            elif grad is not views[slot] or not buffers.holds(slot, grad):
+                fresh.append(slot)
+                grads.append(grad)
+        buffers.take(fresh, grads)
+        for slot in idle:
+            grad = params[slot].grad
+            assert grad is not None
+            self._keep(slot, grad)
         if absent:
-            torch._foreach_zero_(absent)
+            contributing.difference_update(absent)  # zero_grad() has dropped what there was
+            torch._foreach_zero_([views[slot] for slot in absent])
+        for slot in run.slots:
+            params[slot].grad = None
 
     def _keep(self, slot: int, grad: Tensor) -> None:
         """Lets a gradient without anything new take part, and remembers it should no rank have anything new."""
@@ -406,14 +604,18 @@ class BucketRuns:
         self._buffers.views[slot].copy_(grad)
         self._kept[slot] = (grad, None)
 
-    def publish(self, run: BucketRun) -> Iterator[int]:
-        """Binds the reduced gradients of a bucket to its parameters; yields the slots not used on this rank."""
+    def publish(self, run: BucketRun) -> list[int]:
+        """Binds the reduced gradients of a bucket to its parameters; returns the slots not used on this rank."""
         params, views, contributing = self._slots.params, self._buffers.views, self.contributing
+        unused: list[int] = []
         for slot in run.slots:
-            if slot in contributing:
-                params[slot].grad = views[slot]
+            if slot not in contributing:
+                unused.append(slot)
+            elif slot in self._with_main_grad:
+                self._buffers.bind(slot, params[slot])
             else:
-                yield slot
+                params[slot].grad = views[slot]
+        return unused
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
@@ -458,6 +660,8 @@ class BucketRuns:
         """Ends a synchronised pass."""
         self._kept.clear()
         self._uncaptured, self._uncaptured_bytes = [], 0
+        self._arrived_in_local_pass.clear()
+        self.awaited_run = self._before = None
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
@@ -467,12 +671,16 @@ class BucketRuns:
         What accumulated since the last reduction is gone. Other gradients stay what they were, outside of the buffers,
         whose collectives are under way or yet to come.
         """
+        self.look()
+        self.count_unsure()
         params = self._slots.params
         for slot in self.contributing:
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
         self._uncaptured, self._uncaptured_bytes = [], 0
+        self._arrived_in_local_pass.clear()
+        self._before = None
         for run in self.active[self.launched :]:
             self._move_out(run)
         self._kept.clear()
@@ -497,6 +705,7 @@ class BucketRuns:
         """
         for run in self.active:
             assert run.pending is not None
+            self.awaited_run = run
             run.pending.proceed(on_idle)
 
     def wait(self, on_idle: Callable[[], None]) -> None:
@@ -507,4 +716,5 @@ class BucketRuns:
         """
         for run in self.active:
             assert run.pending is not None
+            self.awaited_run = run
             run.pending.wait(on_idle)

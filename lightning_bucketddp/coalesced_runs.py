@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,11 +57,12 @@ class CoalescedRuns(BucketRuns):
             for run, bucket in zip(self._runs, self._layout.buckets, strict=True):
                 run.flat = self._buffers.bucket_flat(bucket)
 
-    def _capture(self, run: BucketRun) -> None:
+    def capture(self, run: BucketRun) -> None:
         """Nothing: gradients stay where they are."""
 
-    def capture_rest(self) -> None:
+    def end_local(self) -> None:
         """Nothing: gradients stay where they are."""
+        self._arrived_in_local_pass.clear()
 
     def _capture_in_chunks(self, slot: int) -> None:
         """Nothing: gradients stay where they are."""
@@ -89,19 +90,21 @@ class CoalescedRuns(BucketRuns):
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def publish(self, run: BucketRun) -> Iterator[int]:
-        """Writes reduced gradients of a bucket back; yields the slots not used on this rank."""
+    def publish(self, run: BucketRun) -> list[int]:
+        """Writes reduced gradients of a bucket back; returns the slots not used on this rank."""
+        unused: list[int] = []
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for slot in run.slots:
             grad = self._slots.params[slot].grad
             if slot not in self.contributing:
-                yield slot
+                unused.append(slot)
             elif grad is not None:
                 targets.append(grad)
                 sources.append(self._buffers.views[slot])
         if targets:
             torch._foreach_copy_(targets, sources)
+        return unused
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what is there."""

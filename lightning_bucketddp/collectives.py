@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -103,9 +104,25 @@ class Pending:
     def _wait(self, on_idle: Callable[[], None] | None) -> None:
         work = self._work
         if work is not None:
-            if on_idle is not None and self._blocking and not work.is_completed():
-                poll_until_done(work.get_future(), on_idle)
+            if on_idle is not None and self._blocking:
+                _wait_in_turns(work, on_idle)
             work.wait()
+
+
+def _wait_in_turns(work: dist.Work, on_idle: Callable[[], None]) -> None:
+    """Blocks the host until ``work`` is completed, and calls ``on_idle`` every :data:`POLL_SECONDS`.
+
+    By waits with a timeout, after which gloo's collectives go on. A callback of the work's future would have to get
+    hold of the interpreter's lock in gloo's thread first, which takes longer than a small collective.
+    """
+    while not work.is_completed():
+        begin = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=POLL_SECONDS))
+        except RuntimeError:
+            if work.is_completed() or time.monotonic() - begin < POLL_SECONDS / 2:
+                raise  # not for want of time
+            on_idle()
 
 
 def poll_until_done(future: torch.Future[Any], on_idle: Callable[[], None]) -> None:

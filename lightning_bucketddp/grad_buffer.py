@@ -20,7 +20,8 @@ class GradBuffers:
         layout: The layout that the views follow now.
         flats: The flat tensors, as ``layout.buffers``.
         views: One per slot, with the parameter's shape and strides. A view is one object for as long
-            as the layout stands, so ``param.grad is view`` tells a captured gradient.
+            as the layout stands, so ``param.grad is view`` tells a captured gradient; each has a version counter of
+            its own.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -31,11 +32,16 @@ class GradBuffers:
     def _make_views(self) -> list[Tensor]:
         views = [self._view(slot) for slot in range(len(self.layout.slots))]
         self._addresses = [view.data_ptr() for view in views]
+        self._fits = [
+            (slot.spec.shape, (slot.spec.dtype, slot.spec.param_dtype), self.flats[slot.buffer].device)
+            for slot in self.layout.slots
+        ]
         return views
 
     def _view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
-        return self.flats[slot.buffer].as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
+        # `.data` gives each view a version counter of its own, which tells whether autograd has added to it.
+        return self.flats[slot.buffer].data.as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
 
     def holds(self, slot: int, grad: Tensor) -> bool:
         """Whether ``grad`` is the slot's view, and lies in the buffer still.
@@ -97,20 +103,34 @@ class GradBuffers:
             RuntimeError: If a gradient cannot live in its view: it requires grad itself
                 (``create_graph=True``), is sparse (not declared so), or has another shape, dtype or device.
         """
-        fresh = [slot for slot in slots if (g := params[slot].grad) is not None and not self.holds(slot, g)]
-        if not fresh:
-            return
-        sources: list[Tensor] = []
-        for slot in fresh:  # nothing is bound before everything has been looked at
+        fresh: list[int] = []
+        grads: list[Tensor] = []
+        for slot in slots:
             grad = params[slot].grad
-            assert grad is not None
-            self.require_fit(slot, grad)
-            sources.append(grad)
-        for slot, grad in zip(fresh, sources, strict=True):
-            self.renew(slot, grad)
-        torch._foreach_copy_([self.views[slot] for slot in fresh], sources)
+            if grad is not None and not self.holds(slot, grad):
+                fresh.append(slot)
+                grads.append(grad)
+        self.take(fresh, grads)
         for slot in fresh:
             self.bind(slot, params[slot])
+
+    @torch.no_grad()
+    def take(self, slots: Sequence[int], grads: list[Tensor]) -> None:
+        """Copies gradients that lie elsewhere into the views of ``slots``, in one multi-tensor copy.
+
+        Raises:
+            RuntimeError: As :meth:`capture`; nothing has been copied then.
+        """
+        if not slots:
+            return
+        views, fits = self.views, self._fits
+        for slot, grad in zip(slots, grads, strict=True):  # nothing is copied before everything has been looked at
+            if not _fits(grad, *fits[slot]):
+                raise RuntimeError(self._refusal(slot, grad))
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is views[slot]:
+                self.renew(slot, grad)
+        torch._foreach_copy_([views[slot] for slot in slots], grads)
 
     def bind(self, slot: int, param: Tensor) -> None:
         """Makes the slot's view the parameter's ``.grad``."""
@@ -126,14 +146,7 @@ class GradBuffers:
         Raises:
             RuntimeError: As :meth:`capture`.
         """
-        spec = self.layout.slots[slot].spec
-        if (
-            grad.requires_grad
-            or grad.layout is not torch.strided
-            or grad.shape != spec.shape
-            or grad.dtype not in (spec.dtype, spec.param_dtype)
-            or grad.device != self.flats[self.layout.slots[slot].buffer].device
-        ):
+        if not _fits(grad, *self._fits[slot]):
             raise RuntimeError(self._refusal(slot, grad))
 
     def _refusal(self, slot: int, grad: Tensor) -> str:
@@ -156,3 +169,13 @@ class GradBuffers:
             f"{grad.dtype} on {grad.device}. If the module was changed after it was wrapped (.to(), .double()), "
             "change it before"
         )
+
+
+def _fits(grad: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> bool:
+    return not (
+        grad.requires_grad
+        or grad.layout is not torch.strided
+        or grad.shape != shape
+        or grad.dtype not in dtypes
+        or grad.device != device
+    )

@@ -76,13 +76,18 @@ class OrderLearner:
         """Whether the present pass teaches."""
         return self._order is not None
 
+    def would_learn_from(self, trainable: TrainableSet) -> bool:
+        """Whether the first pass of a trainable set is to teach."""
+        if trainable in self._looked_at or len(self._looked_at) == MAX_LEARNED_SETS:
+            return False
+        return self._enabled and self._slots.unseen(trainable)
+
     def look_at(self, trainable: TrainableSet) -> None:
         """A new trainable set: its first pass teaches if it has a parameter that was never seen."""
-        if trainable in self._looked_at or len(self._looked_at) == MAX_LEARNED_SETS:
-            return
-        self._looked_at.add(trainable)
-        if self._enabled and self._slots.unseen(trainable):
+        if self.would_learn_from(trainable):
             self._order = ReadyOrder()
+        if len(self._looked_at) < MAX_LEARNED_SETS:
+            self._looked_at.add(trainable)
 
     def arrived(self, slot: int) -> None:
         """A gradient of ``slot`` has come in a pass that teaches."""

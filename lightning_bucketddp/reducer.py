@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
-from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
+from lightning_bucketddp.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, require_hook_decides
@@ -35,9 +35,10 @@ from lightning_bucketddp.control import ControlExchange, Report, fingerprint
 from lightning_bucketddp.control_checks import ControlChecks
 from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass
 from lightning_bucketddp.divisor import GradientDivisor
-from lightning_bucketddp.engine import BackwardEnd, hook_gradient, reachable_leaves
+from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError, not_cleared
+from lightning_bucketddp.gradient_hooks import GradientHooks, hooks_can_be_forgotten
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.ready_order import OrderLearner
@@ -51,6 +52,16 @@ SETTLE_SECONDS = 10.0
 
 A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
 """
+
+
+MAX_LATE_LOOKS = 16
+"""How often buckets may be launched later than they could, gradients coming in another order than before, until each
+parameter tells of its own again."""
+
+MAX_RETURNS_TO_ALL_HOOKS = 4
+"""How often new trainable sets may end the looking at buckets' last gradients alone, until that is given up."""
+
+_HOOK_NAME = "Reducer.on_gradient"
 
 
 class PassState(Enum):
@@ -72,7 +83,7 @@ class PassState(Enum):
 
 def is_reducers_own(hook: object) -> bool:
     """Whether a post-accumulate-grad hook is a reducer's."""
-    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)
+    return getattr(hook, "__qualname__", None) == _HOOK_NAME
 
 
 class Reducer:
@@ -123,12 +134,17 @@ class Reducer:
         self.failures = Failures(agreement, self._become_failed)
         self.checks = ControlChecks(self.failures, collectives.rank)
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
-        hooks = [hook_gradient(p, partial(self._on_gradient, index)) for index, p in enumerate(self._slots.all_params)]
-        self.hooks = [hook for hook in hooks if hook is not None]
-
         devices = {param.device for param in self._slots.all_params}
         # Each device has its autograd thread; with one device there is nobody to lock out.
-        self._lock: AbstractContextManager[object] = threading.RLock() if len(devices) > 1 else nullcontext()
+        self._several_devices = len(devices) > 1
+        self._lock: AbstractContextManager[object] = threading.RLock() if self._several_devices else nullcontext()
+        self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
+        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook)
+        # Only the gradient that comes last in a bucket needs to be told of, if backwards tell when they begin.
+        self._tails_wanted = (
+            overlap and not self._several_devices and not self._find_unused and hooks_can_be_forgotten()
+        )
+        self._returns_to_all_hooks = 0
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.synchronise = True
@@ -145,6 +161,7 @@ class Reducer:
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
         self._trainable = TrainableHistory(self._slots, agreement)
+        self._trainable_at_root: TrainableSet | None = None
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
@@ -189,14 +206,12 @@ class Reducer:
 
     def close(self) -> None:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self.hooks.remove()
         if self._runs.under_way():
             self._collectives.leave_behind(self.failures.message or "it was closed in the middle of a pass")
         self._runs.release()
         self._turns.leave(self)
-        self._state = PassState.CLOSED
+        self._enter(PassState.CLOSED)
 
     def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
         """Lets a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
@@ -308,7 +323,7 @@ class Reducer:
             self._queue_end()
             if self._state not in (PassState.IDLE, PassState.BROKEN):
                 return
-            self._look_before_gradients()
+            self._look_before_gradients(synchronised, at_root=True)
             if synchronised and self._find_unused:
                 self._open(synchronised)
 
@@ -357,8 +372,24 @@ class Reducer:
         if self._state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
-    def _look_before_gradients(self) -> None:
-        """Sees what is in ``.grad`` before a backward adds to it, where more than the mean was asked for."""
+    def _look_before_gradients(self, synchronised: bool, at_root: bool = False) -> None:
+        """Sees what is in ``.grad`` before a backward adds to it, as far as that is of interest.
+
+        Args:
+            synchronised: Whether the pass will be.
+            at_root: Whether backward has begun: parameters that the root does not lead to may have their gradients.
+        """
+        self._trainable_at_root = self._slots.trainable_now()
+        if at_root and not self.hooks.everywhere and (unsure := self._runs.unsure()):
+            self._note_every_gradient(unsure)
+        if not self.hooks.everywhere:
+            since = self._trainable.including(self._trainable_at_root)
+            if since == self._trainable.agreed or (
+                self._slots.knows(since) and not self._learner.would_learn_from(since)
+            ):
+                self._runs.look_before(synchronised)
+            else:
+                self._note_every_gradient()
         if not self.divisor.rescales:
             return
         self._uncleared = self._runs.first_uncleared() or self._sparse.first_uncleared()
@@ -375,19 +406,22 @@ class Reducer:
             accumulating: Whether a gradient has been accumulated already.
         """
         self._require_idle()
-        trainable = self._slots.trainable_now()
+        if not accumulating:
+            self._look_before_gradients(synchronised)
+        trainable = self._trainable_at_root or self._slots.trainable_now()
+        self._trainable_at_root = None
         since = self._trainable.note(trainable)
         if synchronised:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        if not accumulating:
-            self._look_before_gradients()
         self._passes_begun += 1
-        self._runs.begin(trainable, None if self._learner.learning else reachable)
+        self._runs.begin(trainable, None if self._learner.learning else reachable, local=not synchronised)
         if not synchronised:
             self._require_divisible()
-            self._state = PassState.LOCAL
+            self._enter(PassState.LOCAL)
+            if not self.replaying:
+                self._runs.settle_local()
             return
         self.checks.read_what_arrived()
         for index in self._without_slot:
@@ -396,7 +430,7 @@ class Reducer:
         self._without_slot.clear()
         self._runs.activate(since)
         self._control = None
-        self._state = PassState.SYNCHRONISED
+        self._enter(PassState.SYNCHRONISED)
         self._notes = PassNotes(
             self.pass_number, self._runs.layout, self._slots, since, self._layouts, self._last_notes, self._local_passes
         )
@@ -407,12 +441,14 @@ class Reducer:
         except RuntimeError as error:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
+        self._only_arrivals = not (self._learner.learning or self.replaying)
 
     def _require_divisible(self) -> None:
         if self._uncleared is not None:
             raise RuntimeError(not_cleared(self._collectives.rank, self._uncleared))
 
     def _relayout(self) -> None:
+        self._note_every_gradient()
         before = self._runs.layout
         self._runs.relayout()
         self._replan_due = False
@@ -422,10 +458,60 @@ class Reducer:
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def _on_gradient(self, index: int, param: Tensor) -> None:
-        """Autograd has accumulated into ``param.grad``; ``param`` is the parameter at ``index`` in the module."""
-        if not param.requires_grad:  # frozen since forward: autograd calls the hook and accumulates nothing
+    def _note_every_gradient(self, unsure: Collection[int] = ()) -> None:
+        """From now on each parameter tells of its gradient."""
+        if not self.hooks.everywhere:
+            self._returns_to_all_hooks += 1
+            self._runs.note_every_gradient(unsure)
+            self.hooks.hook_all()
+
+    def _look_only_at_tails(self) -> None:
+        """From now on only the parameters whose gradients come last in their buckets tell of them, if that will do.
+
+        A matter of this rank's alone: it changes when a bucket is launched, and nothing else. What comes without
+        notice is seen by comparing ``.grad`` with what was there before.
+        """
+        if not self._tails_wanted or self._replan_due or self._learner.learning:
             return
+        if self._runs.late_looks > MAX_LATE_LOOKS or self._returns_to_all_hooks > MAX_RETURNS_TO_ALL_HOOKS:
+            self._tails_wanted = False
+            self._note_every_gradient()
+        elif self.hooks.everywhere and len(self._runs.streams_seen) <= 1:
+            noted = self._runs.wait_for_tails()
+            if noted is not None:
+                self.hooks.hook_only(self._slots.indices_without_slot() | {self._slots.index_of(s) for s in noted})
+
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        """What autograd calls when it has accumulated into the gradient of the parameter at ``index`` in the module.
+
+        It runs for every parameter in every pass: what there is nothing to do for ends here.
+        """
+        slot_of, runs, several_devices = self._slots.slot_of_index, self._runs, self._several_devices
+
+        def on_gradient(param: Tensor) -> None:
+            slot = slot_of.get(index)
+            if slot in runs.settled or not param.requires_grad:
+                return  # or frozen since forward: autograd calls the hook and accumulates nothing
+            if several_devices or slot is None or not self._only_arrivals:
+                self._on_gradient(index)
+                return
+            run = runs.arrived(slot)
+            if run is not None:
+                self._on_complete(run)
+
+        on_gradient.__qualname__ = _HOOK_NAME
+        return on_gradient
+
+    def _on_complete(self, run: BucketRun) -> None:
+        """All gradients of a bucket have come in a synchronised pass."""
+        if self._turns.is_first(self):
+            with self._launching():
+                self._runs.launch_complete()
+        if not run.launched:
+            self._runs.capture(run)
+
+    def _on_gradient(self, index: int) -> None:
+        """As above, whatever the state."""
         with self._lock:
             if self._by_hand:
                 self._require_idle()
@@ -439,6 +525,8 @@ class Reducer:
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
                 if not self._end_queued:
+                    self._tails_wanted = False  # it cannot be told afterwards what has come
+                    self._note_every_gradient(self._runs.unsure())
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
@@ -455,13 +543,16 @@ class Reducer:
             if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
                 self._without_slot.add(index)
                 return
-            complete = self._runs.arrived(slot)
-            if self._state is PassState.SYNCHRONISED:
-                if self._learner.learning:
-                    self._learner.arrived(slot)
-                elif complete and self._turns.is_first(self):
-                    with self._launching():
-                        self._runs.launch_complete()
+            if self._state is PassState.LOCAL:
+                self._runs.arrived_in_local_pass(slot)
+                return
+            run = self._runs.arrived(slot)
+            if self._learner.learning:
+                self._learner.arrived(slot)
+                if run is not None:
+                    self._runs.capture(run)
+            elif run is not None:
+                self._on_complete(run)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -489,6 +580,7 @@ class Reducer:
         with self._settling("a reduction"):
             self._open(synchronised=True)
             self._by_hand = True
+            self._only_arrivals = False
             self._runs.contribute_present()
             self._sparse.contribute_present()
             with self._launching():
@@ -550,38 +642,51 @@ class Reducer:
         self._end_queued = False
         self._uncleared = None
         try:
+            self._open_unnoticed()
             self._end_pass()
         except BaseException:
             self._on_engine_dropped()
             raise
         finally:
+            self._runs.forget_before()
+            self._trainable_at_root = None
             self._turns.leave(self)
+
+    def _open_unnoticed(self) -> None:
+        """Opens a pass in which gradients have come, but none that completes a bucket."""
+        if self._state is PassState.IDLE and self._runs.something_came():
+            self._open(self._root_synchronises, accumulating=True)
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
+        with suppress(RuntimeError):  # which is not what backward raised
+            self._open_unnoticed()
         self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
         if self._state is PassState.LOCAL:
-            self._state = PassState.IDLE
+            self._runs.look()
+            self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
-            self._state = PassState.BROKEN
+            self._enter(PassState.BROKEN)
             awaited = [self._slots.specs[slot].name for slot in self._runs.awaited()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
             self.failures.publish(f"left backward with an exception{where}")
             # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
             self._runs.drop()
             self._sparse.drop()
+        self._runs.forget_before()
+        self._trainable_at_root = None
 
     def _end_pass(self) -> None:
         if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
             self.on_backward_end(False)
         if self._state is PassState.LOCAL:
-            self._runs.capture_rest()
+            self._runs.end_local()
             self._local_passes += 1
             self._contributed |= not self.replaying
             self.divisor.local_pass_ended()
-            self._state = PassState.IDLE
+            self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED:
             self._finish()
 
@@ -592,18 +697,16 @@ class Reducer:
         assert notes is not None
         notes.backward_ended = time.perf_counter()
         self.early_launches = runs.launched
+        runs.require_none_late()
+        runs.count_unsure()
         with self._launching():
             runs.launch_rest(self._while_waiting)
             sparse = self._sparse.held(self._trainable.since_reduction)
-        for run in runs.active:
-            assert run.pending is not None
-            with self.failures.waiting_for(partial(self._describe, run)):
-                run.pending.proceed(self._while_waiting)
+        with self.failures.waiting_for(self._describe_awaited):
+            runs.proceed(self._while_waiting)
         exchange = self._start_control(failed=False)
-        for run in runs.active:
-            assert run.pending is not None
-            with self.failures.waiting_for(partial(self._describe, run)):
-                run.pending.wait(self._while_waiting)
+        with self.failures.waiting_for(self._describe_awaited):
+            runs.wait(self._while_waiting)
         with self.failures.waiting_for("the control vector"):
             exchange.wait(self._while_waiting)
         factor = self.divisor.factor(exchange)
@@ -634,6 +737,7 @@ class Reducer:
         )
         self._end_reduction()
         self._last_notes = notes
+        self._look_only_at_tails()
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
     def _start_control(self, failed: bool) -> ControlExchange:
@@ -658,15 +762,23 @@ class Reducer:
         self._trainable.reduced()
         self._local_passes = 0
         self._by_hand = self._contributed = False
-        self._state = PassState.IDLE
+        self._enter(PassState.IDLE)
         self.failures.pass_number += 1
 
     # -- when something is wrong ---------------------------------------------------------------------
 
-    def _become_failed(self) -> None:
-        self._state = PassState.FAILED
+    def _enter(self, state: PassState) -> None:
+        """Nothing that was to be passed over in the state before is to be in this one."""
+        self._state = state
+        self._only_arrivals = False
+        self._runs.settled = NONE
 
-    def _describe(self, run: BucketRun) -> str:
+    def _become_failed(self) -> None:
+        self._enter(PassState.FAILED)
+
+    def _describe_awaited(self) -> str:
+        run = self._runs.awaited_run
+        assert run is not None
         names = [self._slots.specs[slot].name for slot in run.slots]
         return f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
 
@@ -705,7 +817,8 @@ class Reducer:
         """
         self.on_backward_end(True)
         if self._state is PassState.LOCAL:
-            self._state = PassState.IDLE
+            self._runs.look()
+            self._enter(PassState.IDLE)
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         message = self.failures.cannot_complete(f"rank {self._collectives.rank} {cause}")

@@ -47,6 +47,7 @@ class SlotTable:
         sparse: Indices of the parameters whose gradients are sparse.
         names: Names of all parameters.
         all_params: All parameters.
+        slot_of_index: The slot of each parameter that has one.
         params: The parameter of each slot.
         specs: The specification of each slot.
         kinds: The kind of each slot.
@@ -69,7 +70,7 @@ class SlotTable:
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
         self._index_of: list[int] = []
-        self._slot_of: dict[int, int] = {}
+        self.slot_of_index: dict[int, int] = {}
         self._order: list[int] = []
         self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
@@ -80,7 +81,15 @@ class SlotTable:
 
     def slot_of(self, index: int) -> int | None:
         """The slot of the parameter at ``index`` in the module, if it has one."""
-        return self._slot_of.get(index)
+        return self.slot_of_index.get(index)
+
+    def index_of(self, slot: int) -> int:
+        """The index in the module of a slot's parameter."""
+        return self._index_of[slot]
+
+    def indices_without_slot(self) -> set[int]:
+        """The indices in the module of parameters that have no slot."""
+        return set(range(len(self.all_params))) - set(self._index_of)
 
     def with_main_grad(self) -> list[int]:
         """The slots whose gradients have another dtype than their parameters; they carry a ``main_grad``."""
@@ -92,7 +101,7 @@ class SlotTable:
 
     def has_all(self, trainable: TrainableSet) -> bool:
         """Whether every parameter of the set has a slot, those with sparse gradients apart."""
-        return all(index in self._slot_of for index, flag in enumerate(self._without_sparse(trainable)) if flag)
+        return all(index in self.slot_of_index for index, flag in enumerate(self._without_sparse(trainable)) if flag)
 
     def _without_sparse(self, trainable: TrainableSet) -> TrainableSet:
         if not self.sparse:
@@ -120,9 +129,9 @@ class SlotTable:
         known = len(self.params)
         trainable = self._without_sparse(trainable)
         for index in reversed(range(len(trainable))):
-            if trainable[index] and index not in self._slot_of:
+            if trainable[index] and index not in self.slot_of_index:
                 slot = len(self.params)
-                self._slot_of[index] = slot
+                self.slot_of_index[index] = slot
                 self._index_of.append(index)
                 self.params.append(self.all_params[index])
                 self.specs.append(ParamSpec.of(self.names[index], self.all_params[index]))

@@ -32,12 +32,15 @@ class TrainableHistory:
 
     def note(self, trainable: TrainableSet) -> TrainableSet:
         """Adds the set of a pass, and returns the union since the last reduction."""
+        self.since_reduction = self.including(trainable)
+        return self.since_reduction
+
+    def including(self, trainable: TrainableSet) -> TrainableSet:
+        """The union since the last reduction, with one set more."""
         before = self.since_reduction
         if before is None or before == trainable:
-            self.since_reduction = trainable
-        else:
-            self.since_reduction = tuple([a or b for a, b in zip(before, trainable, strict=True)])
-        return self.since_reduction
+            return trainable
+        return tuple([a or b for a, b in zip(before, trainable, strict=True)])
 
     def agree(self, trainable: TrainableSet, pass_number: int, on_idle: Callable[[], None]) -> bool:
         """Makes sure that all ranks go from the set agreed last to ``trainable``; asks them if it is another.

@@ -260,7 +260,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._graph_cuts = _graph_cuts(options, self._reducer.layout)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
-        weakref.finalize(self, _remove_hooks, self._reducer.hooks)  # a wrapper that is dropped leaves nothing behind
+        weakref.finalize(self, self._reducer.hooks.remove)  # a wrapper that is dropped leaves nothing behind
         for _, param in params:
             if param.requires_grad:
                 _open_wrappers[id(param)] = self
