@@ -121,6 +121,7 @@ class BucketRuns:
         self._looked_for: frozenset[int] = NONE
         self._before: dict[int, tuple[Tensor, int]] | None = None
         self._unsure: Collection[int] = ()
+        self._published: list[int] = []  # the versions of the views when they were published last
         self._local = False
         self._arrived_in_local_pass: list[int] = []
         self.active: list[BucketRun] = []
@@ -291,7 +292,11 @@ class BucketRuns:
                 noted.append(run.tail)
                 looked_for.extend(run.slots)
         self._looked_for = frozenset(looked_for)
+        self._note_versions()
         return noted
+
+    def _note_versions(self) -> None:
+        self._published = [view._version for view in self._buffers.views] if self._looked_for else []
 
     def note_every_gradient(self, unsure: Collection[int] = ()) -> None:
         """From now on each gradient is noted as it comes.
@@ -306,12 +311,17 @@ class BucketRuns:
         self._unsure = unsure
 
     def unsure(self) -> list[int]:
-        """Slots that are looked for and have a gradient which may or may not have come in this backward."""
-        params = self._slots.params
+        """Slots that are looked for and have a gradient which may or may not have come in this backward.
+
+        What a reduction has published, and nobody has touched since, has not.
+        """
+        params, views, published = self._slots.params, self._buffers.views, self._published
         return [
             slot
             for slot in self._looked_for - self.contributing
-            if params[slot].grad is not None and params[slot].requires_grad
+            if (grad := params[slot].grad) is not None
+            and params[slot].requires_grad
+            and not (grad is views[slot] and published and grad._version == published[slot])
         ]
 
     def count_unsure(self) -> None:
@@ -662,6 +672,7 @@ class BucketRuns:
         self._uncaptured, self._uncaptured_bytes = [], 0
         self._arrived_in_local_pass.clear()
         self.awaited_run = self._before = None
+        self._note_versions()
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
