@@ -1,34 +1,68 @@
 """Step times of data-parallel training over a link of limited rate, all peers in one run.
 
-    sudo python benchmarks/link.py [--rates 2] [--rounds 5]
+    sudo python benchmarks/link.py                                            # the reference case, about 10 minutes
+    sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 20 minutes
+    sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
 
 Two ranks, each in a network namespace of its own, joined by a virtual cable that is limited to a rate; real gloo. The
 model's layers sleep instead of computing, as an accelerator leaves the processor idle: what is measured is how much of
-the communication each peer hides. Peers take turns in every round; figures are medians over rounds, ratios are of the
-same round.
+the communication each peer hides. Peers take turns in every round, in every other one backwards; figures are medians
+over rounds, ratios are of the same round.
+
+The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
+others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
+``--rates`` is run at ratio 1, and each of ``--ratios`` at 2 Gbit/s, with a few peers.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from namespaces import ADDRESSES, limit, two_hosts, why_not
-from report import median, paired_ratio, save, table
+from link_cases import NBYTES, Case, reference, swept
+from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference, drawn_sweep
+from namespaces import ADDRESSES, limit, own_prefix, two_hosts, why_not
+from report import median, save
 
-WARM_UP = 4
-REFERENCE = "ddp as shipped"
+PORT = 29511
+"""In the first rank's namespace, where nothing else listens."""
+COMPARED = (UNSYNCHRONISED, SHIPPED)
+"""Peers that tables refer to; they run in any case."""
+SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", 'bucketddp, "auto"')
+"""Peers for other rates and ratios."""
 
 
-def worker(rank: int, folder: str, rounds: int, steps: int, only: list[str]) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What ranks are to do in one case.
+
+    Attributes:
+        case: The link's rate and the layers' times.
+        peers: Names of peers, in the order of their turns.
+        rounds: How many times each takes a turn.
+        steps: That count in a turn; some to warm up come before.
+    """
+
+    case: Case
+    peers: tuple[str, ...]
+    rounds: int
+    steps: int
+
+
+def worker(rank: int, folder: Path) -> None:
     """One rank: trains with one peer after the other, in rounds."""
     import logging
     import warnings
@@ -38,74 +72,174 @@ def worker(rank: int, folder: str, rounds: int, steps: int, only: list[str]) -> 
     from paced import paced
     from peers import peers, step_times
 
+    content = json.loads((folder / "job.json").read_text())
+    job = Job(**{**content, "case": Case(**content["case"])})
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29511", rank=rank, world_size=2)
-    found: dict[str, list[float]] = {}
-    chosen = [peer for peer in peers() if peer.name == REFERENCE or not only or any(part in peer.name for part in only)]
-    for _ in range(rounds):
-        for peer in chosen:
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=2)
+    measured = Measured()
+    chosen = []
+    for peer in peers():
+        if peer.name in job.peers:
+            if (reason := peer.why_not()) is None:
+                chosen.append(peer)
+            else:
+                measured.skipped[peer.name] = reason
+    # A turn that does not count: a process's first one is slower, whoever has it, as memory comes from the system.
+    step_times(chosen[0], paced(forward_ms=1.0, backward_ms=1.0), 8)
+    for number in range(job.rounds):
+        measured.all_reduce.append(_all_reduce_seconds())
+        model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
+        measured.backward.append(_backward_seconds(model))
+        for peer in chosen if number % 2 == 0 else reversed(chosen):
+            passes: list[Any] = []
+            model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
             try:
-                times = step_times(peer, paced(), steps)
-            except Exception as error:  # a peer that does not work here is not to end the others' comparison
+                times = step_times(peer, model, peer.warm_up + job.steps, passes)
+            except Exception as error:  # the traceback comes after all the other rank has to say
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
-            found.setdefault(peer.name, []).append(median(times[WARM_UP:]))
+            measured.steps.setdefault(peer.name, []).append(median(times[peer.warm_up :]))
+            if passes:
+                counted = passes[peer.warm_up :]
+                both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
+                measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
+            gc.collect()  # here rather than in the next peer's turn
             dist.barrier()
+        if rank == 0:
+            print(f"{job.case.name}: round {number + 1} of {job.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps(found))
+        (folder / "measured.json").write_text(json.dumps(asdict(measured)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(names: tuple[str, str], rate: float, rounds: int, steps: int, only: list[str]) -> dict[str, list[float]]:
-    """Per peer, the median step of each round in seconds."""
-    limit(names, rate)
+def _all_reduce_seconds() -> float:
+    """How long an all-reduce of all gradients in one piece takes; the faster of two."""
+    import torch
+    import torch.distributed as dist
+
+    gradients = torch.zeros(NBYTES // 4)
+    times = []
+    for _ in range(2):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(gradients)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _backward_seconds(model: Any) -> float:
+    """How long backward takes; the faster of two, as the first has memory to get."""
+    import torch
+
+    times = []
+    for _ in range(2):
+        loss = model(torch.zeros(1, 1)).mean()
+        begin = time.perf_counter()
+        loss.backward()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def measure(names: tuple[str, str], job: Job) -> Measured:
+    """Runs both ranks.
+
+    Raises:
+        SystemExit: If one fails; the other is ended.
+    """
+    limit(names, job.case.rate)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
+        (Path(folder) / "job.json").write_text(json.dumps(asdict(job)))
+        processes: list[subprocess.Popen[bytes]] = []
         for rank, name in enumerate(names):
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
-            arguments = ["--worker", str(rank), folder, "--rounds", str(rounds), "--steps", str(steps)]
-            arguments += ["--only", *only] if only else []
-            ranks.append(
-                subprocess.Popen(["ip", "netns", "exec", name, sys.executable, __file__, *arguments], env=environment)
-            )
-        for process in ranks:
-            if process.wait() != 0:
-                raise SystemExit("a rank failed; see above")
-        found: dict[str, list[float]] = json.loads((Path(folder) / "times.json").read_text())
-        return found
+            settings = {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            command = ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", str(rank), folder]
+            processes.append(subprocess.Popen(command, env={**os.environ, **settings}))
+        try:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()  # nothing, where it has ended
+                process.wait()
+        if any(process.returncode for process in processes):
+            raise SystemExit("a rank failed; see above")
+        return Measured(**json.loads((Path(folder) / "measured.json").read_text()))
+
+
+def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Names of peers to run: those with one of the parts in ``only`` in their names, and what they are compared with.
+
+    Args:
+        only: Parts of names; all peers if empty.
+        among: Names of peers to choose from if ``only`` is empty; all if None.
+    """
+    from peers import peers
+
+    def is_chosen(name: str) -> bool:
+        if only:
+            return any(part in name for part in only)
+        return among is None or name in among
+
+    found = [peer for peer in peers() if is_chosen(peer.name)]
+    compared = [peer for peer in peers() if peer.name in COMPARED]
+    if any(peer.plain for peer in found):
+        compared += [peer for peer in peers() if peer.plain and not peer.synchronised]
+    names = {peer.name for peer in [*found, *compared]}
+    return tuple(peer.name for peer in peers() if peer.name in names)
+
+
+def jobs_of(arguments: argparse.Namespace) -> list[Job]:
+    """The reference case, then others."""
+    if arguments.quick:
+        return [Job(reference(), chosen_peers(["bucketddp"], ()), 1, 3)]
+    jobs = [Job(reference(), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
+    for case in swept(arguments.rates, arguments.ratios):
+        peers = chosen_peers(arguments.only, SWEPT)
+        jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps))
+    return jobs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0], help="Gbit/s")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=14, help=f"per round and peer, of which {WARM_UP} do not count")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
+    parser.add_argument("--rounds", type=int, default=5, help="of the reference case")
+    parser.add_argument("--steps", type=int, default=8, help="that count, per round and peer, of the reference case")
+    parser.add_argument("--sweep-rounds", type=int, default=3, help="of the other cases")
+    parser.add_argument("--sweep-steps", type=int, default=4, help="that count, of the other cases")
     parser.add_argument(
         "--only", nargs="+", default=[], help="parts of peers' names; what they are compared with is added"
     )
+    parser.add_argument("--quick", action="store_true", help="few peers, one round; saves nothing")
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(int(arguments.worker[0]), arguments.worker[1], arguments.rounds, arguments.steps, arguments.only)
+        worker(int(arguments.worker[0]), Path(arguments.worker[1]))
         return
     if (reason := why_not()) is not None:
         raise SystemExit(f"link.py {reason}")
-    results: dict[str, Any] = {}
-    lines: list[str] = []
-    with two_hosts() as names:
-        for rate in arguments.rates:
-            times = measure(names, rate, arguments.rounds, arguments.steps, arguments.only)
-            results[f"{rate:g} Gbit/s"] = times
-            shipped = times[REFERENCE]
-            rows = [["peer", "step ms", "of ddp's"]]
-            rows += [[peer, f"{median(t) * 1000:.0f}", f"{paired_ratio(t, shipped):.3f}"] for peer, t in times.items()]
-            lines += [f"{rate:g} Gbit/s", table(rows), ""]
-            print("\n".join(lines[-3:]), flush=True)
-    if not arguments.only:
-        print(save("link", {"seconds per step": results}, "\n".join(lines)))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ranks and namespaces are not left behind
+    found: dict[Case, Measured] = {}
+    lines = [NOTES]
+    print(NOTES)
+    with two_hosts(own_prefix()) as names:
+        for job in jobs_of(arguments):
+            found[job.case] = measure(names, job)
+            lines.append(described(job.case, found[job.case]))
+            print(lines[-1], flush=True)
+    if arguments.quick or arguments.only:
+        return
+    (first, of_first), *others = found.items()
+    cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(it)} for case, it in found.items()]
+    stem = save("link", {"cases": cases}, "\n".join(lines), drawn_reference(first, of_first))
+    if others:
+        drawn_sweep(dict(others)).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
+    print(stem)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,34 @@ def why_not() -> str | None:
     if os.name != "posix" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(missing)} (iproute2)" if missing else None
+    if missing:
+        return f"needs {' and '.join(missing)} (iproute2)"
+    try:  # root in a container may still not be allowed to, and a kernel may lack the queue that limits the rate
+        with two_hosts(own_prefix("try")) as names:
+            limit(names, 1.0)
+    except subprocess.CalledProcessError as error:
+        return f"needs network namespaces with a limited rate: {' '.join(error.cmd)}: {error.stderr.strip()}"
+    return None
 
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
+def own_prefix(purpose: str = "b") -> str:
+    """A prefix for :func:`two_hosts` that no other process uses; with the digit behind it at most 15 characters."""
+    return f"{purpose}{os.getpid()}n"
+
+
 @contextmanager
 def two_hosts(prefix: str = "bench") -> Iterator[tuple[str, str]]:
-    """Makes two namespaces with one interface each, and removes them in the end."""
+    """Makes two namespaces with one interface each, and removes them in the end.
+
+    Addresses and ports inside them are their own: they collide with nothing outside, nor with another pair.
+
+    Args:
+        prefix: Of the namespaces' and interfaces' names; see :func:`own_prefix`.
+    """
     names = (f"{prefix}0", f"{prefix}1")
     _remove(names)
     try:

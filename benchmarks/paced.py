@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LAYERS = 24
+NUMEL = 604_000
+"""Parameters of a layer, counted in elements."""
+FORWARD_MS, BACKWARD_MS = 4.0, 8.0
+"""Of a layer."""
+
 
 class _PacedLayer(torch.autograd.Function):
     @staticmethod
@@ -34,6 +40,8 @@ class PacedLayer(nn.Module):
         return _PacedLayer.apply(x, self.weight, self.forward_s, self.backward_s)
 
 
-def paced(layers: int = 24, numel: int = 604_000, forward_ms: float = 4.0, backward_ms: float = 8.0) -> nn.Sequential:
+def paced(
+    layers: int = LAYERS, numel: int = NUMEL, forward_ms: float = FORWARD_MS, backward_ms: float = BACKWARD_MS
+) -> nn.Sequential:
     """The reference case: 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer."""
     return nn.Sequential(*(PacedLayer(numel, forward_ms / 1000, backward_ms / 1000) for _ in range(layers)))

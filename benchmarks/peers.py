@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp import BucketDDP, BucketDDPStrategy
+from lightning_bucketddp.diagnostics import PassRecord
 
 
 class StartedRanks(LightningEnvironment):
@@ -44,21 +47,47 @@ class StartedRanks(LightningEnvironment):
     def teardown(self) -> None: ...
 
 
+Wrap = Callable[[nn.Sequential, Callable[[Any], torch.optim.Optimizer]], tuple[nn.Module, torch.optim.Optimizer]]
+
+
 @dataclass(frozen=True)
 class Peer:
     """One way of training.
 
     Attributes:
         name: What tables call it.
-        strategy: Makes the Trainer's strategy; None for a loop in plain PyTorch, as there is no strategy.
+        strategy: Makes the Trainer's strategy; None for a loop in plain PyTorch.
         optimizer: Makes the optimizer.
-        wrap: In plain PyTorch, prepares the module.
+        wrap: In plain PyTorch, prepares the module, then makes the optimizer with the second argument, or the other way
+            round.
+        synchronised: Whether gradients are averaged.
+        needs: A package that may be missing.
+        warm_up: Steps until it trains as it goes on; at least.
     """
 
     name: str
     strategy: Callable[[], Any] | None
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-4)
-    wrap: Callable[[nn.Sequential], nn.Module] | None = None
+    wrap: Wrap | None = None
+    synchronised: bool = True
+    needs: str | None = None
+    warm_up: int = 3
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a loop in plain PyTorch, without a Trainer."""
+        return self.strategy is None
+
+    def why_not(self) -> str | None:
+        """Why it does not run here, or with this version of the package; None if it does."""
+        if self.needs is not None and find_spec(self.needs) is None:
+            return f"needs {self.needs}, which is not installed"
+        try:
+            if self.strategy is not None:
+                self.strategy()
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
 
 def _ddp(**options: Any) -> Callable[[], DDPStrategy]:
@@ -73,28 +102,78 @@ def _zero(params: Any) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4)
 
 
-def _fsdp2(module: nn.Sequential) -> nn.Module:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in module:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+def _wrapped(wrapper: Callable[[nn.Sequential], nn.Module]) -> Wrap:
+    """Wraps first, and gives the optimizer the wrapper's parameters."""
+
+    def wrap(net: nn.Sequential, optimizer: Callable[[Any], Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = wrapper(net)
+        return module, optimizer(module.parameters())
+
+    return wrap
+
+
+def _fsdp2(reshard: bool) -> Wrap:
+    def shard(net: nn.Sequential) -> nn.Module:
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in net:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        return fully_shard(net, mesh=mesh, reshard_after_forward=reshard)
+
+    return _wrapped(shard)
+
+
+def _fairscale(**options: Any) -> Wrap:
+    """FairScale's ShardedDDP, which reduces each gradient to the rank whose part of the optimizer owns it.
+
+    Works with torch 2.13 as it is, on gloo too. Lightning's strategy for it was removed in Lightning 2.0.
+    """
+
+    def wrap(net: nn.Sequential, _: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        optimizer = OSS(net.parameters(), torch.optim.AdamW, lr=1e-4)
+        return ShardedDataParallel(net, optimizer, **options), optimizer
+
+    return wrap
+
+
+_BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def peers() -> list[Peer]:
     """All of them."""
     return [
-        Peer("unsynchronised", lambda: SingleDeviceStrategy("cpu")),
+        Peer("unsynchronised", lambda: SingleDeviceStrategy("cpu"), synchronised=False),
         Peer("ddp as shipped", _ddp()),
-        *(
-            Peer(
-                f"ddp, best flags, {cap} MiB", _ddp(gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=cap)
-            )
-            for cap in (1, 2, 4, 8)
-        ),
+        *(Peer(f"ddp, best flags, {cap} MiB", _ddp(**_BEST_FLAGS, bucket_cap_mb=cap)) for cap in (1, 2, 4, 8)),
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
-        Peer("FSDP2 (plain loop)", None, wrap=_fsdp2),
         Peer("bucketddp", _ours()),
+        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=10),
+        *_plain_peers(),
     ]
+
+
+def _plain_peers() -> list[Peer]:
+    """Loops in plain PyTorch, for what Lightning has no strategy for, and what that is to be compared with."""
+
+    def torch_ddp(**options: Any) -> Wrap:
+        return _wrapped(lambda net: DistributedDataParallel(net, **options))
+
+    found = [
+        Peer("unsynchronised", None, wrap=_wrapped(lambda net: net), synchronised=False),
+        Peer("torch DDP as shipped", None, wrap=torch_ddp()),
+        *(
+            Peer(f"torch DDP, best flags, {cap} MiB", None, wrap=torch_ddp(**_BEST_FLAGS, bucket_cap_mb=cap))
+            for cap in (1, 2, 4)
+        ),
+        Peer("FSDP2", None, wrap=_fsdp2(reshard=True)),
+        Peer("FSDP2, reshard_after_forward=False", None, wrap=_fsdp2(reshard=False)),
+        Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
+        Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
+        Peer("BucketDDP", None, wrap=_wrapped(BucketDDP)),
+    ]
+    return [replace(peer, name=f"{peer.name} (plain loop)") for peer in found]
 
 
 class _Trained(pl.LightningModule):
@@ -110,23 +189,45 @@ class _Trained(pl.LightningModule):
 
 
 class _Clock(pl.Callback):
-    def __init__(self) -> None:
+    """When batches begin, less the time that reading the passes' records takes."""
+
+    def __init__(self, passes: list[PassRecord]) -> None:
         self.at: list[float] = []
+        self.passes = passes
+        self._reading = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.at.append(time.perf_counter())
+        self.at.append(time.perf_counter() - self._reading)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        begin = time.perf_counter()
+        _read_pass(getattr(trainer.strategy, "bucket_ddp", None), self.passes)
+        self._reading += time.perf_counter() - begin
 
 
-def step_times(peer: Peer, net: nn.Sequential, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` steps, the first ones included."""
+def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
+    if isinstance(module, BucketDDP) and (record := module.last_pass()) is not None:
+        passes.append(record)
+
+
+def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None) -> list[float]:
+    """Seconds of each of ``steps`` steps, the first ones included.
+
+    Args:
+        peer: How to train.
+        net: What to train; its layers take a tensor of (1, 1).
+        steps: How many.
+        passes: Gets, for peers of this package, what happened in each pass.
+    """
+    passes = [] if passes is None else passes
     if peer.strategy is None:
-        return _plain_steps(peer, net, steps)
-    clock = _Clock()
+        return _plain_steps(peer, net, steps, passes)
+    clock = _Clock(passes)
     data = DataLoader(TensorDataset(torch.zeros(steps + 1, 1)))
     trainer = pl.Trainer(
         strategy=peer.strategy(),
         accelerator="cpu",
-        devices=1 if peer.name == "unsynchronised" else dist.get_world_size(),
+        devices=dist.get_world_size() if peer.synchronised else 1,
         max_steps=steps + 1,
         max_epochs=1,
         logger=False,
@@ -140,15 +241,18 @@ def step_times(peer: Peer, net: nn.Sequential, steps: int) -> list[float]:
     return [end - begin for begin, end in pairwise(clock.at)]
 
 
-def _plain_steps(peer: Peer, net: nn.Sequential, steps: int) -> list[float]:
+def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord]) -> list[float]:
     assert peer.wrap is not None
-    module = peer.wrap(net)
-    optimizer = peer.optimizer(module.parameters())
+    module, optimizer = peer.wrap(net, peer.optimizer)
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
-        optimizer.zero_grad()
+        # The module's, not the optimizer's: FairScale's buckets keep the gradients of the step before otherwise.
+        module.zero_grad()
         module(torch.zeros(1, 1)).mean().backward()
         optimizer.step()
         times.append(time.perf_counter() - begin)
+        _read_pass(module, passes)
+    if isinstance(module, BucketDDP):
+        module.close()
     return times

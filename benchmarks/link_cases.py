@@ -1,0 +1,74 @@
+"""What the link benchmark measures, and what no all-reduce can do better. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paced import BACKWARD_MS, FORWARD_MS, LAYERS, NUMEL
+
+from lightning_bucketddp.schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
+
+NBYTES = LAYERS * NUMEL * 4
+"""Of all gradients."""
+REFERENCE_RATE = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rate and how fast the model computes.
+
+    Attributes:
+        name: What tables call it.
+        rate: Of the link in each direction, in Gbit/s.
+        forward_ms: That a layer's forward takes.
+        backward_ms: That a layer's backward takes.
+    """
+
+    name: str
+    rate: float
+    forward_ms: float = FORWARD_MS
+    backward_ms: float = BACKWARD_MS
+
+    @property
+    def ratio(self) -> float:
+        """The time of backward divided by that of an all-reduce of all gradients at the link's rate."""
+        return LAYERS * self.backward_ms / 1e3 / wire_seconds(self.rate)
+
+
+def wire_seconds(rate: float) -> float:
+    """Seconds that an all-reduce of all gradients between two ranks takes at ``rate`` Gbit/s, headers not counted."""
+    return ring_all_reduce(Link(0.0, rate * 1e9 / 8), 2).seconds(NBYTES)
+
+
+def reference(rate: float = REFERENCE_RATE) -> Case:
+    """24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer."""
+    return Case("reference", rate)
+
+
+def case_of(rate: float, ratio: float) -> Case:
+    """The case whose backward takes ``ratio`` times as long as an all-reduce; its forward takes half of that."""
+    backward_ms = ratio * wire_seconds(rate) * 1e3 / LAYERS
+    return Case(f"{rate:g} Gbit/s, ratio {ratio:g}", rate, backward_ms / 2, backward_ms)
+
+
+def swept(rates: Sequence[float], ratios: Sequence[float]) -> list[Case]:
+    """Each rate at ratio 1, and each ratio at the reference's rate."""
+    return list(
+        dict.fromkeys([*(case_of(rate, 1.0) for rate in rates), *(case_of(REFERENCE_RATE, ratio) for ratio in ratios)])
+    )
+
+
+def least_exposed(all_reduce: float, backward: float) -> float:
+    """Seconds of an all-reduce of all gradients that no order and no buckets hide behind backward.
+
+    The first gradient is ready after one layer's backward, then all bytes go through one wire; the last layer's bytes
+    do not start before backward has ended.
+
+    Args:
+        all_reduce: Seconds that an all-reduce of all gradients in one piece takes.
+        backward: Seconds that backward takes.
+    """
+    ready = [backward * (layer + 1) / LAYERS for layer in range(LAYERS)]
+    sizes = [NBYTES / LAYERS] * LAYERS
+    return lower_bound(ready, sizes, CollectiveCost(0.0, all_reduce / NBYTES)) - backward

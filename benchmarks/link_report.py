@@ -1,0 +1,172 @@
+"""Tables and plots of the link benchmark, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from link_cases import NBYTES, REFERENCE_RATE, Case, least_exposed, wire_seconds
+from report import median, paired_ratio, plots, table
+
+SHIPPED = "ddp as shipped"
+PLAIN = " (plain loop)"
+UNSYNCHRONISED = "unsynchronised"
+BOUND = "bound for an all-reduce"
+
+
+@dataclass
+class Measured:
+    """What rank 0 found in one case; one value per round, times in seconds.
+
+    Attributes:
+        steps: By peer, the median step.
+        all_reduce: An all-reduce of all gradients in one piece.
+        backward: Backward of the model, unsynchronised and without a Trainer.
+        passes: By peer of this package, the median time of backward and of what came after it until the gradients were
+            there.
+        skipped: By peer, why it did not run.
+    """
+
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    all_reduce: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of an all-reduce that nothing hides; by the fastest round's, as it is a bound."""
+        return least_exposed(min(self.all_reduce), median(self.backward))
+
+    def bound(self, plain: bool) -> float:
+        """Seconds before which no step ends that averages gradients by an all-reduce during backward."""
+        return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + self.exposed
+
+    def hidden(self, peer: str) -> float:
+        """The share that a peer hides of what can be hidden of an all-reduce.
+
+        1 at the bound; 0 where it takes as long as an all-reduce after backward; less where it sends more than that, or
+        waits; more where communication is hidden behind forward too.
+        """
+        all_reduce = min(self.all_reduce)
+        alone = self.steps[UNSYNCHRONISED + PLAIN * peer.endswith(PLAIN)]
+        added = median([step - least for step, least in zip(self.steps[peer], alone, strict=True)])
+        return (all_reduce - added) / (all_reduce - self.exposed)
+
+
+def described(case: Case, measured: Measured) -> str:
+    """The table of one case, and what it is about."""
+    shipped = measured.steps[SHIPPED]
+    lines = [["peer", "step ms", "of ddp's", "hidden", "backward ms", "then ms"]]
+    for peer, steps in measured.steps.items():
+        passes = measured.passes.get(peer, [])
+        lines.append(
+            [
+                peer,
+                f"{median(steps) * 1e3:.0f}",
+                f"{paired_ratio(steps, shipped):.3f}",
+                "" if peer.startswith(UNSYNCHRONISED) else f"{measured.hidden(peer):.0%}",
+                *(f"{median(times) * 1e3:.0f}" for times in zip(*passes, strict=True)),
+                *([] if passes else ["", ""]),
+            ]
+        )
+    for plain in (False, True):
+        if UNSYNCHRONISED + PLAIN * plain in measured.steps:
+            bound = measured.bound(plain)
+            name = BOUND + PLAIN * plain
+            lines.append([name, f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", "100%", "", ""])
+    head = (
+        f"{case.name}: {case.rate:g} Gbit/s, backward / all-reduce {case.ratio:.2f}; {case.forward_ms:.1f} ms forward "
+        f"and {case.backward_ms:.1f} ms backward a layer\n"
+        f"all-reduce of all gradients, {NBYTES / 1e6:.0f} MB in one piece: {median(measured.all_reduce) * 1e3:.0f} ms "
+        f"(fastest {min(measured.all_reduce) * 1e3:.0f}, {wire_seconds(case.rate) * 1e3:.0f} at the link's rate); "
+        f"backward: {median(measured.backward) * 1e3:.0f} ms; not to be hidden: {measured.exposed * 1e3:.0f} ms"
+    )
+    skipped = "".join(f"\nnot run: {peer}: {reason}" for peer, reason in measured.skipped.items())
+    return f"{head}\n{table(lines)}{skipped}\n"
+
+
+NOTES = """\
+of ddp's: median over rounds of the step's time / that of Lightning's ddp as shipped in the same round
+hidden: of what can be hidden of an all-reduce during backward; 0 % as an all-reduce after backward, less where more is
+        sent or waited for, more than 100 % where forward hides some
+backward, then: of this package's last_pass(), backward and from its end until the gradients were there
+FairScale's ShardedDDP runs with torch 2.13 on gloo as it is; gradients must be cleared with its own zero_grad()
+"""
+
+
+def drawn_reference(case: Case, measured: Measured) -> Any:
+    """The step time of each peer as horizontal bars: Trainers above, plain loops below."""
+    pyplot = plots()
+    groups = [
+        [peer for peer in measured.steps if peer.endswith(PLAIN) == plain and not peer.startswith(UNSYNCHRONISED)]
+        for plain in (False, True)
+    ]
+    shown = [(peers, plain) for peers, plain in zip(groups, (False, True), strict=True) if peers]
+    heights = [len(peers) for peers, _ in shown]
+    figure, panels = pyplot.subplots(
+        len(shown),
+        1,
+        sharex=True,
+        squeeze=False,
+        figsize=(8, 1.6 + 0.3 * sum(heights)),
+        gridspec_kw={"height_ratios": heights},
+    )
+    for panel, (peers, plain) in zip(panels[:, 0], shown, strict=True):
+        for at, peer in enumerate(peers):
+            steps = [step * 1e3 for step in measured.steps[peer]]
+            middle = median(steps)
+            spread = [[middle - min(steps)], [max(steps) - middle]]
+            panel.barh(at, middle, xerr=spread, color="C0" if _is_ours(peer) else "0.7", error_kw={"elinewidth": 0.8})
+            panel.text(max(steps) + 5, at, f"{middle:.0f}", va="center", fontsize=8)
+        alone = median(measured.steps[UNSYNCHRONISED + PLAIN * plain]) * 1e3
+        panel.axvline(alone, color="C2", label=f"unsynchronised, {alone:.0f} ms")
+        bound = measured.bound(plain) * 1e3
+        panel.axvline(bound, color="C3", linestyle="--", label=f"{BOUND}, {bound:.0f} ms")
+        panel.set_yticks(range(len(peers)), [peer.removesuffix(PLAIN) for peer in peers])
+        panel.invert_yaxis()
+        panel.set_ylabel("plain loop" if plain else "Trainer")
+        panel.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, fontsize=8)
+    panels[-1][0].set_xlabel("median step in ms; whiskers: fastest and slowest round")
+    figure.suptitle(
+        f"Step time over a link of {case.rate:g} Gbit/s, {NBYTES / 1e6:.0f} MB of gradients: shorter is better"
+    )
+    figure.tight_layout()
+    return figure
+
+
+def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
+    """Step time relative to ddp's over the rate and over the ratio."""
+    pyplot = plots()
+    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 3.8))
+    rates = {case.rate: it for case, it in found.items() if _is(case.ratio, 1.0)}
+    ratios = {case.ratio: it for case, it in found.items() if _is(case.rate, REFERENCE_RATE)}
+    for panel, by_x in zip(panels, (rates, ratios), strict=True):
+        xs = sorted(by_x)
+        for peer in next(iter(found.values())).steps:
+            values = [paired_ratio(by_x[x].steps[peer], by_x[x].steps[SHIPPED]) for x in xs]
+            style = "o-" if _is_ours(peer) or peer == SHIPPED else "o--"
+            panel.plot(xs, values, style, markersize=4, label=peer)
+        bounds = [by_x[x].bound(plain=False) / median(by_x[x].steps[SHIPPED]) for x in xs]
+        panel.plot(xs, bounds, ":", color="0.3", label=BOUND)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(xs, [f"{x:.2g}" for x in xs])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_xlabel("rate of the link in Gbit/s, at ratio 1")
+    panels[1].set_xlabel(f"time of backward / of an all-reduce, at {REFERENCE_RATE:g} Gbit/s")
+    panels[0].set_ylabel("step time / that of ddp as shipped")
+    figure.suptitle("Step time relative to ddp's: lower is better")
+    figure.tight_layout()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.01), ncols=4, frameon=False)
+    return figure
+
+
+def _is_ours(peer: str) -> bool:
+    return peer.lower().startswith("bucketddp")
+
+
+def _is(value: float, expected: float) -> bool:
+    return abs(value / expected - 1) < 1e-6
