@@ -18,6 +18,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
 from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
 from lightning_bucketddp.wrapper import BucketDDP, require_fit_group
 
@@ -65,6 +66,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
             in any case.
         bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
+            ``"auto"``: planned by what all-reduces and the first passes take; the log tells the outcome.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
         gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
@@ -114,7 +116,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: BucketCap = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -215,6 +217,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
             if earlier.module is module:  # set up again, as may be done with `ddp`
                 earlier.close()
         wrapper = BucketDDP(module, timeout=self._timeout, **self._wrapper_options)
+        wrapper.announce_with(rank_zero_info)
         _wrappers.add(wrapper)
         self._own = [ref for ref in self._own if ref() is not None] + [weakref.ref(wrapper)]
         return wrapper

@@ -21,8 +21,9 @@ the cap; bucket 2 stands alone because a never-seen parameter must hold nobody u
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -171,6 +172,7 @@ def plan(
     bucket_cap_bytes: int | None = None,
     groups: Sequence[Hashable] | None = None,
     multiple: int = 1,
+    ends: Collection[int] = (),
 ) -> Layout:
     """Lays parameters out in the order in which their gradients become ready.
 
@@ -181,6 +183,8 @@ def plan(
             own. ``None``: :func:`default_bucket_cap` of the total, with small buckets at both ends.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Elements that the length of each bucket is a multiple of.
+        ends: Indices into ``specs`` behind which buckets end, instead of where the cap has it, for parameters that may
+            share buckets and the last of which is among them.
 
     Returns:
         The layout. Slots have the order of ``specs``; buckets are sorted by when their last
@@ -203,6 +207,10 @@ def plan(
     members: list[tuple[int, ...]] = []
     for run in runs.values():
         sizes = [_padded(specs[slot]) * specs[slot].dtype.itemsize for slot in run]
+        if run[-1] in ends:
+            stops = [at for at, slot in enumerate(run, 1) if slot in ends]
+            members.extend(tuple(run[a:b]) for a, b in pairwise([0, *stops]))
+            continue
         cuts = _cut(sizes, bucket_cap_bytes) if bucket_cap_bytes is not None else _cut_default(sizes, total)
         members.extend(tuple(run[a:b]) for a, b in cuts)
     position = {slot: at for at, slot in enumerate(order)}

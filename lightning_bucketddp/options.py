@@ -19,6 +19,9 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 Dtype = torch.dtype | DtypeName
 
+BucketCap = float | Literal["auto"] | None
+"""Largest bucket in MiB; None for the default rule; ``"auto"`` to plan the buckets by what was measured."""
+
 GradDtype = torch.dtype | Mapping[str, torch.dtype]
 """One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
 
@@ -37,7 +40,7 @@ class Options:
         ValueError: If a value is out of range, or two values contradict each other; says which.
     """
 
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: BucketCap = None
     pad_buckets_to: int = 1
     module_buffers: ModuleBufferSync = "broadcast"
     find_unused_parameters: bool = False
@@ -53,9 +56,13 @@ class Options:
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+        cap = self.bucket_cap_mb
+        if not (cap is None or cap == "auto" or (isinstance(cap, int | float) and cap > 0)):
+            raise ValueError(f'expected bucket_cap_mb to be None, "auto" or a positive number of MiB, found {cap!r}')
+        if cap == "auto" and not (self.overlap and self.use_contiguous_buffers):
             raise ValueError(
-                f"expected bucket_cap_mb to be None or a positive number of MiB, found {self.bucket_cap_mb!r}"
+                'bucket_cap_mb="auto" plans buckets that are reduced while backward runs; it cannot be had with '
+                f"overlap={self.overlap} and use_contiguous_buffers={self.use_contiguous_buffers}"
             )
         if not (isinstance(self.pad_buckets_to, int) and self.pad_buckets_to >= 1):
             raise ValueError(
@@ -100,7 +107,7 @@ class Options:
     @property
     def bucket_cap_bytes(self) -> int | None:
         """Largest bucket in bytes; None for the default rule."""
-        return int(self.bucket_cap_mb * MIB) if self.bucket_cap_mb is not None else None
+        return int(self.bucket_cap_mb * MIB) if isinstance(self.bucket_cap_mb, int | float) else None
 
     @property
     def rescales(self) -> bool:

@@ -33,7 +33,7 @@ from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, require_hook_decides
 from lightning_bucketddp.control import ControlExchange, Report, fingerprint
 from lightning_bucketddp.control_checks import ControlChecks
-from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass
+from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass, logger
 from lightning_bucketddp.divisor import GradientDivisor
 from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
@@ -41,7 +41,9 @@ from lightning_bucketddp.gradient_checks import GradientError, not_cleared
 from lightning_bucketddp.gradient_hooks import GradientHooks, hooks_can_be_forgotten
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
+from lightning_bucketddp.planner import BucketPlan, Planner
 from lightning_bucketddp.ready_order import OrderLearner
+from lightning_bucketddp.schedule import CollectiveCost
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
@@ -96,6 +98,7 @@ class Reducer:
         options: What was asked for.
         sparse_names: The parameters whose gradients are sparse; the same on every rank.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
+        cost: What an all-reduce costs, for buckets to be planned by; None if they are not to be.
 
     Attributes:
         synchronise: Whether passes are synchronised, where no root tells otherwise.
@@ -108,6 +111,7 @@ class Reducer:
         failures: What is known of failures, and how this rank gives up.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
             drops the reducer removes them.
+        announce: Given what is worth a line, on rank 0.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
 
@@ -119,6 +123,7 @@ class Reducer:
         options: Options,
         sparse_names: Collection[str] = (),
         comm_hook: CommHook | None = None,
+        cost: CollectiveCost | None = None,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
@@ -147,6 +152,7 @@ class Reducer:
         self._returns_to_all_hooks = 0
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
+        self.announce: Callable[[str], None] = logger.info
         self.synchronise = True
         self.uneven = False
         self._out_of_data = self.replaying = self._contributed = False
@@ -166,6 +172,7 @@ class Reducer:
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
         self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
+        self._planner = Planner(self._slots, collectives, cost)
 
         self._layouts = 1
         self._local_passes = 0  # since the last reduction
@@ -197,6 +204,11 @@ class Reducer:
     def unbind_main_grads(self) -> None:
         """Takes ``main_grad`` away from the parameters, until the next training forward."""
         self._runs.unbind_main_grads()
+
+    @property
+    def bucket_plan(self) -> BucketPlan | None:
+        """The plan that was made last."""
+        return self._planner.last
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass that published gradients, if there was one."""
@@ -441,7 +453,8 @@ class Reducer:
         except RuntimeError as error:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
-        self._only_arrivals = not (self._learner.learning or self.replaying)
+        self._planner.begin(since, self._learner.learning, self._runs.device)
+        self._only_arrivals = not (self._learner.learning or self.replaying or self._planner.watching)
 
     def _require_divisible(self) -> None:
         if self._uncleared is not None:
@@ -471,7 +484,7 @@ class Reducer:
         A matter of this rank's alone: it changes when a bucket is launched, and nothing else. What comes without
         notice is seen by comparing ``.grad`` with what was there before.
         """
-        if not self._tails_wanted or self._replan_due or self._learner.learning:
+        if not self._tails_wanted or self._replan_due or self._learner.learning or self._planner.busy():
             return
         if self._runs.late_looks > MAX_LATE_LOOKS or self._returns_to_all_hooks > MAX_RETURNS_TO_ALL_HOOKS:
             self._tails_wanted = False
@@ -546,6 +559,7 @@ class Reducer:
             if self._state is PassState.LOCAL:
                 self._runs.arrived_in_local_pass(slot)
                 return
+            self._planner.ready(slot)
             run = self._runs.arrived(slot)
             if self._learner.learning:
                 self._learner.arrived(slot)
@@ -696,6 +710,7 @@ class Reducer:
         runs, notes = self._runs, self._notes
         assert notes is not None
         notes.backward_ended = time.perf_counter()
+        self._planner.backward_ended()
         self.early_launches = runs.launched
         runs.require_none_late()
         runs.count_unsure()
@@ -726,6 +741,11 @@ class Reducer:
         if self._learner.learning and not self._by_hand:  # which teaches nothing
             with self.failures.waiting_for("the order of readiness"):
                 self._replan_due |= self._learner.learn(runs.device, self.failures.raise_if_published)
+        if self._planner.watching and not self._by_hand:
+            with self.failures.waiting_for("the times of readiness"):
+                self._replan_due |= self._planner.finish(self.layout, runs.device, self.failures.raise_if_published)
+            if self._planner.news is not None and self._collectives.rank == 0:
+                self.announce(f'bucket_cap_mb="auto": {self._planner.news}')
         notes.end(
             [(run.index, run.launched_at) for run in runs.active],
             early=self.early_launches,
@@ -847,6 +867,7 @@ class Reducer:
         if control.failed_ranks == self._collectives.world_size:
             self._runs.forget_sent()
             self._learner.start_again()
+            self._planner.start_again()
             self._end_reduction()
         else:
             self.failures.give_up(message, cause)

@@ -73,6 +73,10 @@ class CollectiveCost:
         """The cost by the size of a tensor of which only one of ``parts`` equal parts travels."""
         return CollectiveCost(self.latency, self.seconds_per_byte / parts)
 
+    def scaled(self, factor: float) -> CollectiveCost:
+        """The cost of a collective that takes ``factor`` times as long."""
+        return CollectiveCost(self.latency * factor, self.seconds_per_byte * factor)
+
     @classmethod
     def fitted(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveCost:
         """The cost that measured times show, by least squares of the relative error.

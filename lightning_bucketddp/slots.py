@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from enum import Enum
 
 from torch import nn
@@ -51,6 +51,7 @@ class SlotTable:
         params: The parameter of each slot.
         specs: The specification of each slot.
         kinds: The kind of each slot.
+        bucket_ends: Slots behind which buckets end, for the slots whose buckets have been planned.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SlotTable:
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
+        self.bucket_ends: frozenset[int] = frozenset()
         self._index_of: list[int] = []
         self.slot_of_index: dict[int, int] = {}
         self._order: list[int] = []
@@ -166,11 +168,26 @@ class SlotTable:
 
         self._order.sort(key=when)  # stable: what was not seen this time keeps its order
 
+    def _group_of(self, slot: int) -> Hashable:
+        """What slots that may share a bucket have in common."""
+        index = self._index_of[slot]
+        return self.kinds[slot], tuple(members[index] for members in self._grouping_sets)
+
+    def runs_of(self, trainable: TrainableSet) -> list[list[int]]:
+        """The slots of a trainable set whose buckets may be planned, in the order of their readiness.
+
+        Returns:
+            One list for the slots that may share buckets.
+        """
+        runs: dict[Hashable, list[int]] = {}
+        for slot in self._order:
+            if self.kinds[slot] is SlotKind.NORMAL and self.is_in(slot, trainable):
+                spec = self.specs[slot]
+                runs.setdefault((spec.device, spec.dtype, self._group_of(slot)), []).append(slot)
+        return list(runs.values())
+
     def plan(self) -> Layout:
         """The layout for what is known now; the same on every rank that was told the same."""
         order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
-        groups = [
-            (kind, tuple(members[index] for members in self._grouping_sets))
-            for kind, index in zip(self.kinds, self._index_of, strict=True)
-        ]
-        return plan(self.specs, order, self._bucket_cap_bytes, groups, self._bucket_multiple)
+        groups = [self._group_of(slot) for slot in range(len(self))]
+        return plan(self.specs, order, self._bucket_cap_bytes, groups, self._bucket_multiple, self.bucket_ends)

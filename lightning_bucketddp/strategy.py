@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -37,7 +38,7 @@ from lightning_bucketddp.evened_loader import EvenedLoader, evened
 from lightning_bucketddp.finetuning import add_trainable, restore_trainable
 from lightning_bucketddp.layer_sync import BatchNormSync
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
 from lightning_bucketddp.sigterm import quieten_sigterm
 from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
 from lightning_bucketddp.uneven import UnevenInputs
@@ -76,6 +77,7 @@ class BucketDDPStrategy(DDPStrategy):
         process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
             ranks in any case.
         bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
+            ``"auto"``: planned by what all-reduces and the first passes take; the log tells the outcome.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
         gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
@@ -134,7 +136,7 @@ class BucketDDPStrategy(DDPStrategy):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: BucketCap = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -253,6 +255,7 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
         wrapper = BucketDDP(model, timeout=self._timeout, **self._wrapper_options)
+        wrapper.announce_with(rank_zero_info)
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()
         return wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, cho
 from lightning_bucketddp.compiled import GraphCuts, cutting_graphs, leave_untraced
 from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.layout import Layout, default_bucket_cap
+from lightning_bucketddp.link_cost import measure_cost
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
 from lightning_bucketddp.megatron import MegatronCalls
@@ -30,12 +32,15 @@ from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.nested import move_to, tensors_in
 from lightning_bucketddp.options import (
     DEFAULT_TIMEOUT,
+    BucketCap,
     DivideBy,
     Dtype,
     Options,
     resolve_options,
 )
+from lightning_bucketddp.planner import BucketPlan
 from lightning_bucketddp.reducer import Reducer
+from lightning_bucketddp.schedule import CollectiveCost
 from lightning_bucketddp.sparse_grads import find_sparse
 from lightning_bucketddp.sync_batchnorm import StatisticsLink, links_of
 from lightning_bucketddp.uneven import UnevenInputs, UnevenRanks
@@ -90,6 +95,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
             between the ranks.
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
+            ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
+            which a pass should end first, and keeps them if it does (:attr:`bucket_plan`); again for other sets of
+            trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the last bits
+            of a sum depend on the buckets.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
@@ -157,7 +166,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: BucketCap = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -223,6 +232,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         params = _params_of(module, ignored)
         problem: Exception | None = None
         lines: list[Entry] = []
+        plans_buckets = False
         sparse: frozenset[str] = frozenset()
         hook: CommHook | None = None
         try:
@@ -237,6 +247,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             described = hook.options() if hook is not None else {"comm_hook": None}
             lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             lines += entries(module, params, sparse, ignored, self._options)
+            plans_buckets = self._options.bucket_cap_mb == "auto"
+            if plans_buckets:
+                plans_buckets = not torch.are_deterministic_algorithms_enabled()
+                lines.append(Entry("whether algorithms may be indeterministic", repr(plans_buckets)))
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
@@ -247,7 +261,16 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             tensors = [param for _, param in params] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
-        self._reducer = Reducer(params, collectives, agreement, options, sparse, hook)
+        cost: CollectiveCost | None = None
+        if options.bucket_cap_mb == "auto" and not plans_buckets and collectives.rank == 0:
+            warnings.warn(
+                'bucket_cap_mb="auto" follows the default rule under torch.use_deterministic_algorithms() (a Trainer\'s'
+                " deterministic=True): planned buckets differ from run to run, and with them the last bits of the sums",
+                stacklevel=2,
+            )
+        if plans_buckets and collectives.world_size > 1:
+            cost = measure_cost(collectives, params[0][1].device, options.wire_dtype)
+        self._reducer = Reducer(params, collectives, agreement, options, sparse, hook, cost)
         self._links = links_of(module)
         for link in self._links:
             link.join(self._reducer.failures, self._reducer.counts, agreement.number)
@@ -414,6 +437,10 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._reducer.register_comm_hook(lambda: CommHook(hook, state, self._collectives.leave_behind))
         self._hook_arguments = (hook, state)
 
+    def announce_with(self, announce: Callable[[str], None]) -> None:
+        """Passes what is worth a line, on rank 0, to a function instead of the logger ``lightning_bucketddp``."""
+        self._reducer.announce = announce
+
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
 
@@ -553,6 +580,11 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     def layout(self) -> Layout:
         """Where the gradients lie: buckets in launch order, slots, buffers and their sizes in bytes."""
         return self._reducer.layout
+
+    @property
+    def bucket_plan(self) -> BucketPlan | None:
+        """What ``bucket_cap_mb="auto"`` decided last; None before that, and without it."""
+        return self._reducer.bucket_plan if "_reducer" in self.__dict__ else None
 
     @property
     def passes(self) -> int:

@@ -1,0 +1,318 @@
+"""``bucket_cap_mb="auto"``: watches a few passes, plans the buckets that finish first, and keeps them if they do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.layout import MIB, Layout
+from lightning_bucketddp.link_cost import slowest
+from lightning_bucketddp.ready_times import ReadyTimes
+from lightning_bucketddp.schedule import CollectiveCost, Timeline, plan_for_unsure_cost, simulate
+from lightning_bucketddp.slots import SlotTable, TrainableSet
+
+WATCHED_PASSES = 3
+"""Passes with the default buckets whose times a plan is made from, and passes in which it is tried."""
+
+MAX_PLANNED_SETS = 8
+"""Trainable sets that a plan is made for; the buckets of later ones follow the default rule."""
+
+MAX_PIECES = 512
+"""Of how many pieces a plan is made at most: parameters that are small and follow each other count as one."""
+
+WORSE = 1.02
+"""How much longer than with the default buckets a pass may take for a plan to be kept; less is noise."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What ``bucket_cap_mb="auto"`` has found out and decided for one trainable set.
+
+    Attributes:
+        cost: What an all-reduce costs.
+        default: A simulated pass with the default buckets.
+        planned: A simulated pass with the planned ones.
+        default_seconds: How long a pass took with the default buckets, on the slowest rank.
+        planned_seconds: The same with the planned ones; None as long as they have not been tried, or if they are the
+            same.
+        kept: Whether the plan is in use; if not, the default buckets are.
+    """
+
+    cost: CollectiveCost
+    default: Timeline
+    planned: Timeline
+    default_seconds: float
+    planned_seconds: float | None = None
+    kept: bool = True
+
+    def __str__(self) -> str:
+        per_second = 8 / self.cost.seconds_per_byte / 1e9 if self.cost.seconds_per_byte else float("inf")
+        link = f"an all-reduce costs {self.cost.latency * 1e3:.2f} ms and 1 s per {per_second:.2f} Gbit"
+        if self.planned.buckets == self.default.buckets:
+            return f"{link}; the {_buckets(self.default)} of the default rule are as good as any"
+        sizes = f"{_buckets(self.planned)} instead of {_buckets(self.default)}"
+        expected = f"expected {self.planned.finish * 1e3:.1f} ms instead of {self.default.finish * 1e3:.1f} ms a pass"
+        if self.planned_seconds is None:
+            return f"{link}; {sizes}, {expected}"
+        measured = f"measured {self.planned_seconds * 1e3:.1f} ms instead of {self.default_seconds * 1e3:.1f} ms"
+        return f"{link}; {sizes}, {expected}, {measured}: {'kept' if self.kept else 'back to the default'}"
+
+
+def _buckets(timeline: Timeline) -> str:
+    sizes = [bucket.nbytes / MIB for bucket in timeline.buckets]
+    each = f" of {min(sizes):.1f} to {max(sizes):.1f} MiB" if len(sizes) > 1 else f" of {sizes[0]:.1f} MiB"
+    return f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}{each}"
+
+
+class _Watched:
+    """What is known of one trainable set."""
+
+    def __init__(self) -> None:
+        self.passes: list[ReadyTimes] = []
+        self.plan: BucketPlan | None = None
+        self.ends: frozenset[int] = frozenset()
+        self.decided = False
+
+
+class Planner:
+    """Watches passes and plans buckets; what it decides is the same on every rank.
+
+    Args:
+        slots: The slots, which are told where buckets end.
+        collectives: The group.
+        cost: What an all-reduce costs, as measured at set-up; None if nothing is to be planned.
+
+    Attributes:
+        last: The plan that was made or judged last.
+        news: The same if it was decided on in the last pass, for good.
+    """
+
+    def __init__(self, slots: SlotTable, collectives: Collectives, cost: CollectiveCost | None) -> None:
+        self._slots = slots
+        self._collectives = collectives
+        self._cost = cost
+        self._watched: dict[TrainableSet, _Watched] = {}
+        self._present: _Watched | None = None
+        self._times: ReadyTimes | None = None
+        self.last: BucketPlan | None = None
+        self.news: BucketPlan | None = None
+
+    @property
+    def watching(self) -> bool:
+        """Whether the present pass is watched."""
+        return self._times is not None
+
+    def begin(self, trainable: TrainableSet, learning: bool, device: torch.device) -> None:
+        """A synchronised pass begins.
+
+        Args:
+            trainable: The set that was trainable since the last reduction.
+            learning: Whether the order of readiness is not known yet.
+            device: Where the gradients are.
+        """
+        self._times = self._present = None
+        if self._cost is None or learning:
+            return
+        watched = self._watched.get(trainable)
+        if watched is None:
+            if len(self._watched) == MAX_PLANNED_SETS:
+                return
+            watched = self._watched[trainable] = _Watched()
+        if not watched.decided:
+            self._present, self._trainable = watched, trainable
+            self._times = ReadyTimes(device)
+
+    def busy(self) -> bool:
+        """Whether passes are to be watched still."""
+        return self._cost is not None and not all(watched.decided for watched in self._watched.values())
+
+    def ready(self, slot: int) -> None:
+        """The gradient of a slot is ready."""
+        if self._times is not None:
+            self._times.ready(slot)
+
+    def backward_ended(self) -> None:
+        """The backward of the present pass has ended."""
+        if self._times is not None:
+            self._times.backward_ended()
+
+    def start_again(self) -> None:
+        """The pass has failed on every rank: it does not count."""
+        self._times = None
+
+    def finish(self, layout: Layout, device: torch.device, on_idle: Callable[[], None]) -> bool:
+        """The present pass has ended. All ranks must call this.
+
+        Args:
+            layout: The layout of the pass.
+            device: The device whose tensors travel.
+            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+
+        Returns:
+            Whether buckets are to be laid out anew.
+        """
+        self.news = None
+        watched, times, self._times = self._present, self._times, None
+        if watched is None or times is None:
+            return False
+        times.finished()
+        watched.passes.append(times)
+        if len(watched.passes) < WATCHED_PASSES:
+            return False
+        passes, watched.passes = watched.passes, []
+        if watched.plan is None:
+            again = self._plan(watched, passes, layout, device, on_idle)
+        else:
+            again = self._judge(watched, watched.plan, passes, device, on_idle)
+        self.news = self.last if watched.decided else None
+        return again
+
+    def _plan(
+        self,
+        watched: _Watched,
+        passes: list[ReadyTimes],
+        layout: Layout,
+        device: torch.device,
+        on_idle: Callable[[], None],
+    ) -> bool:
+        assert self._cost is not None
+        count = len(self._slots)
+        found = [times.seconds() for times in passes]
+        mine = [_median([seconds[slot] for seconds in found if slot in seconds]) for slot in range(count)]
+        mine += [_median([times.seconds_of_backward() for times in passes])]
+        mine += [_median([times.seconds_of_pass() for times in passes])]
+        *ready, backward_end, seconds = slowest(self._collectives, mine, device, on_idle)
+        ready = [backward_end if at < 0 else at for at in ready]
+
+        members = [bucket.slots for bucket in layout.buckets if self._slots.is_in(bucket.slots[0], self._trainable)]
+        default = _simulated(members, ready, layout, self._cost, backward_end)
+        cost = calibrated(self._cost, default, seconds)
+        runs = self._slots.runs_of(self._trainable)
+        ends = torch.zeros(count, dtype=torch.int64)
+        if self._collectives.rank == 0:
+            for run in runs:
+                for slot in _planned_ends(run, members, ready, layout, cost):
+                    ends[slot] = 1
+        ends = ends.to(device)
+        self._collectives.broadcast(ends).wait(on_idle)
+        watched.ends = frozenset(slot for slot, flag in enumerate(ends.tolist()) if flag)
+        cut = [piece for run in runs for piece in _cut(run, watched.ends)]
+        rest = [slots for slots in members if not set(slots) & {slot for run in runs for slot in run}]
+        position = {slot: at for at, slot in enumerate(slot for slots in members for slot in slots)}
+        planned = sorted([*cut, *rest], key=lambda slots: position[slots[-1]])
+        watched.plan = self.last = BucketPlan(
+            cost,
+            _simulated(members, ready, layout, cost, backward_end),
+            _simulated(planned, ready, layout, cost, backward_end),
+            seconds,
+        )
+        watched.decided = planned == members
+        self._slots.bucket_ends |= watched.ends
+        return not watched.decided
+
+    def _judge(
+        self,
+        watched: _Watched,
+        plan: BucketPlan,
+        passes: list[ReadyTimes],
+        device: torch.device,
+        on_idle: Callable[[], None],
+    ) -> bool:
+        mine = [_median([times.seconds_of_pass() for times in passes])]
+        seconds = slowest(self._collectives, mine, device, on_idle)[0]
+        kept = seconds <= plan.default_seconds * WORSE  # of the same bits on every rank
+        watched.plan = self.last = BucketPlan(
+            plan.cost, plan.default, plan.planned, plan.default_seconds, seconds, kept
+        )
+        watched.decided = True
+        if not kept:
+            self._slots.bucket_ends -= watched.ends
+        return not kept
+
+
+def calibrated(cost: CollectiveCost, simulated: Timeline, seconds: float) -> CollectiveCost:
+    """The cost that explains how long a pass took, where communication was what it took long for.
+
+    Where all of it is hidden a pass tells nothing about its cost.
+
+    Args:
+        cost: What was measured otherwise.
+        simulated: The pass as it should have been.
+        seconds: How long it took.
+    """
+    if seconds <= simulated.backward_end * 1.05 or simulated.exposed <= 0.05 * simulated.backward_end:
+        return cost
+    ready = [bucket.ready for bucket in simulated.buckets]
+    nbytes = [bucket.nbytes for bucket in simulated.buckets]
+    each = range(1, len(ready) + 1)
+    low, high = 0.1, 10.0
+    for _ in range(30):
+        factor = (low * high) ** 0.5
+        if simulate(ready, nbytes, each, cost.scaled(factor)).finish < seconds:
+            low = factor
+        else:
+            high = factor
+    return cost.scaled((low * high) ** 0.5)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else -1.0
+
+
+def _nbytes(slots: Sequence[int], layout: Layout) -> int:
+    return sum(layout.slots[slot].spec.nbytes for slot in slots)
+
+
+def _simulated(
+    members: Sequence[Sequence[int]],
+    ready: Sequence[float],
+    layout: Layout,
+    cost: CollectiveCost,
+    backward_end: float,
+) -> Timeline:
+    """A pass with the given buckets."""
+    at = [max(ready[slot] for slot in slots) for slots in members]
+    sizes = [_nbytes(slots, layout) for slots in members]
+    return simulate(at, sizes, range(1, len(members) + 1), cost, backward_end)
+
+
+def _planned_ends(
+    run: Sequence[int],
+    members: Sequence[Sequence[int]],
+    ready: Sequence[float],
+    layout: Layout,
+    cost: CollectiveCost,
+) -> list[int]:
+    """The slots of a run, in launch order, behind which a bucket should end."""
+    ends_now = {slots[-1] for slots in members}
+    pieces = _pieces(run, ends_now, layout)
+    times = list(accumulate((max(ready[slot] for slot in piece) for piece in pieces), max))
+    sizes = [_nbytes(piece, layout) for piece in pieces]
+    fallback = [at for at, piece in enumerate(pieces, 1) if piece[-1] in ends_now]
+    boundaries = plan_for_unsure_cost(times, sizes, cost, fallback)
+    return [pieces[at - 1][-1] for at in boundaries]
+
+
+def _pieces(run: Sequence[int], ends: set[int], layout: Layout) -> list[list[int]]:
+    """Cuts a run into pieces of equal size at most, as fine as is worth it, and behind each of ``ends``."""
+    largest = _nbytes(run, layout) / MAX_PIECES
+    pieces: list[list[int]] = [[]]
+    for slot in run:
+        if pieces[-1] and (pieces[-1][-1] in ends or _nbytes([*pieces[-1], slot], layout) > largest):
+            pieces.append([])
+        pieces[-1].append(slot)
+    return pieces
+
+
+def _cut(run: Sequence[int], ends: frozenset[int]) -> list[tuple[int, ...]]:
+    cut: list[list[int]] = [[]]
+    for slot in run:
+        cut[-1].append(slot)
+        if slot in ends:
+            cut.append([])
+    return [tuple(slots) for slots in cut if slots]
