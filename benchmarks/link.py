@@ -94,9 +94,10 @@ def worker(rank: int, folder: Path) -> None:
         measured.backward.append(_backward_seconds(model))
         for peer in chosen if number % 2 == 0 else reversed(chosen):
             passes: list[Any] = []
+            plans: list[Any] = []
             model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
             try:
-                times = step_times(peer, model, peer.warm_up + job.steps, passes)
+                times = step_times(peer, model, peer.warm_up + job.steps, passes, plans)
             except Exception as error:  # the traceback comes after all the other rank has to say
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
@@ -105,6 +106,10 @@ def worker(rank: int, folder: Path) -> None:
                 counted = passes[peer.warm_up :]
                 both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
                 measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
+                for plan in plans:
+                    chosen_buckets = plan.planned if plan.kept else plan.default
+                    seconds = median([sum(each) for each in zip(*both, strict=True)])
+                    measured.plans.setdefault(peer.name, []).append((str(plan), chosen_buckets.finish, seconds))
             gc.collect()  # here rather than in the next peer's turn
             dist.barrier()
         if rank == 0:

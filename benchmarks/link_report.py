@@ -25,6 +25,7 @@ class Measured:
         backward: Backward of the model, unsynchronised and without a Trainer.
         passes: By peer of this package, the median time of backward and of what came after it until the gradients were
             there.
+        plans: By peer that plans its buckets, the plan in words, and the time of a pass as simulated and as measured.
         skipped: By peer, why it did not run.
     """
 
@@ -32,6 +33,7 @@ class Measured:
     all_reduce: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    plans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -83,8 +85,15 @@ def described(case: Case, measured: Measured) -> str:
         f"(fastest {min(measured.all_reduce) * 1e3:.0f}, {wire_seconds(case.rate) * 1e3:.0f} at the link's rate); "
         f"backward: {median(measured.backward) * 1e3:.0f} ms; not to be hidden: {measured.exposed * 1e3:.0f} ms"
     )
+    plans = "".join(
+        f"\n{peer}: {text}\n  a pass simulated {median([it[1] for it in found]) * 1e3:.0f} ms, measured "
+        f"{median([it[2] for it in found]) * 1e3:.0f} ms, error {median([it[1] / it[2] - 1 for it in found]):+.1%} "
+        "(medians over rounds)"
+        for peer, found in measured.plans.items()
+        for text in [found[-1][0]]
+    )
     skipped = "".join(f"\nnot run: {peer}: {reason}" for peer, reason in measured.skipped.items())
-    return f"{head}\n{table(lines)}{skipped}\n"
+    return f"{head}\n{table(lines)}{plans}{skipped}\n"
 
 
 NOTES = """\

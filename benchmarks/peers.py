@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy
 from lightning_bucketddp.diagnostics import PassRecord
+from lightning_bucketddp.planner import BucketPlan
 
 
 class StartedRanks(LightningEnvironment):
@@ -172,6 +173,7 @@ def _plain_peers() -> list[Peer]:
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=_wrapped(BucketDDP)),
+        Peer('BucketDDP, "auto"', None, wrap=_wrapped(lambda net: BucketDDP(net, bucket_cap_mb="auto")), warm_up=10),
     ]
     return [replace(peer, name=f"{peer.name} (plain loop)") for peer in found]
 
@@ -191,9 +193,10 @@ class _Trained(pl.LightningModule):
 class _Clock(pl.Callback):
     """When batches begin, less the time that reading the passes' records takes."""
 
-    def __init__(self, passes: list[PassRecord]) -> None:
+    def __init__(self, passes: list[PassRecord], plans: list[BucketPlan]) -> None:
         self.at: list[float] = []
         self.passes = passes
+        self.plans = plans
         self._reading = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -204,13 +207,27 @@ class _Clock(pl.Callback):
         _read_pass(getattr(trainer.strategy, "bucket_ddp", None), self.passes)
         self._reading += time.perf_counter() - begin
 
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _read_plan(getattr(trainer.strategy, "bucket_ddp", None), self.plans)
+
 
 def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
     if isinstance(module, BucketDDP) and (record := module.last_pass()) is not None:
         passes.append(record)
 
 
-def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None) -> list[float]:
+def _read_plan(module: nn.Module | None, plans: list[BucketPlan]) -> None:
+    if isinstance(module, BucketDDP) and (plan := module.bucket_plan) is not None:
+        plans.append(plan)
+
+
+def step_times(
+    peer: Peer,
+    net: nn.Sequential,
+    steps: int,
+    passes: list[PassRecord] | None = None,
+    plans: list[BucketPlan] | None = None,
+) -> list[float]:
     """Seconds of each of ``steps`` steps, the first ones included.
 
     Args:
@@ -218,11 +235,13 @@ def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassReco
         net: What to train; its layers take a tensor of (1, 1).
         steps: How many.
         passes: Gets, for peers of this package, what happened in each pass.
+        plans: Gets, for peers of this package that plan buckets, the plan.
     """
     passes = [] if passes is None else passes
+    plans = [] if plans is None else plans
     if peer.strategy is None:
-        return _plain_steps(peer, net, steps, passes)
-    clock = _Clock(passes)
+        return _plain_steps(peer, net, steps, passes, plans)
+    clock = _Clock(passes, plans)
     data = DataLoader(TensorDataset(torch.zeros(steps + 1, 1)))
     trainer = pl.Trainer(
         strategy=peer.strategy(),
@@ -241,7 +260,9 @@ def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassReco
     return [end - begin for begin, end in pairwise(clock.at)]
 
 
-def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord]) -> list[float]:
+def _plain_steps(
+    peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord], plans: list[BucketPlan]
+) -> list[float]:
     assert peer.wrap is not None
     module, optimizer = peer.wrap(net, peer.optimizer)
     times = []
@@ -253,6 +274,7 @@ def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRe
         optimizer.step()
         times.append(time.perf_counter() - begin)
         _read_pass(module, passes)
+    _read_plan(module, plans)
     if isinstance(module, BucketDDP):
         module.close()
     return times
