@@ -7,8 +7,8 @@ computation hides of the communication. Compared are 25 MiB buckets (by torch DD
 of 1 MiB), this package's default buckets, its plan for the cluster, and a bound that no bucket boundaries exceed. Pure
 arithmetic with ``lightning_bucketddp.schedule``, seconds on any machine.
 
-The plan is made as in practice, where latency and bandwidth of an all-reduce are measured: from a straight line fitted
-to the costs of six sizes, and among those plans that do no harm where both are ten times more or less
+The plan is made as in practice, where latency and bandwidth of an all-reduce are measured: from a straight line
+through the costs of two sizes, and among those plans that do no harm where both are ten times more or less
 (``plan_for_unsure_cost``). It is judged, as the others are, by the costs themselves.
 
 What the model leaves out: the optimizer, data loading and everything else between steps; stragglers, and the jitter of
@@ -39,6 +39,7 @@ from model_shapes import ModelShapes, gpt2_medium, gpt_1_3b, resnet50
 from report import median, plots, save, table
 
 from lightning_bucketddp.layout import MIB, ParamSpec, contiguous_strides, plan
+from lightning_bucketddp.link_cost import SIZES
 from lightning_bucketddp.schedule import (
     Cluster,
     CollectiveCost,
@@ -78,9 +79,9 @@ class FasterOf(CollectiveCost):
         return min(super().seconds(nbytes), self.other.seconds(nbytes))
 
     def measured(self) -> CollectiveCost:
-        """The straight line through six measured sizes, 64 KiB to 64 MiB."""
-        sizes = [2**at * 1024 for at in range(6, 17, 2)]
-        return CollectiveCost.fitted(sizes, [self.seconds(size) for size in sizes])
+        """The straight line through two measured sizes, as at set-up."""
+        small, large = SIZES[0], SIZES[-1]
+        return CollectiveCost.through((small, self.seconds(small)), (large, self.seconds(large)))
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,9 @@ class Gradients:
         buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
         return tuple(accumulate(len(bucket) for bucket in buckets))
 
-    def default_boundaries(self) -> tuple[int, ...]:
+    def default_boundaries(self, ranks: int) -> tuple[int, ...]:
         """Where this package's default buckets end."""
-        layout = plan(self.specs, range(len(self.specs)))
+        layout = plan(self.specs, range(len(self.specs)), world_size=ranks)
         return tuple(accumulate(len(bucket.slots) for bucket in layout.buckets))
 
 
@@ -195,7 +196,7 @@ def simulated(site: Site, model: ModelShapes, ranks: int) -> dict[str, Planned]:
     backward = 2 * forward
     ready = [backward * part for part in gradients.ready]
     cost = site.all_reduce(ranks)
-    default = gradients.default_boundaries()
+    default = gradients.default_boundaries(ranks)
 
     def ending(finish: float) -> tuple[float, float]:
         end = max(finish, backward)

@@ -36,7 +36,11 @@ MAX_DEFAULT_BUCKET_BYTES = 25 * MIB
 MIN_DEFAULT_BUCKET_BYTES = MIB
 """Lower bound of the default bucket size: below it latency outweighs overlap. torch DDP's first bucket."""
 DEFAULT_BUCKET_COUNT = 32
-"""Buckets the default rule aims at: the tail that no backward compute hides is then about 1/32."""
+"""Buckets the default rule aims at between two ranks: the tail that no backward compute hides is then about 1/32.
+
+With more ranks a collective takes more hops, log2 of their number at best, and fewer buckets are worth theirs.
+"""
+MIN_DEFAULT_BUCKET_COUNT = 4
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ def plan(
     groups: Sequence[Hashable] | None = None,
     multiple: int = 1,
     ends: Collection[int] = (),
+    world_size: int = 2,
 ) -> Layout:
     """Lays parameters out in the order in which their gradients become ready.
 
@@ -180,11 +185,12 @@ def plan(
         specs: The parameters, in any fixed order.
         order: Indices into ``specs``, earliest gradient first; each index once.
         bucket_cap_bytes: Largest bucket in bytes; a parameter larger than that has a bucket of its
-            own. ``None``: :func:`default_bucket_cap` of the total, with small buckets at both ends.
+            own. ``None``: :func:`default_bucket_cap`, with small buckets at both ends.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Elements that the length of each bucket is a multiple of.
         ends: Indices into ``specs`` behind which buckets end, instead of where the cap has it, for parameters that may
             share buckets and the last of which is among them.
+        world_size: Number of ranks, for the default cap.
 
     Returns:
         The layout. Slots have the order of ``specs``; buckets are sorted by when their last
@@ -211,7 +217,10 @@ def plan(
             stops = [at for at, slot in enumerate(run, 1) if slot in ends]
             members.extend(tuple(run[a:b]) for a, b in pairwise([0, *stops]))
             continue
-        cuts = _cut(sizes, bucket_cap_bytes) if bucket_cap_bytes is not None else _cut_default(sizes, total)
+        if bucket_cap_bytes is not None:
+            cuts = _cut(sizes, bucket_cap_bytes)
+        else:
+            cuts = _cut_default(sizes, default_bucket_cap(total, world_size))
         members.extend(tuple(run[a:b]) for a, b in cuts)
     position = {slot: at for at, slot in enumerate(order)}
     members.sort(key=lambda slots: max(position[slot] for slot in slots))
@@ -238,9 +247,20 @@ def plan(
     )
 
 
-def default_bucket_cap(total_bytes: int) -> int:
-    """The default bucket size in bytes for gradients of ``total_bytes``: 1/32 of it, from 1 to 25 MiB."""
-    return max(MIN_DEFAULT_BUCKET_BYTES, min(MAX_DEFAULT_BUCKET_BYTES, total_bytes // DEFAULT_BUCKET_COUNT))
+def default_bucket_cap(total_bytes: int, world_size: int) -> int:
+    """The default bucket size in bytes.
+
+    Args:
+        total_bytes: Of all gradients.
+        world_size: Number of ranks.
+
+    Returns:
+        1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on with the logarithm of their number up
+        to 1/4; from 1 to 25 MiB.
+    """
+    hops = max(1, (world_size - 1).bit_length())
+    count = max(MIN_DEFAULT_BUCKET_COUNT, round(DEFAULT_BUCKET_COUNT / hops))
+    return max(MIN_DEFAULT_BUCKET_BYTES, min(MAX_DEFAULT_BUCKET_BYTES, total_bytes // count))
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -283,12 +303,11 @@ def _cut(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
     return cuts
 
 
-def _cut_default(sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """Cuts with the default cap, and a quarter of it at both ends.
+def _cut_default(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
+    """Cuts with a cap, and a quarter of it at both ends.
 
     A small first bucket starts the wire early; a small last one is what remains exposed after backward.
     """
-    cap = default_bucket_cap(total)
     edge = cap // 4
     if sum(sizes) <= 2 * edge:
         return _cut(sizes, cap)

@@ -25,6 +25,12 @@ MAX_PLANNED_SETS = 8
 MAX_PIECES = 512
 """Of how many pieces a plan is made at most: parameters that are small and follow each other count as one."""
 
+HIDDEN = 1.03
+"""Up to how many times the time of its backward a pass may take for its communication to count as hidden."""
+
+MAX_CALIBRATION = 3.0
+"""By which factor a pass may correct what the set-up measured. Part of what it shows is not the link's doing."""
+
 WORSE = 1.02
 """How much longer than with the default buckets a pass may take for a plan to be kept; less is noise."""
 
@@ -238,19 +244,19 @@ class Planner:
 def calibrated(cost: CollectiveCost, simulated: Timeline, seconds: float) -> CollectiveCost:
     """The cost that explains how long a pass took, where communication was what it took long for.
 
-    Where all of it is hidden a pass tells nothing about its cost.
+    Where all of it was hidden a pass tells little about its cost.
 
     Args:
         cost: What was measured otherwise.
         simulated: The pass as it should have been.
         seconds: How long it took.
     """
-    if seconds <= simulated.backward_end * 1.05 or simulated.exposed <= 0.05 * simulated.backward_end:
+    if seconds <= simulated.backward_end * HIDDEN:
         return cost
     ready = [bucket.ready for bucket in simulated.buckets]
     nbytes = [bucket.nbytes for bucket in simulated.buckets]
     each = range(1, len(ready) + 1)
-    low, high = 0.1, 10.0
+    low, high = 1 / MAX_CALIBRATION, MAX_CALIBRATION
     for _ in range(30):
         factor = (low * high) ** 0.5
         if simulate(ready, nbytes, each, cost.scaled(factor)).finish < seconds:

@@ -131,7 +131,14 @@ class Reducer:
         self._find_unused = options.find_unused_parameters
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
         overlap = options.overlap and options.use_contiguous_buffers
-        self._slots = SlotTable(named_params, options.bucket_cap_bytes, sparse_names, options.pad_buckets_to, overlap)
+        self._slots = SlotTable(
+            named_params,
+            options.bucket_cap_bytes,
+            sparse_names,
+            options.pad_buckets_to,
+            overlap,
+            collectives.world_size,
+        )
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype)
         self._runs.comm_hook = comm_hook

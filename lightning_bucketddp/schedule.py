@@ -78,31 +78,10 @@ class CollectiveCost:
         return CollectiveCost(self.latency * factor, self.seconds_per_byte * factor)
 
     @classmethod
-    def fitted(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveCost:
-        """The cost that measured times show, by least squares of the relative error.
-
-        Args:
-            sizes: Bytes, at least two different numbers.
-            seconds: How long each took.
-
-        Raises:
-            ValueError: If there are fewer than two different sizes, or a time is not positive.
-        """
-        if len(set(sizes)) < 2 or not all(time > 0 for time in seconds):
-            raise ValueError(
-                f"expected positive times of at least two sizes, found {list(zip(sizes, seconds, strict=True))}"
-            )
-        # Weighted by 1 / seconds: the small messages tell the latency, the large ones the bandwidth.
-        weights = [1 / time**2 for time in seconds]
-        total = sum(weights)
-        mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
-        mean_time = sum(w * time for w, time in zip(weights, seconds, strict=True)) / total
-        spread = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
-        together = sum(
-            w * (size - mean_size) * (time - mean_time) for w, size, time in zip(weights, sizes, seconds, strict=True)
-        )
-        slope = max(together / spread, 0.0)
-        return cls(max(mean_time - slope * mean_size, 0.0), slope)
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> CollectiveCost:
+        """The cost that two measurements show, each a size in bytes and how long it took in seconds."""
+        slope = max(large[1] - small[1], 0.0) / (large[0] - small[0])
+        return cls(max(small[1] - slope * small[0], 0.0), slope)
 
 
 def ring_reduce_scatter(link: Link, world_size: int) -> CollectiveCost:

@@ -42,6 +42,7 @@ class SlotTable:
         bucket_multiple: Elements that the length of each bucket is a multiple of.
         overlap: Whether buckets may be launched during backward; if not, each buffer is one bucket per set of
             parameters that are trainable together.
+        world_size: Number of ranks.
 
     Attributes:
         sparse: Indices of the parameters whose gradients are sparse.
@@ -61,12 +62,14 @@ class SlotTable:
         sparse_names: Collection[str] = (),
         bucket_multiple: int = 1,
         overlap: bool = True,
+        world_size: int = 2,
     ) -> None:
         self.sparse = frozenset(index for index, (name, _) in enumerate(named_params) if name in sparse_names)
         self.names = [name for name, _ in named_params]
         self.all_params = [param for _, param in named_params]
         self._bucket_cap_bytes = bucket_cap_bytes if overlap else sys.maxsize
         self._bucket_multiple = bucket_multiple
+        self._world_size = world_size
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
@@ -190,4 +193,12 @@ class SlotTable:
         """The layout for what is known now; the same on every rank that was told the same."""
         order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
         groups = [self._group_of(slot) for slot in range(len(self))]
-        return plan(self.specs, order, self._bucket_cap_bytes, groups, self._bucket_multiple, self.bucket_ends)
+        return plan(
+            self.specs,
+            order,
+            self._bucket_cap_bytes,
+            groups,
+            self._bucket_multiple,
+            self.bucket_ends,
+            self._world_size,
+        )

@@ -94,7 +94,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         process_group: The ranks that train together; the default group if None. A module that has collectives of its
             own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
             between the ranks.
-        bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients, from 1 to 25 MiB, smaller at both ends.
+        bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients for two ranks, more for more ranks, from
+            1 to 25 MiB, smaller at both ends.
             ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
             which a pass should end first, and keeps them if it does (:attr:`bucket_plan`); again for other sets of
             trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the last bits
@@ -280,7 +281,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         if options.master_params:
             self._preparing.append(prepare_at_first_step([param for _, param in params]))
         weakref.finalize(self, _remove_hooks, self._preparing)
-        self._graph_cuts = _graph_cuts(options, self._reducer.layout)
+        self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
         self._buffers_as_of_pass = 0
         weakref.finalize(self, self._reducer.hooks.remove)  # a wrapper that is dropped leaves nothing behind
@@ -704,10 +705,10 @@ def _set_grad_dtypes(
     return before
 
 
-def _graph_cuts(options: Options, layout: Layout) -> GraphCuts | None:
+def _graph_cuts(options: Options, layout: Layout, world_size: int) -> GraphCuts | None:
     if not options.overlap or not options.use_contiguous_buffers:
         return None  # every bucket waits for the end of backward
-    return GraphCuts.after(options.bucket_cap_bytes or default_bucket_cap(layout.nbytes))
+    return GraphCuts.after(options.bucket_cap_bytes or default_bucket_cap(layout.nbytes, world_size))
 
 
 def _end_backward(links: list[StatisticsLink], raised: bool) -> None:

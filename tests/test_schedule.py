@@ -144,22 +144,16 @@ def test_a_node_sends_each_byte_once_over_the_slow_link() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-6))
-def test_a_fit_finds_the_cost_that_made_the_times(latency: float, seconds_per_byte: float) -> None:
+def test_two_measurements_show_the_cost(latency: float, seconds_per_byte: float) -> None:
     cost = CollectiveCost(latency, seconds_per_byte)
-    sizes = [4.0, 65536.0, 4e6, 32e6]
-    fitted = CollectiveCost.fitted(sizes, [cost.seconds(size) for size in sizes])
-    assert fitted.latency == pytest.approx(latency, rel=1e-3)
-    assert fitted.seconds_per_byte == pytest.approx(seconds_per_byte, rel=1e-3, abs=1e-13)
+    shown = CollectiveCost.through((4096, cost.seconds(4096)), (4e6, cost.seconds(4e6)))
+    assert shown.latency == pytest.approx(latency, rel=1e-3, abs=1e-9)
+    assert shown.seconds_per_byte == pytest.approx(seconds_per_byte, rel=1e-3, abs=1e-13)
 
 
-def test_a_fit_of_noise_has_no_negative_parts() -> None:
-    assert CollectiveCost.fitted([1.0, 100.0], [2.0, 1.0]).seconds_per_byte == 0.0
-    assert CollectiveCost.fitted([1e6, 2e6], [1e-4, 1.0]).latency == 0.0
-
-
-def test_a_fit_needs_two_sizes() -> None:
-    with pytest.raises(ValueError, match="at least two sizes"):
-        CollectiveCost.fitted([5.0, 5.0], [1.0, 2.0])
+def test_what_noise_shows_has_no_negative_parts() -> None:
+    assert CollectiveCost.through((1.0, 2.0), (100.0, 1.0)).seconds_per_byte == 0.0
+    assert CollectiveCost.through((1e6, 1e-4), (2e6, 1.0)).latency == 0.0
 
 
 # -- links that are not what they were measured to be ------------------------------------------------

@@ -1,0 +1,333 @@
+"""``bucket_cap_mb="auto"``: what is watched, planned, tried, and kept or not."""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, planner, wrapper
+from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.layout import ParamSpec, plan
+from lightning_bucketddp.link_cost import SIZES, measure_cost
+from lightning_bucketddp.planner import WATCHED_PASSES, BucketPlan, calibrated
+from lightning_bucketddp.ready_times import ReadyTimes
+from lightning_bucketddp.schedule import CollectiveCost, simulate
+from tests.reference import mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+LAYERS = 6
+TOLD = 1 + WATCHED_PASSES
+"""Passes until there is a plan: the first teaches the order."""
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS)))
+
+
+def one_per_piece(ready: Any, nbytes: Any, cost: Any, fallback: Any) -> tuple[int, ...]:
+    return tuple(range(1, len(ready) + 1))
+
+
+def one(ready: Any, nbytes: Any, cost: Any, fallback: Any) -> tuple[int, ...]:
+    return (len(ready),)
+
+
+def with_plan(plans: Any, pass_seconds: tuple[float, float] = (1.0, 1.0)) -> None:
+    """Lets rank 0 plan like this, and passes take that long before and with the plan."""
+    planner.plan_for_unsure_cost = plans
+    taken = [0]
+
+    def seconds_of_pass(self: ReadyTimes) -> float:
+        taken[0] += 1
+        return pass_seconds[taken[0] > WATCHED_PASSES]
+
+    ReadyTimes.seconds_of_pass = seconds_of_pass  # type: ignore[method-assign]
+
+
+def train(ours: BucketDDP, plain: nn.Module, steps: int) -> list[int]:
+    """Number of buckets in each pass; every gradient is compared."""
+    found = []
+    for step in range(steps):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for module in (ours, plain):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        expected = mean_over_ranks(plain)
+        for name, param in ours.module.named_parameters():
+            torch.testing.assert_close(param.grad, expected.get(name), msg=f"{name} in step {step}")
+        record = ours.last_pass()
+        assert record is not None
+        found.append(len(record.buckets))
+    return found
+
+
+def described(ours: BucketDDP) -> list[list[str]]:
+    return [[ours.layout.slots[slot].spec.name for slot in bucket.slots] for bucket in ours.layout.buckets]
+
+
+def planned(kept: bool) -> tuple[list[int], list[list[str]], BucketPlan | None, bool]:
+    with_plan(one_per_piece, (1.0, 1.0 if kept else 1.1))
+    if dist.get_rank() != 0:
+        planner.plan_for_unsure_cost = one  # rank 0's counts
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    buckets = train(ours, module, 3 * WATCHED_PASSES)
+    few_hooks = not ours._reducer.hooks.everywhere
+    return buckets, described(ours), ours.bucket_plan, few_hooks
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_plan_is_tried_and_kept_if_passes_take_no_longer(run_ranks: RunRanks, kept: bool) -> None:
+    (buckets, layout, plan, few_hooks), other = run_ranks(2, planned, kept, fresh=True)
+    assert layout == other[1]
+    assert plan is not None
+    assert plan.kept is kept
+    assert plan == other[2]
+    assert len(plan.default.buckets) == 1
+    assert len(plan.planned.buckets) == 2 * LAYERS
+    assert plan.planned_seconds == pytest.approx(1.0 if kept else 1.1)
+    tried = TOLD + WATCHED_PASSES
+    assert buckets[:TOLD] == [1] * TOLD
+    assert buckets[TOLD:tried] == [2 * LAYERS] * WATCHED_PASSES
+    assert set(buckets[tried:]) == {2 * LAYERS if kept else 1}
+    assert few_hooks, "when nothing is watched any more only the last parameters of buckets are hooked"
+    assert ("kept" if kept else "back to the default") in str(plan)
+
+
+def as_good() -> tuple[int, str]:
+    with_plan(one)
+    said: list[str] = []
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    ours.announce_with(said.append)
+    assert set(train(ours, module, TOLD + WATCHED_PASSES)) == {1}
+    return len(said), "".join(said)
+
+
+def test_nothing_is_tried_where_the_default_buckets_are_as_good(run_ranks: RunRanks) -> None:
+    (lines, text), other = run_ranks(2, as_good, fresh=True)
+    assert lines == 1
+    assert "Gbit" in text
+    assert "the 1 bucket of 0.0 MiB of the default rule" in text
+    assert other == (0, ""), "rank 0 tells"
+
+
+def other_parameters() -> list[int]:
+    with_plan(one_per_piece)
+    module = deep()
+    for param in module[:3].parameters():
+        param.requires_grad_(False)
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    buckets = train(ours, module, TOLD + WATCHED_PASSES + 1)
+    for it in (module, ours.module):
+        for param in it.parameters():
+            param.requires_grad_(True)
+    return buckets[-1:] + train(ours, module, TOLD + WATCHED_PASSES + 1)
+
+
+def test_other_trainable_parameters_are_planned_anew(run_ranks: RunRanks) -> None:
+    before, *after = run_ranks(2, other_parameters, fresh=True)[0]
+    assert before == LAYERS, "two parameters a layer, of half of the layers"
+    assert after[0] > 1
+    assert after[-1] == 2 * LAYERS
+
+
+def by_itself(**options: Any) -> tuple[BucketPlan | None, list[str]]:
+    """Nothing forced."""
+    module = deep()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto", **options)
+    train(ours, module, 8)
+    return ours.bucket_plan, [str(it.message) for it in caught if "bucket_cap_mb" in str(it.message)]
+
+
+def test_a_real_link_is_measured_and_planned_for(run_ranks: RunRanks) -> None:
+    for made, warned in run_ranks(3, by_itself):
+        assert made is not None
+        assert 0 < made.cost.seconds(SIZES[-1]) < 10
+        assert made.planned.finish <= made.default.finish
+        assert made.default_seconds > 0
+        assert not warned
+
+
+def test_alone_there_is_nothing_to_plan(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, by_itself) == [(None, [])]
+
+
+def deterministic() -> tuple[BucketPlan | None, list[str]]:
+    torch.use_deterministic_algorithms(True)
+    return by_itself()
+
+
+def test_deterministic_algorithms_fall_back_to_the_default_rule(run_ranks: RunRanks) -> None:
+    (plan, warned), other = run_ranks(2, deterministic, fresh=True)
+    assert plan is None
+    assert len(warned) == 1
+    assert "default rule" in warned[0]
+    assert other == (None, []), "rank 0 tells"
+
+
+def deterministic_on_one() -> str:
+    torch.use_deterministic_algorithms(dist.get_rank() == 1)
+    with pytest.raises((RankMismatchError, PeerFailureError)) as error:
+        BucketDDP(deep(), bucket_cap_mb="auto")
+    return str(error.value)
+
+
+def test_ranks_that_differ_in_determinism_are_told(run_ranks: RunRanks) -> None:
+    for text in run_ranks(2, deterministic_on_one, fresh=True):
+        assert "indeterministic" in text
+
+
+def interrupted() -> list[int]:
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    buckets = train(ours, module, 2)
+
+    def stop(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    hook = ours.module[2].weight.register_hook(stop)
+    loss = ours(torch.ones(1, 16)).sum()
+    with pytest.raises(ArithmeticError), ours.backward_pass(loss):
+        loss.backward()
+    hook.remove()
+    return buckets + train(ours, module, 2 * WATCHED_PASSES)
+
+
+def test_a_pass_that_failed_everywhere_does_not_count(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, interrupted, fresh=True)
+    assert first == second
+    assert first[:TOLD] == [1] * TOLD
+    assert first[TOLD] == 2 * LAYERS
+
+
+def accumulated() -> list[int]:
+    """Local passes neither count nor disturb."""
+    with_plan(one_per_piece)
+    ours = BucketDDP(deep(), bucket_cap_mb="auto")
+    found = []
+    for _ in range(TOLD + 1):
+        ours.zero_grad()
+        with ours.no_sync():
+            ours(torch.ones(1, 16)).sum().backward()
+        ours(torch.ones(1, 16)).sum().backward()
+        record = ours.last_pass()
+        assert record is not None
+        found.append(len(record.buckets))
+    return found
+
+
+def test_local_passes_do_not_count(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, accumulated, fresh=True)[0] == [1] * TOLD + [2 * LAYERS]
+
+
+def measured() -> tuple[float, float]:
+    cost = measure_cost(Collectives(None), torch.device("cpu"))
+    return cost.latency, cost.seconds_per_byte
+
+
+def test_every_rank_measures_the_same_cost(run_ranks: RunRanks) -> None:
+    costs = run_ranks(3, measured)
+    assert costs == [costs[0]] * 3
+    assert costs[0][0] + costs[0][1] > 0
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"use_contiguous_buffers": False}])
+def test_what_does_not_overlap_has_no_plan(run_ranks: RunRanks, options: dict[str, Any]) -> None:
+    run_ranks(1, refused, options, "cannot be had")
+
+
+def refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BucketDDP(deep(), bucket_cap_mb="auto", **options)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------
+
+
+def test_a_pass_that_took_longer_than_simulated_corrects_the_cost() -> None:
+    cost = CollectiveCost(1.0, 1.0)
+    timeline = simulate([1.0, 2.0, 3.0], [4.0, 4.0, 4.0], [1, 2, 3], cost)
+    assert timeline.finish == 16
+    corrected = calibrated(cost, timeline, 31.0)
+    assert corrected.seconds(4) == pytest.approx(10.0, rel=1e-3)
+    assert simulate([1.0, 2.0, 3.0], [4.0, 4.0, 4.0], [1, 2, 3], corrected).finish == pytest.approx(31.0, rel=1e-3)
+
+
+def test_a_pass_corrects_the_cost_by_a_factor_of_three_at_most() -> None:
+    timeline = simulate([1.0], [4.0], [1], CollectiveCost(1.0, 1.0))
+    assert calibrated(CollectiveCost(1.0, 1.0), timeline, 1000.0).latency == pytest.approx(3.0, rel=1e-3)
+
+
+def test_a_pass_that_hides_everything_corrects_nothing() -> None:
+    cost = CollectiveCost(1e-3, 1e-3)
+    timeline = simulate([1.0, 100.0], [4.0, 4.0], [1, 2], cost)
+    assert calibrated(cost, timeline, 101.0) is cost
+
+
+def test_planned_ends_cut_where_they_are_and_nowhere_else() -> None:
+    specs = [ParamSpec(str(at), (100,), (1,), torch.float32, "cpu") for at in range(6)]
+    layout = plan(specs, [5, 4, 3, 2, 1, 0], bucket_cap_bytes=512, groups="aaaabb", ends={3, 0})
+    assert [bucket.slots for bucket in layout.buckets] == [(5,), (4,), (3,), (2, 1, 0)]
+
+
+def test_a_plan_speaks_for_itself() -> None:
+    cost = CollectiveCost(0.0005, 4e-9)
+    default = simulate([0.01, 0.02], [2**20, 2**20], [1, 2], cost)
+    chosen = simulate([0.01, 0.02], [2**20, 2**20], [2], cost)
+    text = str(BucketPlan(cost, default, chosen, 0.025, 0.024, True))
+    assert "0.50 ms" in text
+    assert "2.00 Gbit" in text
+    assert "1 bucket of 2.0 MiB instead of 2 buckets of 1.0 to 1.0 MiB" in text
+    assert "measured 24.0 ms instead of 25.0 ms: kept" in text
+
+
+def test_the_cost_and_the_line_go_to_the_logger_by_default(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, logged, fresh=True)
+    assert len(first) == 1
+    assert first[0].startswith('bucket_cap_mb="auto": an all-reduce costs')
+    assert second == []
+
+
+def logged() -> list[str]:
+    with_plan(one)
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("lightning_bucketddp")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Keep())
+    train(BucketDDP(deep(), bucket_cap_mb="auto"), deep(), TOLD)
+    return said
+
+
+def misbelieved(latency: float, wire: float) -> list[int]:
+    """A set-up that measured something else than the link."""
+    real = wrapper.measure_cost
+
+    def wrong(*arguments: Any) -> CollectiveCost:
+        cost = real(*arguments)
+        return CollectiveCost(cost.latency * latency, cost.seconds_per_byte * wire)
+
+    wrapper.measure_cost = wrong
+    module = deep()
+    return train(BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto"), module, 10)
+
+
+@pytest.mark.parametrize(("latency", "wire"), [(0.1, 10.0), (10.0, 0.1), (0.0, 1.0), (1.0, 0.0)])
+def test_gradients_are_right_whatever_is_believed_of_the_link(run_ranks: RunRanks, latency: float, wire: float) -> None:
+    first, second = run_ranks(2, misbelieved, latency, wire, fresh=True)
+    assert first == second
