@@ -440,8 +440,7 @@ class BucketRuns:
         self._uncaptured.append(slot)
         self._uncaptured_bytes += self._slots.specs[slot].nbytes
         if self._uncaptured_bytes >= CAPTURE_BYTES:
-            for stream in {stream for slot in self._uncaptured for stream in self._run_of[slot].streams}:
-                torch.accelerator.current_stream(stream.device).wait_stream(stream)
+            self._wait_for({stream for slot in self._uncaptured for stream in self._run_of[slot].streams})
             self._buffers.capture(self._uncaptured, self._slots.params)
             self._uncaptured, self._uncaptured_bytes = [], 0
 
@@ -452,18 +451,23 @@ class BucketRuns:
 
     def capture(self, run: BucketRun) -> None:
         """Brings a bucket's gradients into its memory, so that they exist once however long it waits for its launch."""
-        self._wait_for_streams(run)
+        self._wait_for(run.streams)
         contributing = self.contributing
         self._buffers.capture([slot for slot in run.slots if slot in contributing], self._slots.params)
 
-    def _wait_for_streams(self, run: BucketRun) -> None:
-        for stream in run.streams:
-            torch.accelerator.current_stream(stream.device).wait_stream(stream)
+    def _wait_for(self, streams: AbstractSet[torch.Stream]) -> None:
+        """Lets what is done next see the gradients that were made on ``streams``."""
+        for stream in streams:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+                self._buffers.made_elsewhere = True
 
     def end_local(self) -> None:
         """Ends a local pass: brings what came in it into the buffers, complete bucket or not."""
         self.look()
         self.count_unsure()
+        self._wait_for({stream for slot in self._arrived_in_local_pass for stream in self._run_of[slot].streams})
         self._buffers.capture(self._arrived_in_local_pass, self._slots.params)
         if self._with_main_grad:  # somebody may look into the buffers, whatever zero_grad() has dropped
             self._buffers.capture(list(self.contributing), self._slots.params)
@@ -554,7 +558,7 @@ class BucketRuns:
         if self._max_abs_grad is not None:
             self.capture(run)
             self._require_sound(run, self._max_abs_grad)
-        self._wait_for_streams(run)
+        self._wait_for(run.streams)
         self.streams_seen |= run.streams
         run.streams.clear()
         self._fill(run)

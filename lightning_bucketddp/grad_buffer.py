@@ -22,12 +22,14 @@ class GradBuffers:
         views: One per slot, with the parameter's shape and strides. A view is one object for as long
             as the layout stands, so ``param.grad is view`` tells a captured gradient; each has a version counter of
             its own.
+        made_elsewhere: Whether gradients may have been made on other streams than the one that copies them.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.flats = [torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers]
         self.views = self._make_views()
+        self.made_elsewhere = False
 
     def _make_views(self) -> list[Tensor]:
         views = [self._view(slot) for slot in range(len(self.layout.slots))]
@@ -131,6 +133,9 @@ class GradBuffers:
             if grad is views[slot]:
                 self.renew(slot, grad)
         torch._foreach_copy_([views[slot] for slot in slots], grads)
+        if self.made_elsewhere:  # their memory must not be used again before they have been copied
+            for grad in grads:
+                grad.record_stream(torch.accelerator.current_stream(grad.device))
 
     def bind(self, slot: int, param: Tensor) -> None:
         """Makes the slot's view the parameter's ``.grad``."""
