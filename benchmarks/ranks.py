@@ -25,8 +25,9 @@ def prepare(**environment: str) -> None:
 
     Ranks are forked from a process that has imported what they need and done nothing else: fresh, but quick to start.
     """
-    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
-    _context.set_forkserver_preload(["torch", "torch.distributed", "lightning_bucketddp"])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment})
+    _context.set_forkserver_preload(["wrapped", "models"])
 
 
 def device_of(device_type: str, rank: int) -> torch.device:
@@ -102,11 +103,13 @@ def run_ranks(worker: Callable[..., Any], *arguments: Any, size: int = 2, device
         for process in processes:
             process.start()
         try:
-            running = {process.sentinel: process for process in processes}
+            running = list(processes)
             while running:
-                for sentinel in wait(list(running)):
-                    if (ended := running.pop(sentinel)).exitcode != 0:
-                        raise SystemExit(f"a rank failed, with exit code {ended.exitcode}; see above")
+                wait([process.sentinel for process in running])
+                for process in [process for process in running if process.exitcode is not None]:
+                    running.remove(process)
+                    if process.exitcode != 0:
+                        raise SystemExit(f"a rank failed, with exit code {process.exitcode}; see above")
         finally:
             for process in processes:
                 process.kill()

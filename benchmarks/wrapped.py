@@ -69,7 +69,8 @@ def fsdp2() -> Wrapping:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         for block in _blocks(module):
             fully_shard(block, mesh=mesh)
-        return fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        return module
 
     return Wrapping("FSDP2", wrap)
 
