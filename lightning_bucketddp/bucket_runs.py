@@ -123,6 +123,7 @@ class BucketRuns:
         self._unsure: Collection[int] = ()
         self._published: list[int] = []  # the versions of the views when they were published last
         self._local = False
+        self._chunk_bytes: int | None = None
         self._arrived_in_local_pass: list[int] = []
         self.active: list[BucketRun] = []
         self.launched = 0
@@ -170,6 +171,7 @@ class BucketRuns:
         ]
         self._with_main_grad = frozenset(self._slots.with_main_grad())
         self._bind_main_grads()
+        self._largest_bucket = max((self.layout.bucket_nbytes(it) for it in self.layout.buckets), default=0)
         run_of = {slot: run for run in self._runs for slot in run.slots}
         self._run_of = [run_of[slot] for slot in range(len(run_of))]
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
@@ -373,14 +375,19 @@ class BucketRuns:
         if self._local:
             self._arrived_in_local_pass += found
 
-    def begin(self, trainable: TrainableSet, reachable: set[int] | None, local: bool) -> None:
+    def begin(
+        self, trainable: TrainableSet, reachable: set[int] | None, local: bool = False, in_order: bool = True
+    ) -> None:
         """Begins to wait for gradients.
 
         Args:
             trainable: The parameters that may get one in this pass.
             reachable: Ids of the parameters that will, if that is known.
             local: Whether they are not to travel yet.
+            in_order: Whether they should come bucket by bucket.
         """
+        self._uncaptured, self._uncaptured_bytes = [], 0
+        self._chunk_bytes = None if in_order and self._overlap else min(CAPTURE_BYTES, self._largest_bucket)
         params = self._slots.params
         self._local = local
         for run, expected in self._expected_in(trainable):
@@ -416,8 +423,8 @@ class BucketRuns:
         self.contributing.add(slot)
         if self._on_accelerator:
             run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
-        if not self._overlap:
-            self._capture_in_chunks(slot)
+        if self._chunk_bytes is not None:
+            self._capture_in_chunks(slot, self._chunk_bytes)
         waiting = run.waiting
         if slot in waiting:
             waiting.remove(slot)
@@ -435,11 +442,11 @@ class BucketRuns:
         if run is not None:
             self.capture(run)
 
-    def _capture_in_chunks(self, slot: int) -> None:
-        """Where a bucket is a whole buffer, what autograd made must not pile up until the bucket is complete."""
+    def _capture_in_chunks(self, slot: int, most: int) -> None:
+        """Where buckets are whole buffers, or do not fill one by one, what autograd made must not pile up in them."""
         self._uncaptured.append(slot)
         self._uncaptured_bytes += self._slots.specs[slot].nbytes
-        if self._uncaptured_bytes >= CAPTURE_BYTES:
+        if self._uncaptured_bytes >= most:
             self._wait_for({stream for slot in self._uncaptured for stream in self._run_of[slot].streams})
             self._buffers.capture(self._uncaptured, self._slots.params)
             self._uncaptured, self._uncaptured_bytes = [], 0

@@ -64,7 +64,7 @@ class CoalescedRuns(BucketRuns):
         """Nothing: gradients stay where they are."""
         self._arrived_in_local_pass.clear()
 
-    def _capture_in_chunks(self, slot: int) -> None:
+    def _capture_in_chunks(self, slot: int, most: int) -> None:
         """Nothing: gradients stay where they are."""
 
     def _launch(self, run: BucketRun) -> None:

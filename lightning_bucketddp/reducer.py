@@ -435,7 +435,8 @@ class Reducer:
         if self._replan_due:
             self._relayout()
         self._passes_begun += 1
-        self._runs.begin(trainable, None if self._learner.learning else reachable, local=not synchronised)
+        learning = self._learner.learning
+        self._runs.begin(trainable, None if learning else reachable, local=not synchronised, in_order=not learning)
         if not synchronised:
             self._require_divisible()
             self._enter(PassState.LOCAL)
