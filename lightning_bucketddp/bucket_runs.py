@@ -121,7 +121,7 @@ class BucketRuns:
         self._looked_for: frozenset[int] = NONE
         self._before: dict[int, tuple[Tensor, int]] | None = None
         self._unsure: Collection[int] = ()
-        self._published: list[int] = []  # the versions of the views when they were published last
+        self._versions: list[int] = []  # of the views, when no backward was under way
         self._local = False
         self._chunk_bytes: int | None = None
         self._arrived_in_local_pass: list[int] = []
@@ -294,11 +294,12 @@ class BucketRuns:
                 noted.append(run.tail)
                 looked_for.extend(run.slots)
         self._looked_for = frozenset(looked_for)
-        self._note_versions()
+        self.note_versions()
         return noted
 
-    def _note_versions(self) -> None:
-        self._published = [view._version for view in self._buffers.views] if self._looked_for else []
+    def note_versions(self) -> None:
+        """Between backwards: remembers what is in the views, which only users change until the next backward."""
+        self._versions = [view._version for view in self._buffers.views] if self._looked_for else []
 
     def note_every_gradient(self, unsure: Collection[int] = ()) -> None:
         """From now on each gradient is noted as it comes.
@@ -315,15 +316,15 @@ class BucketRuns:
     def unsure(self) -> list[int]:
         """Slots that are looked for and have a gradient which may or may not have come in this backward.
 
-        What a reduction has published, and nobody has touched since, has not.
+        A view that nobody has touched since the last reduction or forward has not.
         """
-        params, views, published = self._slots.params, self._buffers.views, self._published
+        params, views, versions = self._slots.params, self._buffers.views, self._versions
         return [
             slot
             for slot in self._looked_for - self.contributing
             if (grad := params[slot].grad) is not None
             and params[slot].requires_grad
-            and not (grad is views[slot] and published and grad._version == published[slot])
+            and not (grad is views[slot] and versions and grad._version == versions[slot])
         ]
 
     def count_unsure(self) -> None:
@@ -345,15 +346,20 @@ class BucketRuns:
         self._before = None
         self._unsure = ()
 
-    def something_came(self) -> bool:
-        """Whether a gradient has come since :meth:`look_before`, of which nobody told."""
-        return self._before is not None and bool(self._came(self._looked_for))
+    def first_that_came(self) -> int | None:
+        """A slot whose gradient has come since :meth:`look_before`, and nobody told; None if there is none."""
+        return min(self._came(self._looked_for), default=None)
 
     def look(self) -> None:
         """Takes note of the gradients that have come since :meth:`look_before`, where nobody has told of them."""
         for run in self._runs:
             if run.tail is not None and run.waiting and not run.launched:
                 self._look(run)
+
+    def look_for_the_last_time(self) -> None:
+        """The backward has ended, perhaps by an exception: what it has left counts."""
+        self.look()
+        self.count_unsure()
 
     def _came(self, slots: AbstractSet[int]) -> list[int]:
         params, before = self._slots.params, self._before
@@ -472,8 +478,7 @@ class BucketRuns:
 
     def end_local(self) -> None:
         """Ends a local pass: brings what came in it into the buffers, complete bucket or not."""
-        self.look()
-        self.count_unsure()
+        self.look_for_the_last_time()
         self._wait_for({stream for slot in self._arrived_in_local_pass for stream in self._run_of[slot].streams})
         self._buffers.capture(self._arrived_in_local_pass, self._slots.params)
         if self._with_main_grad:  # somebody may look into the buffers, whatever zero_grad() has dropped
@@ -683,7 +688,7 @@ class BucketRuns:
         self._uncaptured, self._uncaptured_bytes = [], 0
         self._arrived_in_local_pass.clear()
         self.awaited_run = self._before = None
-        self._note_versions()
+        self.note_versions()
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
@@ -693,8 +698,7 @@ class BucketRuns:
         What accumulated since the last reduction is gone. Other gradients stay what they were, outside of the buffers,
         whose collectives are under way or yet to come.
         """
-        self.look()
-        self.count_unsure()
+        self.look_for_the_last_time()
         params = self._slots.params
         for slot in self.contributing:
             params[slot].grad = None

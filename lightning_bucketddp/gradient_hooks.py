@@ -19,13 +19,17 @@ class GradientHooks:
     Args:
         params: The parameters.
         make_hook: Makes the hook of the parameter at an index.
+
+    Attributes:
+        everywhere: Whether every parameter is hooked.
+        removed: Whether the hooks were removed, for good.
     """
 
     def __init__(self, params: Sequence[Tensor], make_hook: Callable[[int], Callable[[Tensor], None]]) -> None:
         self._params = params
         self._make_hook = make_hook
         self._handles: dict[int, RemovableHandle] = {}
-        self.everywhere = False
+        self.everywhere = self.removed = False
         self.hook_all()
 
     def hook_all(self) -> None:
@@ -50,7 +54,8 @@ class GradientHooks:
                     self._handles[index] = handle
 
     def remove(self) -> None:
-        """Removes all hooks."""
+        """Removes all hooks, for good."""
+        self.removed = True
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

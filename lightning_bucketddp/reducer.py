@@ -307,7 +307,10 @@ class Reducer:
         """
         self.checks.forwards += 1
         self._runs.require_main_grads()
-        if not self.synchronise and self._state is PassState.IDLE:
+        if self._state is not PassState.IDLE:
+            return
+        self._runs.note_versions()
+        if not self.synchronise:
             self._trainable.note(self._slots.trainable_now())
 
     def _agree_on(self, trainable: TrainableSet) -> None:
@@ -336,11 +339,12 @@ class Reducer:
             synchronised: What the forward decided.
         """
         with self._lock:
-            if self._end_queued or self._by_hand or self._state is PassState.CLOSED:
+            if self._end_queued or self._by_hand or self.hooks.removed:
                 return
+            self.require_usable()  # before gradients come that are not of the pass to be settled
             self._root_synchronises = synchronised
             self._queue_end()
-            if self._state not in (PassState.IDLE, PassState.BROKEN):
+            if self._state is not PassState.IDLE:
                 return
             self._look_before_gradients(synchronised, at_root=True)
             if synchronised and self._find_unused:
@@ -536,12 +540,7 @@ class Reducer:
         with self._lock:
             if self._by_hand:
                 self._require_idle()
-            if self.replaying and not self._guarded:
-                raise RuntimeError(
-                    f"rank {self._collectives.rank}: expected a backward inside backward_pass() (manual_backward() in "
-                    "a LightningModule) where ranks may run out of data, found a plain one, to which this rank, which "
-                    f"has, must not contribute the gradient of {self._slots.names[index]!r}"
-                )
+            self._require_own_batch(self._slots.names[index])
             if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
@@ -575,6 +574,14 @@ class Reducer:
                     self._runs.capture(run)
             elif run is not None:
                 self._on_complete(run)
+
+    def _require_own_batch(self, name: str) -> None:
+        if self.replaying and not self._guarded:
+            raise RuntimeError(
+                f"rank {self._collectives.rank}: expected a backward inside backward_pass() (manual_backward() in "
+                "a LightningModule) where ranks may run out of data, found a plain one, to which this rank, which "
+                f"has, must not contribute the gradient of {name!r}"
+            )
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -662,7 +669,6 @@ class Reducer:
 
     def _on_engine_end(self) -> None:
         self._end_queued = False
-        self._uncleared = None
         try:
             self._open_unnoticed()
             self._end_pass()
@@ -670,13 +676,15 @@ class Reducer:
             self._on_engine_dropped()
             raise
         finally:
+            self._uncleared = None
             self._runs.forget_before()
             self._trainable_at_root = None
             self._turns.leave(self)
 
     def _open_unnoticed(self) -> None:
         """Opens a pass in which gradients have come, but none that completes a bucket."""
-        if self._state is PassState.IDLE and self._runs.something_came():
+        if self._state is PassState.IDLE and (came := self._runs.first_that_came()) is not None:
+            self._require_own_batch(self._slots.specs[came].name)
             self._open(self._root_synchronises, accumulating=True)
 
     def _on_engine_dropped(self) -> None:
@@ -686,8 +694,9 @@ class Reducer:
         self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
+        if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
+            self._runs.look_for_the_last_time()
         if self._state is PassState.LOCAL:
-            self._runs.look()
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
             self._enter(PassState.BROKEN)
@@ -854,8 +863,9 @@ class Reducer:
         if self._control is not None:  # the pass was through; nobody will ask in it any more
             self.failures.give_up(message, cause)
             return
-        self._runs.drop()
-        self._sparse.drop()
+        if self._state is PassState.SYNCHRONISED:  # else that was done when it broke, and what came since is not its
+            self._runs.drop()
+            self._sparse.drop()
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:

@@ -164,6 +164,42 @@ class OutOfOrder(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
+class Towers(nn.Module):
+    """Two towers on a stem, whose gradients come in the reverse of the order in which the towers are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 4)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, swapped: bool = False) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        towers = [self.second, self.first] if swapped else [self.first, self.second]
+        return sum((torch.tanh(tower(x)) for tower in towers), torch.zeros(()))
+
+
+class LateScale(nn.Module):
+    """A scale under re-entrant checkpoints, behind a layer and, on demand, before it too.
+
+    In backward the second gradient of the scale then comes after all others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        x = x.requires_grad_()
+        if twice:
+            x = checkpoint(self._scaled, x, use_reentrant=True)
+        return checkpoint(self._scaled, torch.tanh(self.layer(x)), use_reentrant=True)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 class RaiseInBackward(torch.autograd.Function):
     """The identity, whose backward raises."""
 

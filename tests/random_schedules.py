@@ -12,6 +12,9 @@ import torch
 
 from tests.random_models import RandomModel, Stage, draw_stages
 
+STEADY_ROUNDS = 3
+"""After as many the order of gradients is known."""
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -112,45 +115,54 @@ def synchronised(step: Round, backward: Backward) -> bool:
     return not wrapped[0].local
 
 
-def draw_options(draw: random.Random) -> dict[str, Any]:
+def draw_options(draw: random.Random, steady: bool) -> dict[str, Any]:
     """Keyword arguments of ``BucketDDP``; new ones go here."""
     return {
         "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
-        "find_unused_parameters": draw.random() < 0.3,
+        "find_unused_parameters": not steady and draw.random() < 0.3,
         "module_buffers": draw.choice(["broadcast", "mean", "off"]),
         **draw.choice(
             [
                 {},
                 {},
                 {},
-                {"overlap": False},
-                {"use_contiguous_buffers": False},
                 {"pad_buckets_to": 100},
                 {"grad_dtype": torch.float32},
                 {"wire_dtype": torch.bfloat16},
+                {"overlap": False},
+                {"use_contiguous_buffers": False},
                 {"comm_hook": "bf16", "overlap": False},
-            ]
+            ][: 6 if steady else 9]
         ),
     }
 
 
 def draw_case(seed: int, world_size: int) -> Case:
-    """Draws a case."""
+    """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
     draw = random.Random(seed)
+    steady = seed % 2 == 0
     stages = draw_stages(draw)
-    options = draw_options(draw)
-    rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size)
+    options = draw_options(draw, steady)
+    rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size, steady)
     trainable = rounds.trainable(probability=0.3)
-    return Case(seed, stages, trainable, options, tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30]))))
+    known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
+    others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
+    return Case(seed, stages, trainable, options, known + others)
 
 
 class _Rounds:
-    def __init__(self, draw: random.Random, stages: tuple[Stage, ...], params: int, world_size: int) -> None:
+    def __init__(
+        self, draw: random.Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool
+    ) -> None:
         self.draw = draw
         self.stages = stages
         self.params = params
         self.world_size = world_size
-        self.freezes = draw.choice([0.0, 0.0, 0.4, 0.8])  # how often the trainable set changes
+        # How often the trainable set changes.
+        self.freezes = draw.choice([0.0, 0.0, 0.05, 0.2] if steady else [0.0, 0.0, 0.4, 0.8])
+        # Each of these ends a steady state, some of them for good.
+        self.past_the_wrapper = draw.choice([0.0, 0.0, 0.1]) if steady else 0.1
+        self.penalties = draw.choice([0.0, 0.05, 0.2]) if steady else 0.2
         self.branches = draw.choice(["all", "same", "by rank"])
         self.reentrant = any(s.checkpoint == "reentrant" for s in stages)
         # Without several calls, two forwards would bring more gradients to a layer than the first pass had: refused.
@@ -177,10 +189,17 @@ class _Rounds:
         flags = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
         return flags if any(flags) else None
 
+    def plain_round(self) -> Round:
+        everything = ((True,) * len(self.stages),) * self.world_size
+        forward = Forward(everything, local=False, direct=False, training=True, inputs_require_grad=self.reentrant)
+        constant = (False,) * self.world_size
+        backward = Backward((0,), local=False, guarded=False, only=None, penalty=False, constant=constant)
+        return Round(None, "none", nudge=False, aside="", forwards=(forward,), backwards=(backward,), step=True)
+
     def round(self) -> Round:
         trainable = self.trainable(self.freezes)
         local = self.chance(0.35)
-        direct = self.chance(0.1)
+        direct = self.chance(self.past_the_wrapper)
         guarded = self.chance(0.4)
         if direct and self.reentrant:
             guarded = True
@@ -213,7 +232,7 @@ class _Rounds:
         )
 
     def backward(self, of: tuple[int, ...], local: bool, direct: bool, guarded: bool) -> Backward:
-        penalty = self.chance(0.2)
+        penalty = self.chance(self.penalties)
         if guarded or not (direct or penalty):  # otherwise the forward decides, wherever backward is
             local = self.chance(0.3)
         only = self.flags(self.params, 0.5) if not self.reentrant and self.chance(0.15) else None
