@@ -306,6 +306,39 @@ def test_what_no_rank_uses_keeps_every_bit(run_ranks: RunRanks, guarded: bool) -
     run_ranks(3, untouched, guarded)
 
 
+def doubted_in_vain() -> None:
+    """Gradients of the user's own may have come in the backward that is found under way, until it has ended."""
+    plain, ours = pair(Branches)
+    look_for_most(plain, ours)
+    ours.module.right.bias.grad = torch.full((4,), float(dist.get_rank()))
+    torch.autograd.grad(ours(inputs_of(0), "left").sum(), ours.module.left.weight)
+    both([ours], inputs_of(1), "left", zero=False)
+    assert torch.equal(ours.module.right.bias.grad, torch.full((4,), float(dist.get_rank())))
+    ours.close()
+
+
+def test_doubts_end_with_the_backward(run_ranks: RunRanks) -> None:
+    run_ranks(2, doubted_in_vain)
+
+
+def two_forwards_first() -> None:
+    plain, ours = pair(Branches)
+    look_for_most(plain, ours)
+    seen: list[bool] = []
+    ours.module.stem.bias.register_hook(lambda _: seen.append(bool(quiet(ours.module))))
+    for model in (plain, ours):
+        first, second = model(inputs_of(0)).square().mean(), model(inputs_of(1), "left").square().mean()
+        first.backward()
+        second.backward()
+    assert_grads(ours.module, mean_over_ranks(plain))
+    assert seen == [True, True], "what the first has published leaves no doubt in the second"
+    ours.close()
+
+
+def test_two_forwards_before_two_backwards(run_ranks: RunRanks) -> None:
+    run_ranks(2, two_forwards_first)
+
+
 def cleared_in_the_guard() -> None:
     plain, ours = pair(Mlp)
     look_for_most(plain, ours)
@@ -659,6 +692,15 @@ def users_hooks() -> None:
     assert_grads(ours.module, mean_over_ranks(plain))
     names = [name for name, _ in ours.module.named_parameters()]
     assert sorted(calls) == sorted(names[1:])
+    more = [
+        param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+        for name, param in ours.module.named_parameters()
+    ]
+    calls.clear()
+    both([ours], inputs_of(2))
+    assert sorted(calls) == sorted(names[1:] + names)
+    for handle in more:
+        handle.remove()
     first = ours.module.layers[0].weight
     first.register_post_accumulate_grad_hook(lambda _: calls.append(names[0]))
     ours.close()
