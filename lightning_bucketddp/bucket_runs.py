@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -19,6 +19,7 @@ from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.comm_hooks import CommHook, HookBucket
 from lightning_bucketddp.grad_buffer import GradBuffers
 from lightning_bucketddp.gradient_checks import require_sound
+from lightning_bucketddp.gradient_hooks import Arrivals
 from lightning_bucketddp.layout import MIB, Bucket, Layout
 from lightning_bucketddp.slots import SlotKind, SlotTable, TrainableSet
 
@@ -39,7 +40,7 @@ class BucketRun:
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
         waiting: Slots whose gradients are expected in this pass and have not come, as far as was looked.
-        tail: The slot whose gradient comes last, if the others' are looked for when it comes, and not before; None if
+        tail: The slot whose gradient comes last, if the others are looked for when it comes, and not before; None if
             each is noted as it comes.
         last: The slot whose gradient completed the bucket when it was complete last.
         launched: Whether its collective has been started in this pass.
@@ -84,6 +85,7 @@ class BucketRuns:
         overlap: Whether buckets are launched as they become complete; if not, all of them at the end of backward.
         max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
         wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
+        arrivals: Gradients of which nobody tells.
 
     Attributes:
         comm_hook: What reduces the buckets instead of an all-reduce, if there is such a hook.
@@ -93,7 +95,7 @@ class BucketRuns:
         active: The buckets that take part in the present synchronised pass, in launch order.
         launched: How many of them have been launched.
         streams_seen: Streams on which gradients came.
-        late_looks: How often a bucket turned out to have been complete for some time.
+        early_tails: How often other gradients of a bucket have come after the one that should have been the last.
         awaited_run: The bucket whose collective was waited for last.
     """
 
@@ -104,12 +106,14 @@ class BucketRuns:
         overlap: bool = True,
         max_abs_grad: float | None = None,
         wire_dtype: torch.dtype | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._slots = slots
         self._collectives = collectives
         self._overlap = overlap
         self._max_abs_grad = max_abs_grad
         self.wire_dtype = wire_dtype
+        self._arrivals = arrivals if arrivals is not None else Arrivals(lambda _: None)
         self.comm_hook: CommHook | None = None
         self._on_accelerator = any(param.device.type != "cpu" for param in slots.all_params)
         self._make_buffers()
@@ -117,11 +121,7 @@ class BucketRuns:
         self.contributing: set[int] = set()
         self.settled: AbstractSet[int] = NONE
         self.streams_seen: set[torch.Stream] = set()
-        self.late_looks = 0
-        self._looked_for: frozenset[int] = NONE
-        self._before: dict[int, tuple[Tensor, int]] | None = None
-        self._unsure: Collection[int] = ()
-        self._versions: list[int] = []  # of the views, when no backward was under way
+        self.early_tails = 0
         self._local = False
         self._chunk_bytes: int | None = None
         self._arrived_in_local_pass: list[int] = []
@@ -174,6 +174,7 @@ class BucketRuns:
         self._largest_bucket = max((self.layout.bucket_nbytes(it) for it in self.layout.buckets), default=0)
         run_of = {slot: run for run in self._runs for slot in run.slots}
         self._run_of = [run_of[slot] for slot in range(len(run_of))]
+        self._slot_of_param = {id(param): slot for slot, param in enumerate(self._slots.params)}
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
 
     def _bind_main_grads(self) -> None:
@@ -279,107 +280,42 @@ class BucketRuns:
         """From the next pass on, looks for the gradients of a bucket when the one that came last has come.
 
         Returns:
-            The slots whose gradients have to be noted as they come; None if there are buckets still of which it is not
-            known which comes last.
+            The slots whose gradients have to be told of as they come; None if the present pass has shown nothing new.
         """
-        if any(run.last is None and not run.held_back for run in self._runs):
+        found = [run for run in self.active if run.tail is None and run.last is not None and not run.held_back]
+        if not found:
             return None
-        noted: list[int] = []
-        looked_for: list[int] = []
-        for run in self._runs:
-            run.tail = None if run.held_back else run.last
-            if run.tail is None:
-                noted.extend(run.slots)
-            else:
-                noted.append(run.tail)
-                looked_for.extend(run.slots)
-        self._looked_for = frozenset(looked_for)
-        self.note_versions()
-        return noted
+        for run in found:
+            run.tail = run.last
+        return [slot for run in self._runs for slot in (run.slots if run.tail is None else [run.tail])]
 
-    def note_versions(self) -> None:
-        """Between backwards: remembers what is in the views, which only users change until the next backward."""
-        self._versions = [view._version for view in self._buffers.views] if self._looked_for else []
-
-    def note_every_gradient(self, unsure: Collection[int] = ()) -> None:
-        """From now on each gradient is noted as it comes.
-
-        Args:
-            unsure: Slots with a gradient of which nobody can tell whether it has come in this backward. It counts as
-                if it had, and holds its bucket up until the end.
-        """
+    def note_every_gradient(self) -> None:
+        """From now on each gradient is noted as it comes."""
+        self.look()
         for run in self._runs:
             run.tail = None
-        self._looked_for = NONE
-        self._unsure = unsure
-
-    def unsure(self) -> list[int]:
-        """Slots that are looked for and have a gradient which may or may not have come in this backward.
-
-        A view that nobody has touched since the last reduction or forward has not.
-        """
-        params, views, versions = self._slots.params, self._buffers.views, self._versions
-        return [
-            slot
-            for slot in self._looked_for - self.contributing
-            if (grad := params[slot].grad) is not None
-            and params[slot].requires_grad
-            and not (grad is views[slot] and versions and grad._version == versions[slot])
-        ]
-
-    def count_unsure(self) -> None:
-        """Backward has ended, so that whatever is there counts."""
-        self.contributing.update(slot for slot in self._unsure if self._slots.params[slot].grad is not None)
-        self._unsure = ()
-
-    def look_before(self, synchronised: bool) -> None:
-        """Remembers the gradients that are there before a backward adds to them, where they are looked for later."""
-        params = self._slots.params
-        self._before = before = {}
-        for slot in self._looked_for if synchronised else self._looked_for - self.contributing:
-            grad = params[slot].grad
-            if grad is not None:
-                before[slot] = (grad, grad._version)
-
-    def forget_before(self) -> None:
-        """The backward has ended."""
-        self._before = None
-        self._unsure = ()
-
-    def first_that_came(self) -> int | None:
-        """A slot whose gradient has come since :meth:`look_before`, and nobody told; None if there is none."""
-        return min(self._came(self._looked_for), default=None)
+        self.early_tails = 0
 
     def look(self) -> None:
-        """Takes note of the gradients that have come since :meth:`look_before`, where nobody has told of them."""
-        for run in self._runs:
-            if run.tail is not None and run.waiting and not run.launched:
-                self._look(run)
+        """Takes note of the gradients that have come and were kept.
 
-    def look_for_the_last_time(self) -> None:
-        """The backward has ended, perhaps by an exception: what it has left counts."""
-        self.look()
-        self.count_unsure()
-
-    def _came(self, slots: AbstractSet[int]) -> list[int]:
-        params, before = self._slots.params, self._before
-        if before is None:
-            return []
-        came: list[int] = []
-        for slot in slots:
-            grad = params[slot].grad
-            if grad is not None:
-                old = before.get(slot)
-                if old is None or grad is not old[0] or grad._version != old[1]:
-                    came.append(slot)
-        return came
-
-    def _look(self, run: BucketRun) -> None:
-        found = self._came(run.waiting)
-        run.waiting.difference_update(found)
-        self.contributing.update(found)
-        if self._local:
-            self._arrived_in_local_pass += found
+        Raises:
+            RuntimeError: If one came too late, its bucket being on the wire.
+        """
+        contributing, slot_of, run_of = self.contributing, self._slot_of_param, self._run_of
+        too_late: int | None = None
+        for param in self._arrivals.take():
+            if param.requires_grad:  # not frozen since forward: autograd calls the hook and accumulates nothing
+                slot = slot_of[id(param)]
+                run = run_of[slot]
+                if run.launched:
+                    too_late = slot
+                if self._local and slot not in contributing:
+                    self._arrived_in_local_pass.append(slot)
+                contributing.add(slot)
+                run.waiting.discard(slot)
+        if too_late is not None:
+            raise RuntimeError(self._too_late(too_late))
 
     def begin(
         self, trainable: TrainableSet, reachable: set[int] | None, local: bool = False, in_order: bool = True
@@ -398,9 +334,7 @@ class BucketRuns:
         self._local = local
         for run, expected in self._expected_in(trainable):
             run.launched = False
-            if local and run.tail is not None:
-                run.waiting = set(expected - self.contributing)
-            elif reachable is None:
+            if reachable is None:
                 run.waiting = set(expected)
             else:
                 run.waiting = {slot for slot in expected if id(params[slot]) in reachable}
@@ -434,11 +368,15 @@ class BucketRuns:
         waiting = run.waiting
         if slot in waiting:
             waiting.remove(slot)
-            if waiting and run.tail is not None:
-                self._look(run)
+            if slot == run.tail:
+                self.look()
+                self.early_tails += bool(waiting)
             if not waiting:
                 run.last = slot
                 return run
+            if slot == run.tail and not self._local and self.launched < len(self.active):
+                run = self.active[self.launched]  # may have been completed without notice
+                return None if run.waiting else run
         return None
 
     def arrived_in_local_pass(self, slot: int) -> None:
@@ -459,7 +397,6 @@ class BucketRuns:
 
     def awaited(self) -> list[int]:
         """The slots whose gradients have not come in this pass, in launch order."""
-        self.look()
         return [slot for run in self.active for slot in sorted(run.waiting)]
 
     def capture(self, run: BucketRun) -> None:
@@ -478,13 +415,13 @@ class BucketRuns:
 
     def end_local(self) -> None:
         """Ends a local pass: brings what came in it into the buffers, complete bucket or not."""
-        self.look_for_the_last_time()
+        if len(self.contributing) < len(self._slots):
+            self.look()
         self._wait_for({stream for slot in self._arrived_in_local_pass for stream in self._run_of[slot].streams})
         self._buffers.capture(self._arrived_in_local_pass, self._slots.params)
         if self._with_main_grad:  # somebody may look into the buffers, whatever zero_grad() has dropped
             self._buffers.capture(list(self.contributing), self._slots.params)
         self._arrived_in_local_pass.clear()
-        self._before = None
 
     def launch_complete(self) -> None:
         """Launches buckets, in order, up to the first that still waits for a gradient, or for its turn.
@@ -495,30 +432,9 @@ class BucketRuns:
         while self.launched < len(self.active):
             run = self.active[self.launched]
             before = self._must_end_first()
-            if run.waiting and run.tail is not None:
-                self._look_late(run)
             if run.waiting or run.held_back or (before is not None and not before.done()):
                 return
             self._launch(run)
-
-    def _look_late(self, run: BucketRun) -> None:
-        """Looks after the tail has come, or instead of it; counts how often the bucket could have gone before."""
-        tail_came = run.tail not in run.waiting
-        self._look(run)
-        self.late_looks += tail_came and not run.waiting
-
-    def require_none_late(self) -> None:
-        """Requires that no gradient has come to a bucket that was launched before.
-
-        Raises:
-            RuntimeError: If one has; names its parameter.
-        """
-        params = self._slots.params
-        for run in self.active[: self.launched]:
-            if run.tail is not None:
-                for slot in run.slots:
-                    if params[slot].grad is not None:
-                        raise RuntimeError(self._too_late(slot))
 
     def _too_late(self, slot: int) -> str:
         return (
@@ -565,8 +481,6 @@ class BucketRuns:
 
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
-        if run.tail is not None and run.waiting:
-            self._look_late(run)
         if self._max_abs_grad is not None:
             self.capture(run)
             self._require_sound(run, self._max_abs_grad)
@@ -687,8 +601,7 @@ class BucketRuns:
         self._kept.clear()
         self._uncaptured, self._uncaptured_bytes = [], 0
         self._arrived_in_local_pass.clear()
-        self.awaited_run = self._before = None
-        self.note_versions()
+        self.awaited_run = None
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
 
@@ -698,7 +611,6 @@ class BucketRuns:
         What accumulated since the last reduction is gone. Other gradients stay what they were, outside of the buffers,
         whose collectives are under way or yet to come.
         """
-        self.look_for_the_last_time()
         params = self._slots.params
         for slot in self.contributing:
             params[slot].grad = None
@@ -706,7 +618,6 @@ class BucketRuns:
             params[slot].grad = kept if value is None else value
         self._uncaptured, self._uncaptured_bytes = [], 0
         self._arrived_in_local_pass.clear()
-        self._before = None
         for run in self.active[self.launched :]:
             self._move_out(run)
         self._kept.clear()

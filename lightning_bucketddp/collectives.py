@@ -120,9 +120,13 @@ def _wait_in_turns(work: dist.Work, on_idle: Callable[[], None]) -> None:
         try:
             work.wait(timedelta(seconds=POLL_SECONDS))
         except RuntimeError:
-            if work.is_completed() or time.monotonic() - begin < POLL_SECONDS / 2:
+            if work.is_completed():
+                return  # in time after all, or with an error that the caller's wait raises
+            if time.monotonic() - begin < POLL_SECONDS / 2:
                 raise  # not for want of time
-            on_idle()
+        else:
+            return
+        on_idle()  # not in the handler: what it raises has nothing to do with the time being up
 
 
 def poll_until_done(future: torch.Future[Any], on_idle: Callable[[], None]) -> None:

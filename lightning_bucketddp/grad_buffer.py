@@ -20,8 +20,7 @@ class GradBuffers:
         layout: The layout that the views follow now.
         flats: The flat tensors, as ``layout.buffers``.
         views: One per slot, with the parameter's shape and strides. A view is one object for as long
-            as the layout stands, so ``param.grad is view`` tells a captured gradient; each has a version counter of
-            its own.
+            as the layout stands, so ``param.grad is view`` tells a captured gradient.
         made_elsewhere: Whether gradients may have been made on other streams than the one that copies them.
     """
 
@@ -42,8 +41,7 @@ class GradBuffers:
 
     def _view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
-        # `.data` gives each view a version counter of its own, which tells whether autograd has added to it.
-        return self.flats[slot.buffer].data.as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
+        return self.flats[slot.buffer].as_strided(slot.spec.shape, slot.spec.strides, slot.offset)
 
     def holds(self, slot: int, grad: Tensor) -> bool:
         """Whether ``grad`` is the slot's view, and lies in the buffer still.

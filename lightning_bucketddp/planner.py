@@ -19,9 +19,6 @@ from lightning_bucketddp.slots import SlotTable, TrainableSet
 WATCHED_PASSES = 3
 """Passes with the default buckets whose times a plan is made from, and passes in which it is tried."""
 
-MAX_PLANNED_SETS = 8
-"""Trainable sets that a plan is made for; the buckets of later ones follow the default rule."""
-
 MAX_PIECES = 512
 """Of how many pieces a plan is made at most: parameters that are small and follow each other count as one."""
 
@@ -43,7 +40,8 @@ class BucketPlan:
         cost: What an all-reduce costs.
         default: A simulated pass with the default buckets.
         planned: A simulated pass with the planned ones.
-        default_seconds: How long a pass took with the default buckets, on the slowest rank.
+        default_seconds: How long a pass took with the default buckets: backward on the slowest rank, and what came
+            after it on the rank that waited least, the others having been there too early.
         planned_seconds: The same with the planned ones; None as long as they have not been tried, or if they are the
             same.
         kept: Whether the plan is in use; if not, the default buckets are.
@@ -78,10 +76,12 @@ def _buckets(timeline: Timeline) -> str:
 class _Watched:
     """What is known of one trainable set."""
 
-    def __init__(self) -> None:
+    def __init__(self, trainable: TrainableSet) -> None:
+        self.trainable = trainable
         self.passes: list[ReadyTimes] = []
         self.plan: BucketPlan | None = None
-        self.ends: frozenset[int] = frozenset()
+        self.slots: frozenset[int] = frozenset()  # whose buckets are planned
+        self.ends_before: frozenset[int] = frozenset()  # of other sets' plans, among those slots
         self.decided = False
 
 
@@ -122,20 +122,17 @@ class Planner:
             device: Where the gradients are.
         """
         self._times = self._present = None
-        if self._cost is None or learning:
+        # Sets that shape no buckets share theirs with others.
+        if self._cost is None or learning or not self._slots.shapes_buckets(trainable):
             return
-        watched = self._watched.get(trainable)
-        if watched is None:
-            if len(self._watched) == MAX_PLANNED_SETS:
-                return
-            watched = self._watched[trainable] = _Watched()
+        watched = self._watched.setdefault(trainable, _Watched(trainable))
         if not watched.decided:
-            self._present, self._trainable = watched, trainable
+            self._present = watched
             self._times = ReadyTimes(device)
 
     def busy(self) -> bool:
-        """Whether passes are to be watched still."""
-        return self._cost is not None and not all(watched.decided for watched in self._watched.values())
+        """Whether more passes with the present trainable set are to be watched."""
+        return self._present is not None and not self._present.decided
 
     def ready(self, slot: int) -> None:
         """The gradient of a slot is ready."""
@@ -190,15 +187,14 @@ class Planner:
         count = len(self._slots)
         found = [times.seconds() for times in passes]
         mine = [_median([seconds[slot] for seconds in found if slot in seconds]) for slot in range(count)]
-        mine += [_median([times.seconds_of_backward() for times in passes])]
-        mine += [_median([times.seconds_of_pass() for times in passes])]
-        *ready, backward_end, seconds = slowest(self._collectives, mine, device, on_idle)
+        *ready, backward_end, not_exposed = slowest(self._collectives, mine + _ends_of(passes), device, on_idle)
         ready = [backward_end if at < 0 else at for at in ready]
+        seconds = backward_end - not_exposed
 
-        members = [bucket.slots for bucket in layout.buckets if self._slots.is_in(bucket.slots[0], self._trainable)]
+        members = [bucket.slots for bucket in layout.buckets if self._slots.is_in(bucket.slots[0], watched.trainable)]
         default = _simulated(members, ready, layout, self._cost, backward_end)
         cost = calibrated(self._cost, default, seconds)
-        runs = self._slots.runs_of(self._trainable)
+        runs = self._slots.runs_of(watched.trainable)
         ends = torch.zeros(count, dtype=torch.int64)
         if self._collectives.rank == 0:
             for run in runs:
@@ -206,9 +202,11 @@ class Planner:
                     ends[slot] = 1
         ends = ends.to(device)
         self._collectives.broadcast(ends).wait(on_idle)
-        watched.ends = frozenset(slot for slot, flag in enumerate(ends.tolist()) if flag)
-        cut = [piece for run in runs for piece in _cut(run, watched.ends)]
-        rest = [slots for slots in members if not set(slots) & {slot for run in runs for slot in run}]
+        chosen = frozenset(slot for slot, flag in enumerate(ends.tolist()) if flag)
+        watched.slots = frozenset(slot for run in runs for slot in run)
+        watched.ends_before = self._slots.bucket_ends & watched.slots
+        cut = [piece for run in runs for piece in _cut(run, chosen)]
+        rest = [slots for slots in members if not watched.slots & set(slots)]
         position = {slot: at for at, slot in enumerate(slot for slots in members for slot in slots)}
         planned = sorted([*cut, *rest], key=lambda slots: position[slots[-1]])
         watched.plan = self.last = BucketPlan(
@@ -218,7 +216,8 @@ class Planner:
             seconds,
         )
         watched.decided = planned == members
-        self._slots.bucket_ends |= watched.ends
+        if not watched.decided:
+            self._slots.bucket_ends = self._slots.bucket_ends - watched.slots | chosen
         return not watched.decided
 
     def _judge(
@@ -229,16 +228,26 @@ class Planner:
         device: torch.device,
         on_idle: Callable[[], None],
     ) -> bool:
-        mine = [_median([times.seconds_of_pass() for times in passes])]
-        seconds = slowest(self._collectives, mine, device, on_idle)[0]
+        backward_end, not_exposed = slowest(self._collectives, _ends_of(passes), device, on_idle)
+        seconds = backward_end - not_exposed
         kept = seconds <= plan.default_seconds * WORSE  # of the same bits on every rank
         watched.plan = self.last = BucketPlan(
             plan.cost, plan.default, plan.planned, plan.default_seconds, seconds, kept
         )
         watched.decided = True
         if not kept:
-            self._slots.bucket_ends -= watched.ends
+            self._slots.bucket_ends = self._slots.bucket_ends - watched.slots | watched.ends_before
         return not kept
+
+
+def _ends_of(passes: list[ReadyTimes]) -> list[float]:
+    """When backward had ended, and what the pass took after that, negated.
+
+    The largest of the negated is the least: a rank that is there before the others waits for them, not for the wire.
+    """
+    backward = [times.seconds_of_backward() for times in passes]
+    after = [times.seconds_of_pass() - end for times, end in zip(passes, backward, strict=True)]
+    return [_median(backward), -_median(after)]
 
 
 def calibrated(cost: CollectiveCost, simulated: Timeline, seconds: float) -> CollectiveCost:
@@ -308,10 +317,14 @@ def _pieces(run: Sequence[int], ends: set[int], layout: Layout) -> list[list[int
     """Cuts a run into pieces of equal size at most, as fine as is worth it, and behind each of ``ends``."""
     largest = _nbytes(run, layout) / MAX_PIECES
     pieces: list[list[int]] = [[]]
+    held = 0
     for slot in run:
-        if pieces[-1] and (pieces[-1][-1] in ends or _nbytes([*pieces[-1], slot], layout) > largest):
+        size = layout.slots[slot].spec.nbytes
+        if pieces[-1] and (pieces[-1][-1] in ends or held + size > largest):
             pieces.append([])
+            held = 0
         pieces[-1].append(slot)
+        held += size
     return pieces
 
 

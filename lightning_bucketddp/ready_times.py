@@ -26,7 +26,7 @@ class ReadyTimes:
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def ready(self, slot: int) -> None:
@@ -46,7 +46,8 @@ class ReadyTimes:
             assert isinstance(self._begin, float)
             return at - self._begin
         assert isinstance(self._begin, torch.Event)
-        at.synchronize()
+        assert isinstance(self._finish, torch.Event)
+        self._finish.synchronize()
         return float(self._begin.elapsed_time(at)) / 1000
 
     def seconds(self) -> dict[int, float]:

@@ -38,7 +38,7 @@ from lightning_bucketddp.divisor import GradientDivisor
 from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError, not_cleared
-from lightning_bucketddp.gradient_hooks import GradientHooks, hooks_can_be_forgotten
+from lightning_bucketddp.gradient_hooks import Arrivals, GradientHooks, SharedHook
 from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.planner import BucketPlan, Planner
@@ -56,12 +56,12 @@ A rank that comes later finds a rank that has given up, and raises in its next p
 """
 
 
-MAX_LATE_LOOKS = 16
-"""How often buckets may be launched later than they could, gradients coming in another order than before, until each
-parameter tells of its own again."""
+MAX_EARLY_TAILS = 16
+"""How often other gradients of a bucket may come after the one that should have been the last, until it is looked which
+comes last now."""
 
 MAX_RETURNS_TO_ALL_HOOKS = 4
-"""How often new trainable sets may end the looking at buckets' last gradients alone, until that is given up."""
+"""How often the waiting for buckets' last gradients alone may have to end, until it is given up."""
 
 _HOOK_NAME = "Reducer.on_gradient"
 
@@ -85,7 +85,7 @@ class PassState(Enum):
 
 def is_reducers_own(hook: object) -> bool:
     """Whether a post-accumulate-grad hook is a reducer's."""
-    return getattr(hook, "__qualname__", None) == _HOOK_NAME
+    return isinstance(hook, SharedHook) or getattr(hook, "__qualname__", None) == _HOOK_NAME
 
 
 class Reducer:
@@ -140,7 +140,8 @@ class Reducer:
             collectives.world_size,
         )
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
-        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype)
+        self._arrivals = Arrivals(self._on_gradient_of)
+        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
         self._runs.comm_hook = comm_hook
         self._hook_agreements = 0
         self.failures = Failures(agreement, self._become_failed)
@@ -151,11 +152,10 @@ class Reducer:
         self._several_devices = len(devices) > 1
         self._lock: AbstractContextManager[object] = threading.RLock() if self._several_devices else nullcontext()
         self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
-        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook)
-        # Only the gradient that comes last in a bucket needs to be told of, if backwards tell when they begin.
-        self._tails_wanted = (
-            overlap and not self._several_devices and not self._find_unused and hooks_can_be_forgotten()
-        )
+        self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
+        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)
+        # Only the gradient that comes last in a bucket needs to be told of, if it is known which does.
+        self._tails_wanted = overlap and not self._several_devices and not self._find_unused
         self._returns_to_all_hooks = 0
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
@@ -174,7 +174,6 @@ class Reducer:
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
         self._trainable = TrainableHistory(self._slots, agreement)
-        self._trainable_at_root: TrainableSet | None = None
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
@@ -307,10 +306,7 @@ class Reducer:
         """
         self.checks.forwards += 1
         self._runs.require_main_grads()
-        if self._state is not PassState.IDLE:
-            return
-        self._runs.note_versions()
-        if not self.synchronise:
+        if not self.synchronise and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
 
     def _agree_on(self, trainable: TrainableSet) -> None:
@@ -346,7 +342,7 @@ class Reducer:
             self._queue_end()
             if self._state is not PassState.IDLE:
                 return
-            self._look_before_gradients(synchronised, at_root=True)
+            self._look_before_gradients()
             if synchronised and self._find_unused:
                 self._open(synchronised)
 
@@ -395,24 +391,8 @@ class Reducer:
         if self._state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
-    def _look_before_gradients(self, synchronised: bool, at_root: bool = False) -> None:
-        """Sees what is in ``.grad`` before a backward adds to it, as far as that is of interest.
-
-        Args:
-            synchronised: Whether the pass will be.
-            at_root: Whether backward has begun: parameters that the root does not lead to may have their gradients.
-        """
-        self._trainable_at_root = self._slots.trainable_now()
-        if at_root and not self.hooks.everywhere and (unsure := self._runs.unsure()):
-            self._note_every_gradient(unsure)
-        if not self.hooks.everywhere:
-            since = self._trainable.including(self._trainable_at_root)
-            if since == self._trainable.agreed or (
-                self._slots.knows(since) and not self._learner.would_learn_from(since)
-            ):
-                self._runs.look_before(synchronised)
-            else:
-                self._note_every_gradient()
+    def _look_before_gradients(self) -> None:
+        """Sees what is in ``.grad`` before a backward adds to it, where more than the mean was asked for."""
         if not self.divisor.rescales:
             return
         self._uncleared = self._runs.first_uncleared() or self._sparse.first_uncleared()
@@ -430,14 +410,15 @@ class Reducer:
         """
         self._require_idle()
         if not accumulating:
-            self._look_before_gradients(synchronised)
-        trainable = self._trainable_at_root or self._slots.trainable_now()
-        self._trainable_at_root = None
+            self._look_before_gradients()
+        trainable = self._slots.trainable_now()
         since = self._trainable.note(trainable)
         if synchronised:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
+        if self._learner.learning:
+            self._note_every_gradient()
         self._passes_begun += 1
         learning = self._learner.learning
         self._runs.begin(trainable, None if learning else reachable, local=not synchronised, in_order=not learning)
@@ -446,6 +427,7 @@ class Reducer:
             self._enter(PassState.LOCAL)
             if not self.replaying:
                 self._runs.settle_local()
+                self._arrivals.keep()
             return
         self.checks.read_what_arrived()
         for index in self._without_slot:
@@ -466,7 +448,11 @@ class Reducer:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
         self._planner.begin(since, self._learner.learning, self._runs.device)
+        if self._planner.watching:
+            self._note_every_gradient()
         self._only_arrivals = not (self._learner.learning or self.replaying or self._planner.watching)
+        if self._only_arrivals:
+            self._arrivals.keep()
 
     def _require_divisible(self) -> None:
         if self._uncleared is not None:
@@ -483,25 +469,26 @@ class Reducer:
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def _note_every_gradient(self, unsure: Collection[int] = ()) -> None:
+    def _note_every_gradient(self) -> None:
         """From now on each parameter tells of its gradient."""
         if not self.hooks.everywhere:
             self._returns_to_all_hooks += 1
-            self._runs.note_every_gradient(unsure)
+            self._runs.note_every_gradient()
             self.hooks.hook_all()
 
     def _look_only_at_tails(self) -> None:
         """From now on only the parameters whose gradients come last in their buckets tell of them, if that will do.
 
-        A matter of this rank's alone: it changes when a bucket is launched, and nothing else. What comes without
-        notice is seen by comparing ``.grad`` with what was there before.
+        A matter of this rank's alone: it changes when a bucket is launched, and nothing else. The others' gradients
+        are kept in a list, which costs a fraction of what telling does.
         """
         if not self._tails_wanted or self._replan_due or self._learner.learning or self._planner.busy():
             return
-        if self._runs.late_looks > MAX_LATE_LOOKS or self._returns_to_all_hooks > MAX_RETURNS_TO_ALL_HOOKS:
+        if self._returns_to_all_hooks > MAX_RETURNS_TO_ALL_HOOKS:
             self._tails_wanted = False
-            self._note_every_gradient()
-        elif self.hooks.everywhere and len(self._runs.streams_seen) <= 1:
+        elif self._runs.early_tails > MAX_EARLY_TAILS:
+            self._note_every_gradient()  # to see in the next pass which come last now
+        elif len(self._runs.streams_seen) <= 1:
             noted = self._runs.wait_for_tails()
             if noted is not None:
                 self.hooks.hook_only(self._slots.indices_without_slot() | {self._slots.index_of(s) for s in noted})
@@ -527,6 +514,10 @@ class Reducer:
         on_gradient.__qualname__ = _HOOK_NAME
         return on_gradient
 
+    def _on_gradient_of(self, param: Tensor) -> None:
+        if param.requires_grad:
+            self._on_gradient(self._index_of_param[id(param)])
+
     def _on_complete(self, run: BucketRun) -> None:
         """All gradients of a bucket have come in a synchronised pass."""
         if self._turns.is_first(self):
@@ -545,8 +536,6 @@ class Reducer:
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
                 if not self._end_queued:
-                    self._tails_wanted = False  # it cannot be told afterwards what has come
-                    self._note_every_gradient(self._runs.unsure())
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
@@ -610,6 +599,7 @@ class Reducer:
             self._open(synchronised=True)
             self._by_hand = True
             self._only_arrivals = False
+            self._arrivals.tell()
             self._runs.contribute_present()
             self._sparse.contribute_present()
             with self._launching():
@@ -670,32 +660,22 @@ class Reducer:
     def _on_engine_end(self) -> None:
         self._end_queued = False
         try:
-            self._open_unnoticed()
             self._end_pass()
         except BaseException:
             self._on_engine_dropped()
             raise
         finally:
             self._uncleared = None
-            self._runs.forget_before()
-            self._trainable_at_root = None
             self._turns.leave(self)
-
-    def _open_unnoticed(self) -> None:
-        """Opens a pass in which gradients have come, but none that completes a bucket."""
-        if self._state is PassState.IDLE and (came := self._runs.first_that_came()) is not None:
-            self._require_own_batch(self._slots.specs[came].name)
-            self._open(self._root_synchronises, accumulating=True)
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
-        with suppress(RuntimeError):  # which is not what backward raised
-            self._open_unnoticed()
         self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
         if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
-            self._runs.look_for_the_last_time()
+            with suppress(RuntimeError):  # a gradient came too late; something else has been raised
+                self._runs.look()
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
@@ -706,8 +686,6 @@ class Reducer:
             # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
             self._runs.drop()
             self._sparse.drop()
-        self._runs.forget_before()
-        self._trainable_at_root = None
 
     def _end_pass(self) -> None:
         if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
@@ -729,8 +707,7 @@ class Reducer:
         notes.backward_ended = time.perf_counter()
         self._planner.backward_ended()
         self.early_launches = runs.launched
-        runs.require_none_late()
-        runs.count_unsure()
+        runs.look()
         with self._launching():
             runs.launch_rest(self._while_waiting)
             sparse = self._sparse.held(self._trainable.since_reduction)
@@ -808,6 +785,7 @@ class Reducer:
         """Nothing that was to be passed over in the state before is to be in this one."""
         self._state = state
         self._only_arrivals = False
+        self._arrivals.tell()
         self._runs.settled = NONE
 
     def _become_failed(self) -> None:
@@ -856,6 +834,9 @@ class Reducer:
         if self._state is PassState.LOCAL:
             self._runs.look()
             self._enter(PassState.IDLE)
+        elif self._state is PassState.SYNCHRONISED:
+            with suppress(RuntimeError):
+                self._runs.look()
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         message = self.failures.cannot_complete(f"rank {self._collectives.rank} {cause}")

@@ -119,6 +119,11 @@ class SlotTable:
             len(self._grouping_sets) == MAX_GROUPING_SETS and self.has_all(trainable)
         )
 
+    def shapes_buckets(self, trainable: TrainableSet) -> bool:
+        """Whether buckets hold parameters of the set only, or none of it, and there are such."""
+        trainable = self._without_sparse(trainable)
+        return trainable in self._grouping_sets and any(trainable)
+
     def is_in(self, slot: int, trainable: TrainableSet) -> bool:
         """Whether the parameter of ``slot`` is in the set."""
         return trainable[self._index_of[slot]]

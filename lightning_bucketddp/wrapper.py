@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
-from lightning_bucketddp.checks import entries, input_device, names_to_ignore, require_valid_parameters
+from lightning_bucketddp.checks import (
+    entries,
+    input_device,
+    names_to_ignore,
+    require_plannable,
+    require_valid_parameters,
+)
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
 from lightning_bucketddp.compiled import GraphCuts, cutting_graphs, leave_untraced
@@ -97,9 +103,9 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients for two ranks, more for more ranks, from
             1 to 25 MiB, smaller at both ends.
             ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
-            which a pass should end first, and keeps them if it does (:attr:`bucket_plan`); again for other sets of
-            trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the last bits
-            of a sum depend on the buckets.
+            which a pass should end first, and keeps them if it takes no longer (:attr:`bucket_plan`); again for other
+            sets of trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the
+            last bits of a sum depend on the buckets.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
@@ -250,6 +256,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             lines += entries(module, params, sparse, ignored, self._options)
             plans_buckets = self._options.bucket_cap_mb == "auto"
             if plans_buckets:
+                require_plannable(params)
                 plans_buckets = not torch.are_deterministic_algorithms_enabled()
                 lines.append(Entry("whether algorithms may be indeterministic", repr(plans_buckets)))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -263,11 +270,11 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
         cost: CollectiveCost | None = None
-        if options.bucket_cap_mb == "auto" and not plans_buckets and collectives.rank == 0:
+        if options.bucket_cap_mb == "auto" and not plans_buckets:
             warnings.warn(
                 'bucket_cap_mb="auto" follows the default rule under torch.use_deterministic_algorithms() (a Trainer\'s'
                 " deterministic=True): planned buckets differ from run to run, and with them the last bits of the sums",
-                stacklevel=2,
+                stacklevel=3,
             )
         if plans_buckets and collectives.world_size > 1:
             cost = measure_cost(collectives, params[0][1].device, options.wire_dtype)

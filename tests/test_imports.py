@@ -44,7 +44,15 @@ ALLOWED: dict[str, set[str]] = {
     "evened_loader": set(),
     "divisor": {"control", "options"},
     "sparse_grads": {"collectives", "gradient_checks", "slots"},
-    "bucket_runs": {"collectives", "comm_hooks", "grad_buffer", "gradient_checks", "layout", "slots"},
+    "bucket_runs": {
+        "collectives",
+        "comm_hooks",
+        "grad_buffer",
+        "gradient_checks",
+        "gradient_hooks",
+        "layout",
+        "slots",
+    },
     "coalesced_runs": {"bucket_runs", "grad_buffer", "layout"},
     "trainable": {"agreement", "slots"},
     "reducer": {

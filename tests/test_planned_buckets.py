@@ -4,6 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -49,16 +50,19 @@ def with_plan(plans: Any, pass_seconds: tuple[float, float] = (1.0, 1.0)) -> Non
         return pass_seconds[taken[0] > WATCHED_PASSES]
 
     ReadyTimes.seconds_of_pass = seconds_of_pass  # type: ignore[method-assign]
+    ReadyTimes.seconds_of_backward = lambda self: 0.5  # type: ignore[method-assign]
 
 
-def train(ours: BucketDDP, plain: nn.Module, steps: int) -> list[int]:
+def train(ours: BucketDDP, plain: nn.Module, steps: int, guarded: bool = False) -> list[int]:
     """Number of buckets in each pass; every gradient is compared."""
     found = []
     for step in range(steps):
         x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         for module in (ours, plain):
             module.zero_grad()
-            module(x).square().sum().backward()
+            loss = module(x).square().sum()
+            with ours.backward_pass(loss) if guarded and module is ours else nullcontext():
+                loss.backward()
         expected = mean_over_ranks(plain)
         for name, param in ours.module.named_parameters():
             torch.testing.assert_close(param.grad, expected.get(name), msg=f"{name} in step {step}")
@@ -168,11 +172,10 @@ def deterministic() -> tuple[BucketPlan | None, list[str]]:
 
 
 def test_deterministic_algorithms_fall_back_to_the_default_rule(run_ranks: RunRanks) -> None:
-    (plan, warned), other = run_ranks(2, deterministic, fresh=True)
-    assert plan is None
-    assert len(warned) == 1
-    assert "default rule" in warned[0]
-    assert other == (None, []), "rank 0 tells"
+    for made, warned in run_ranks(2, deterministic, fresh=True):
+        assert made is None
+        assert len(warned) == 1
+        assert "default rule" in warned[0]
 
 
 def deterministic_on_one() -> str:
@@ -231,6 +234,143 @@ def test_local_passes_do_not_count(run_ranks: RunRanks) -> None:
     assert run_ranks(2, accumulated, fresh=True)[0] == [1] * TOLD + [2 * LAYERS]
 
 
+def back_to_all(guarded: bool) -> list[str]:
+    """A set that the ranks know, and that was never watched, comes when only last gradients are told of."""
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+
+    def freeze(frozen: bool) -> None:
+        for it in (module, ours.module):
+            for param in it[:3].parameters():
+                param.requires_grad_(not frozen)
+
+    train(ours, module, 1, guarded)
+    freeze(True)
+    train(ours, module, TOLD + WATCHED_PASSES + 1, guarded)
+    assert not ours._reducer.hooks.everywhere
+    freeze(False)
+    train(ours, module, TOLD + WATCHED_PASSES + 1, guarded)
+    plan = ours.bucket_plan
+    assert plan is not None
+    ready = [bucket.ready for bucket in plan.planned.buckets]
+    assert ready[0] < ready[-1], "every gradient's time was taken"
+    return [str(len(plan.planned.buckets)), *(str(names) for names in described(ours))]
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_known_set_that_was_never_watched(run_ranks: RunRanks, guarded: bool) -> None:
+    first, second = run_ranks(2, back_to_all, guarded, fresh=True)
+    assert first == second
+    assert first[0] == str(2 * LAYERS)
+
+
+def one_within_the_other() -> tuple[int, int, int]:
+    """A plan for some of the parameters replaces that for all of them, and comes back where it is given up."""
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    whole = train(ours, module, TOLD + WATCHED_PASSES + 1)[-1]
+    for it in (module, ours.module):
+        for param in it[:3].parameters():
+            param.requires_grad_(False)
+    with_plan(one)
+    part = train(ours, module, TOLD + WATCHED_PASSES)[-1]
+    plan = ours.bucket_plan
+    assert plan is not None
+    return whole, part, len(plan.planned.buckets)
+
+
+def test_a_plan_for_some_parameters_is_not_bound_by_one_for_all(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, one_within_the_other, fresh=True) == [(2 * LAYERS, 1, 1)] * 2
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16, sparse=True)
+        self.body = deep()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.table(torch.arange(3)))
+
+
+def sparse_phase() -> bool:
+    with_plan(one_per_piece)
+    torch.manual_seed(0)
+    ours = BucketDDP(WithTable(), bucket_cap_mb="auto")
+    for frozen in (False, True, False):
+        ours.module.body.requires_grad_(not frozen)
+        for _ in range(TOLD + 1):
+            ours.zero_grad()
+            ours(torch.ones(3, 16)).square().sum().backward()
+    return ours.bucket_plan is not None
+
+
+def test_a_phase_with_sparse_gradients_alone(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, sparse_phase, fresh=True) == [True, True]
+
+
+def many_sets() -> int:
+    """More sets than shape buckets."""
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    train(ours, module, 1)
+    for turn in range(10):
+        for it in (module, ours.module):
+            for at, layer in enumerate(it):
+                layer.requires_grad_(bool((turn + 1) & (1 << at % 4)))
+        train(ours, module, TOLD)
+    return len(ours.layout.buckets)
+
+
+def test_more_sets_than_are_planned_for(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, many_sets, fresh=True)
+    assert first == second
+
+
+def two_players() -> tuple[list[int], bool]:
+    """Sets that take turns are planned each for itself."""
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    buckets = []
+    for turn in range(4 * WATCHED_PASSES + 6):
+        for it in (module, ours.module):
+            it[:2].requires_grad_(turn % 2 == 0)
+            it[2:].requires_grad_(turn % 2 == 1)
+        buckets += train(ours, module, 1)
+    return buckets[-2:], not ours._reducer.hooks.everywhere
+
+
+def test_sets_that_take_turns_have_their_plans(run_ranks: RunRanks) -> None:
+    for buckets, few_hooks in run_ranks(2, two_players, fresh=True):
+        assert buckets == [4, 2 * LAYERS - 4]
+        assert few_hooks
+
+
+def in_the_middle() -> None:
+    """The new layout comes in a local pass, and what had accumulated moves along."""
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    train(ours, module, TOLD)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for model in (ours, module):  # on top of the gradients of the last pass
+        with ours.no_sync():
+            model(x).square().sum().backward()
+        model(2 * x).square().sum().backward()
+    assert len(ours.layout.buckets) == 2 * LAYERS
+    expected = mean_over_ranks(module)
+    for name, param in ours.module.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name])
+
+
+def test_a_plan_that_comes_in_the_middle_of_accumulation(run_ranks: RunRanks) -> None:
+    run_ranks(2, in_the_middle, fresh=True)
+
+
 def measured() -> tuple[float, float]:
     cost = measure_cost(Collectives(None), torch.device("cpu"))
     return cost.latency, cost.seconds_per_byte
@@ -242,9 +382,16 @@ def test_every_rank_measures_the_same_cost(run_ranks: RunRanks) -> None:
     assert costs[0][0] + costs[0][1] > 0
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {"use_contiguous_buffers": False}])
-def test_what_does_not_overlap_has_no_plan(run_ranks: RunRanks, options: dict[str, Any]) -> None:
-    run_ranks(1, refused, options, "cannot be had")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": False}, "cannot be had"),
+        ({"use_contiguous_buffers": False}, "cannot be had"),
+        ({"comm_hook": "bf16"}, "either comm_hook or bucket_cap_mb"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(run_ranks: RunRanks, options: dict[str, Any], message: str) -> None:
+    run_ranks(1, refused, options, message)
 
 
 def refused(options: dict[str, Any], message: str) -> None:
