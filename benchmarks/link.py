@@ -221,6 +221,7 @@ def main() -> None:
         "--only", nargs="+", default=[], help="parts of peers' names; what they are compared with is added"
     )
     parser.add_argument("--quick", action="store_true", help="few peers, one round; saves nothing")
+    parser.add_argument("--save-as", help="saves what --only has run, under this name")
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -237,11 +238,11 @@ def main() -> None:
             found[job.case] = measure(names, job)
             lines.append(described(job.case, found[job.case]))
             print(lines[-1], flush=True)
-    if arguments.quick or arguments.only:
+    if arguments.quick or (arguments.only and not arguments.save_as):
         return
     (first, of_first), *others = found.items()
     cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(it)} for case, it in found.items()]
-    stem = save("link", {"cases": cases}, "\n".join(lines), drawn_reference(first, of_first))
+    stem = save(arguments.save_as or "link", {"cases": cases}, "\n".join(lines), drawn_reference(first, of_first))
     if others:
         drawn_sweep(dict(others)).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
     print(stem)

@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_bucketddp.wrapper
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy
 from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.planner import BucketPlan
@@ -161,6 +162,19 @@ def _plain_peers() -> list[Peer]:
     def torch_ddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: DistributedDataParallel(net, **options))
 
+    def believing(factor: float) -> Wrap:
+        """Plans for a link whose latency and time per byte are ``factor`` times what they are."""
+
+        def wrapper(net: nn.Sequential) -> nn.Module:
+            measure = lightning_bucketddp.wrapper.measure_cost
+            lightning_bucketddp.wrapper.measure_cost = lambda *given: measure(*given).scaled(factor)
+            try:
+                return BucketDDP(net, bucket_cap_mb="auto")
+            finally:
+                lightning_bucketddp.wrapper.measure_cost = measure
+
+        return _wrapped(wrapper)
+
     found = [
         Peer("unsynchronised", None, wrap=_wrapped(lambda net: net), synchronised=False),
         Peer("torch DDP as shipped", None, wrap=torch_ddp()),
@@ -174,6 +188,10 @@ def _plain_peers() -> list[Peer]:
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=_wrapped(BucketDDP)),
         Peer('BucketDDP, "auto"', None, wrap=_wrapped(lambda net: BucketDDP(net, bucket_cap_mb="auto")), warm_up=10),
+        *(
+            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=10)
+            for slower, factor in (("slower", 10.0), ("faster", 0.1))
+        ),
     ]
     return [replace(peer, name=f"{peer.name} (plain loop)") for peer in found]
 
