@@ -473,9 +473,15 @@ class BucketRuns:
             return None
         return self.active[self.launched - 1].pending
 
+    def _divisor(self, run: BucketRun) -> int | None:
+        """What gradients are divided by on their way into the bucket; the same in all passes and on all ranks."""
+        if self.comm_hook is not None:
+            return None
+        return self._collectives.divisor_before(run.flat.dtype, run.flat.device, self.wire_dtype)
+
     def _start(self, run: BucketRun) -> Pending:
         if self.comm_hook is None:
-            return self._collectives.all_reduce_mean(run.flat, self.wire_dtype)
+            return self._collectives.all_reduce_mean(run.flat, self.wire_dtype, divided=self._divisor(run) is not None)
         params = [self._slots.params[slot] for slot in run.slots]
         return self.comm_hook.start(HookBucket(self.layout, run.index, run.flat, params, run is self.active[-1]))
 
@@ -514,6 +520,7 @@ class BucketRuns:
         grads: list[Tensor] = []
         absent: list[int] = []
         idle: list[int] = []
+        inside: list[int] = []
         for slot in run.slots:
             grad = params[slot].grad
             if grad is None:
@@ -523,11 +530,21 @@ class BucketRuns:
             elif grad is not views[slot] or not buffers.holds(slot, grad):
                 fresh.append(slot)
                 grads.append(grad)
-        buffers.take(fresh, grads)
+            else:
+                inside.append(slot)
+        divisor = self._divisor(run)
+        if divisor is None or inside:
+            buffers.take(fresh, grads)
+        else:
+            buffers.take_divided(fresh, grads, divisor)
         for slot in idle:
             grad = params[slot].grad
             assert grad is not None
             self._keep(slot, grad)
+        if divisor is not None and inside:
+            run.flat.mul_(1.0 / divisor)
+        elif divisor is not None and idle:
+            torch._foreach_mul_([views[slot] for slot in idle], 1.0 / divisor)
         if absent:
             contributing.difference_update(absent)  # zero_grad() has dropped what there was
             torch._foreach_zero_([views[slot] for slot in absent])

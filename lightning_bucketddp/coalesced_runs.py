@@ -76,6 +76,10 @@ class CoalescedRuns(BucketRuns):
         self._require_contents()
         super().launch_rest_as_they_are(on_idle)
 
+    def _divisor(self, run: BucketRun) -> int | None:
+        """None: gradients are averaged where they have been copied together."""
+        return None
+
     def _fill(self, run: BucketRun) -> None:
         sources: list[Tensor] = []
         targets: list[Tensor] = []

@@ -264,7 +264,19 @@ class Collectives:
             return  # refused by name, on every rank alike
         self._backend_averages = value.item() == (self.world_size - 1) / 2
 
-    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+    def divisor_before(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None) -> int | None:
+        """What tensors should be divided by on their way into the buffer, where that spares a walk through memory.
+
+        gloo's average is a sum and a division, by itself, of everything once more.
+
+        Returns:
+            The world size, or None if :meth:`all_reduce_mean` should divide.
+        """
+        if self.world_size == 1 or wire_dtype is not None or device.type != "cpu":
+            return None
+        return self.world_size if dtype in (torch.float32, torch.float64) else None
+
+    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Pending:
         """Starts replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
@@ -274,6 +286,7 @@ class Collectives:
             wire_dtype: One of :data:`WIRE_DTYPES`: values travel in it and are summed in fp32, in two stages, an
                 all-to-all of shards that starts now and an all-gather of their means that starts when the caller
                 proceeds. All ranks end with the same bits. Of no effect on a tensor of less, or other, precision.
+            divided: Whether the tensor has been divided by the world size.
         """
         if self._nothing_to_do(flat):
             return Pending()
@@ -282,7 +295,9 @@ class Collectives:
             return self._all_reduce_mean_in(wire_dtype, flat)
         after = None
         op = dist.ReduceOp.SUM
-        if flat.dtype is torch.float16:
+        if divided:
+            pass
+        elif flat.dtype is torch.float16:
             flat.mul_(1.0 / self.world_size)
         elif self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
             op = dist.ReduceOp.AVG

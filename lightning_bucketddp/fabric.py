@@ -66,7 +66,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
             in any case.
         bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients for two ranks, more for more ranks, from
-            1 to 25 MiB, smaller at both ends. ``"auto"``: planned by what all-reduces and the first passes take; the
+            4 to 25 MiB, smaller at both ends. ``"auto"``: planned by what all-reduces and the first passes take; the
             log tells the outcome.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lightning_bucketddp.layout import Bucket, Layout
 
+LARGE_BYTES = 64 * 1024
+"""Gradients from this size on are divided one by one while they are copied; smaller ones together, in two steps."""
+
 
 class GradBuffers:
     """One flat tensor per (device, dtype), with a view per slot.
@@ -134,6 +137,25 @@ class GradBuffers:
         if self.made_elsewhere:  # their memory must not be used again before they have been copied
             for grad in grads:
                 grad.record_stream(torch.accelerator.current_stream(grad.device))
+
+    @torch.no_grad()
+    def take_divided(self, slots: Sequence[int], grads: list[Tensor], divisor: int) -> None:
+        """As :meth:`take`, divided by a number on the way."""
+        views, factor = self.views, 1.0 / divisor
+        large = [
+            at
+            for at, (slot, grad) in enumerate(zip(slots, grads, strict=True))
+            if grad.nbytes >= LARGE_BYTES and grad.dtype is views[slot].dtype and grad is not views[slot]
+        ]
+        for at in large:
+            self.require_fit(slots[at], grads[at])
+        alone = set(large)
+        others = [at for at in range(len(slots)) if at not in alone]
+        self.take([slots[at] for at in others], [grads[at] for at in others])
+        if others:
+            torch._foreach_mul_([views[slots[at]] for at in others], factor)
+        for at in large:
+            torch.mul(grads[at], factor, out=views[slots[at]])
 
     def bind(self, slot: int, param: Tensor) -> None:
         """Makes the slot's view the parameter's ``.grad``."""

@@ -33,8 +33,8 @@ ALIGNMENT_BYTES = 64
 MIB = 1024 * 1024
 MAX_DEFAULT_BUCKET_BYTES = 25 * MIB
 """Upper bound of the default bucket size; torch DDP's ``bucket_cap_mb`` default."""
-MIN_DEFAULT_BUCKET_BYTES = MIB
-"""Lower bound of the default bucket size: below it latency outweighs overlap. torch DDP's first bucket."""
+MIN_DEFAULT_BUCKET_BYTES = 4 * MIB
+"""Lower bound of the default bucket size: below it what a collective costs besides its bytes outweighs overlap."""
 DEFAULT_BUCKET_COUNT = 32
 """Buckets the default rule aims at between two ranks: the tail that no backward compute hides is then about 1/32.
 
@@ -256,7 +256,7 @@ def default_bucket_cap(total_bytes: int, world_size: int) -> int:
 
     Returns:
         1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on with the logarithm of their number up
-        to 1/4; from 1 to 25 MiB.
+        to 1/4; from 4 to 25 MiB.
     """
     hops = max(1, (world_size - 1).bit_length())
     count = max(MIN_DEFAULT_BUCKET_COUNT, round(DEFAULT_BUCKET_COUNT / hops))

@@ -101,7 +101,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
             between the ranks.
         bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients for two ranks, more for more ranks, from
-            1 to 25 MiB, smaller at both ends.
+            4 to 25 MiB, smaller at both ends.
             ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
             which a pass should end first, and keeps them if it takes no longer (:attr:`bucket_plan`); again for other
             sets of trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the

@@ -165,7 +165,6 @@ def cut_and_whole() -> dict[str, list[str]]:
     found = {}
     with fresh_compiler():
         found["cut"] = events_of_a_pass(bucket_cap_mb=1)
-        found["default"] = events_of_a_pass()
         found["overlap=False"] = events_of_a_pass(bucket_cap_mb=1, overlap=False)
     with fresh_compiler(optimize_ddp=False):
         found["optimize_ddp=False"] = events_of_a_pass(bucket_cap_mb=1)
@@ -174,10 +173,9 @@ def cut_and_whole() -> dict[str, list[str]]:
 
 def test_graphs_are_cut_where_buckets_are_full(run_ranks: RunRanks) -> None:
     for found in run_ranks(2, cut_and_whole):
-        for case in ("cut", "default"):
-            assert found[case].count("compute") == 3
-            last = len(found[case]) - found[case][::-1].index("compute")
-            assert found[case][:last].count("reduce") >= 2, f"{case}: {found[case]}"
+        assert found["cut"].count("compute") == 3
+        last = len(found["cut"]) - found["cut"][::-1].index("compute")
+        assert found["cut"][:last].count("reduce") >= 2, found["cut"]
         for case in ("overlap=False", "optimize_ddp=False"):
             assert found[case].count("compute") == 1
             assert found[case][0] == "compute"

@@ -103,11 +103,11 @@ def test_the_drawing_in_the_module_is_true() -> None:
 
 
 def test_the_default_has_small_buckets_at_both_ends() -> None:
-    specs = [spec(f"p{i}", (65536,)) for i in range(400)]  # 256 KiB each, 100 MiB in all
-    layout = plan(specs, order=list(range(400)), world_size=2)
+    specs = [spec(f"p{i}", (65536,)) for i in range(800)]  # 256 KiB each, 200 MiB in all
+    layout = plan(specs, order=list(range(800)), world_size=2)
     sizes = [layout.bucket_nbytes(bucket) for bucket in layout.buckets]
-    cap = default_bucket_cap(400 * 65536 * 4, world_size=2)
-    assert max(sizes) <= cap == 100 * 2**20 // 32
+    cap = default_bucket_cap(800 * 65536 * 4, world_size=2)
+    assert max(sizes) <= cap == 200 * 2**20 // 32
     assert sizes[0] <= cap // 4
     assert sizes[-1] <= cap // 4
     assert len(sizes) > 30
@@ -143,4 +143,4 @@ def test_dense_strides_are_kept_and_others_are_not() -> None:
 def test_more_ranks_have_fewer_default_buckets() -> None:
     caps = [default_bucket_cap(320 * MIB, ranks) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
     assert caps == [10, 10, 20, 25, 25, 25, 25]
-    assert [default_bucket_cap(32 * MIB, ranks) // MIB for ranks in (2, 4, 8, 64, 256, 4096)] == [1, 2, 2, 6, 8, 8]
+    assert [default_bucket_cap(32 * MIB, ranks) // MIB for ranks in (2, 4, 8, 64, 256, 4096)] == [4, 4, 4, 6, 8, 8]

@@ -216,7 +216,7 @@ def overlap() -> tuple[int, int, list[str]]:
     inputs, target = batch(0, dist.get_rank())
     events: list[str] = []
     start = ours._collectives.all_reduce_mean
-    ours._collectives.all_reduce_mean = lambda *args: (events.append("launch"), start(*args))[1]
+    ours._collectives.all_reduce_mean = lambda *args, **options: (events.append("launch"), start(*args, **options))[1]
     # In backward the first layer's gradient is the last to come.
     ours.module.layers[0].weight.register_hook(lambda grad: events.append("last gradient"))
     counts = []
@@ -722,9 +722,9 @@ def test_a_branch_first_used_later_may_be_checkpointed_several_times(run_ranks: 
     run_ranks(2, first_used_later)
 
 
-def averaging_op() -> list[str]:
-    ours = BucketDDP(seeded(Mlp), bucket_cap_mb=1)
-    inputs, target = batch(0, dist.get_rank())
+def averaging_op(dtype: torch.dtype) -> list[str]:
+    ours = BucketDDP(seeded(Mlp).to(dtype), bucket_cap_mb=1)
+    inputs, target = (tensor.to(dtype) for tensor in batch(0, dist.get_rank()))
     ops = []
     start = dist.all_reduce
 
@@ -741,10 +741,53 @@ def averaging_op() -> list[str]:
     return ops
 
 
-def test_the_backend_averages_where_it_can(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(("dtype", "op"), [(torch.float32, "SUM"), (torch.float64, "SUM"), (torch.bfloat16, "AVG")])
+def test_gradients_are_divided_on_their_way_or_by_the_backend(run_ranks: RunRanks, dtype: torch.dtype, op: str) -> None:
     """One bucket, the control vector, and what the first pass learned."""
-    for ops in run_ranks(2, averaging_op):
-        assert [op.split(".")[-1] for op in ops] == ["AVG", "SUM", "SUM"]
+    for ops in run_ranks(2, averaging_op, dtype):
+        assert [it.split(".")[-1] for it in ops] == [op, "SUM", "SUM"]
+
+
+def divided_once(take: str) -> None:
+    """Large and small gradients, fresh ones and ones that are in the buffer already, published ones, missing ones."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([nn.Linear(200, 200), nn.Linear(3, 200), nn.Linear(200, 2)])
+    ours = BucketDDP(copy.deepcopy(plain))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def loss(model: nn.ModuleList, middle: bool) -> Tensor:
+        hidden = model[1](x)
+        return model[2](model[0](hidden) if middle else hidden).square().mean()
+
+    for step in range(4):
+        for model in (plain, ours.module):
+            if take != "added up":
+                model.zero_grad()
+        if take == "accumulated":
+            with ours.no_sync():
+                for model in (plain, ours.module):
+                    (loss(model, step % 2 == 0) * 3).backward()
+        before = {name: None if p.grad is None else p.grad.clone() for name, p in ours.module.named_parameters()}
+        value = loss(ours.module, step != 2)
+        with ours.backward_pass(value):
+            value.backward()
+        loss(plain, step != 2).backward()
+        expected = mean_over_ranks(plain)
+        for name, param in ours.module.named_parameters():
+            if take == "added up" and name.startswith("0.") and step == 2:
+                assert param.grad is not None
+                assert torch.equal(param.grad, before[name])
+            else:
+                torch.testing.assert_close(param.grad, expected[name], msg=f"{name} in step {step}")
+        if take == "added up":
+            for (_, param), (_, mine) in zip(plain.named_parameters(), ours.module.named_parameters(), strict=True):
+                param.grad = None if mine.grad is None else mine.grad.clone()
+    ours.close()
+
+
+@pytest.mark.parametrize("take", ["cleared", "accumulated", "added up"])
+def test_every_gradient_is_divided_once(run_ranks: RunRanks, take: str) -> None:
+    run_ranks(3, divided_once, take)
 
 
 def one_rank() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
@@ -23,7 +23,12 @@ def count_reduced_bytes(ours: BucketDDP) -> list[int]:
     """Records the bytes of every bucket that is put on the wire from now on."""
     sizes: list[int] = []
     start = ours._collectives.all_reduce_mean
-    ours._collectives.all_reduce_mean = lambda flat, wire_dtype: (sizes.append(flat.nbytes), start(flat, wire_dtype))[1]
+
+    def record(flat: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(flat.nbytes)
+        return start(flat, *args, **options)
+
+    ours._collectives.all_reduce_mean = record
     return sizes
 
 
