@@ -69,10 +69,6 @@ class CollectiveCost:
         """The cost of one after the other."""
         return CollectiveCost(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
-    def of_part(self, parts: int) -> CollectiveCost:
-        """The cost by the size of a tensor of which only one of ``parts`` equal parts travels."""
-        return CollectiveCost(self.latency, self.seconds_per_byte / parts)
-
     def scaled(self, factor: float) -> CollectiveCost:
         """The cost of a collective that takes ``factor`` times as long."""
         return CollectiveCost(self.latency * factor, self.seconds_per_byte * factor)
