@@ -785,6 +785,30 @@ def divided_once(take: str) -> None:
     ours.close()
 
 
+def kept_on_one_rank() -> None:
+    """A published gradient to which this rank has nothing to add, in a bucket where all else is fresh."""
+    ours = BucketDDP(Mlp())
+    for param in ours.module.parameters():
+        param.grad = None
+    value = sum(param.sum() for param in ours.module.parameters())
+    with ours.backward_pass(value):
+        value.backward()
+    head = ours.module.head.weight
+    for param in ours.module.parameters():
+        if param is not head:
+            param.grad = None
+    parts = [p for p in ours.module.parameters() if p is not head or dist.get_rank() == 1]
+    value = sum(param.sum() for param in parts)
+    with ours.backward_pass(value):
+        value.backward()
+    torch.testing.assert_close(head.grad, torch.full_like(head, 4 / 3), msg="1, 2 and 1")
+    ours.close()
+
+
+def test_a_kept_gradient_is_divided_once(run_ranks: RunRanks) -> None:
+    run_ranks(3, kept_on_one_rank)
+
+
 @pytest.mark.parametrize("take", ["cleared", "accumulated", "added up"])
 def test_every_gradient_is_divided_once(run_ranks: RunRanks, take: str) -> None:
     run_ranks(3, divided_once, take)

@@ -285,6 +285,24 @@ def test_a_plan_for_some_parameters_is_not_bound_by_one_for_all(run_ranks: RunRa
     assert run_ranks(2, one_within_the_other, fresh=True) == [(2 * LAYERS, 1, 1)] * 2
 
 
+def given_up_within() -> list[int]:
+    with_plan(one_per_piece)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    train(ours, module, TOLD + WATCHED_PASSES + 1)
+    for it in (module, ours.module):
+        for param in it[:3].parameters():
+            param.requires_grad_(False)
+    with_plan(one, (1.0, 1.1))
+    return train(ours, module, TOLD + WATCHED_PASSES)
+
+
+def test_a_plan_for_some_that_is_given_up_leaves_the_one_for_all(run_ranks: RunRanks) -> None:
+    for buckets in run_ranks(2, given_up_within, fresh=True):
+        assert 1 in buckets, "it was tried"
+        assert buckets[-1] == LAYERS
+
+
 class WithTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
