@@ -107,7 +107,7 @@ def worker(rank: int, folder: Path) -> None:
                 both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
                 measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
                 for plan in plans:
-                    chosen_buckets = plan.planned if plan.kept else plan.default
+                    chosen_buckets = plan.in_use.timeline
                     seconds = median([sum(each) for each in zip(*both, strict=True)])
                     measured.plans.setdefault(peer.name, []).append((str(plan), chosen_buckets.finish, seconds))
             gc.collect()  # here rather than in the next peer's turn

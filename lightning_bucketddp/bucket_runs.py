@@ -520,7 +520,7 @@ class BucketRuns:
         grads: list[Tensor] = []
         absent: list[int] = []
         idle: list[int] = []
-        inside: list[int] = []
+        something_inside = False
         for slot in run.slots:
             grad = params[slot].grad
             if grad is None:
@@ -531,9 +531,10 @@ class BucketRuns:
                 fresh.append(slot)
                 grads.append(grad)
             else:
-                inside.append(slot)
+                something_inside = True
         divisor = self._divisor(run)
-        if divisor is None or inside:
+        something_inside |= bool(idle)
+        if divisor is None or something_inside:
             buffers.take(fresh, grads)
         else:
             buffers.take_divided(fresh, grads, divisor)
@@ -541,10 +542,8 @@ class BucketRuns:
             grad = params[slot].grad
             assert grad is not None
             self._keep(slot, grad)
-        if divisor is not None and inside:
+        if divisor is not None and something_inside:
             run.flat.mul_(1.0 / divisor)
-        elif divisor is not None and idle:
-            torch._foreach_mul_([views[slot] for slot in idle], 1.0 / divisor)
         if absent:
             contributing.difference_update(absent)  # zero_grad() has dropped what there was
             torch._foreach_zero_([views[slot] for slot in absent])

@@ -36,7 +36,7 @@ class GradBuffers:
     def _make_views(self) -> list[Tensor]:
         views = [self._view(slot) for slot in range(len(self.layout.slots))]
         self._addresses = [view.data_ptr() for view in views]
-        self._fits = [
+        self._fits: list[_Fit] = [
             (slot.spec.shape, (slot.spec.dtype, slot.spec.param_dtype), self.flats[slot.buffer].device)
             for slot in self.layout.slots
         ]
@@ -128,9 +128,8 @@ class GradBuffers:
             return
         views, fits = self.views, self._fits
         for slot, grad in zip(slots, grads, strict=True):  # nothing is copied before everything has been looked at
-            if not _fits(grad, *fits[slot]):
+            if not _fits(grad, fits[slot]):
                 raise RuntimeError(self._refusal(slot, grad))
-        for slot, grad in zip(slots, grads, strict=True):
             if grad is views[slot]:
                 self.renew(slot, grad)
         torch._foreach_copy_([views[slot] for slot in slots], grads)
@@ -140,22 +139,38 @@ class GradBuffers:
 
     @torch.no_grad()
     def take_divided(self, slots: Sequence[int], grads: list[Tensor], divisor: int) -> None:
-        """As :meth:`take`, divided by a number on the way."""
+        """As :meth:`take`, divided by a number on the way.
+
+        Args:
+            slots: Of one bucket, by offset. What lies between them there loses its value.
+            grads: As for :meth:`take`.
+            divisor: The number.
+        """
         views, factor = self.views, 1.0 / divisor
-        large = [
-            at
-            for at, (slot, grad) in enumerate(zip(slots, grads, strict=True))
-            if grad.nbytes >= LARGE_BYTES and grad.dtype is views[slot].dtype and grad is not views[slot]
-        ]
-        for at in large:
-            self.require_fit(slots[at], grads[at])
-        alone = set(large)
-        others = [at for at in range(len(slots)) if at not in alone]
-        self.take([slots[at] for at in others], [grads[at] for at in others])
-        if others:
-            torch._foreach_mul_([views[slots[at]] for at in others], factor)
-        for at in large:
-            torch.mul(grads[at], factor, out=views[slots[at]])
+        large: list[tuple[int, Tensor]] = []
+        small: list[int] = []
+        small_grads: list[Tensor] = []
+        stretches: list[list[int]] = []  # first and last of small slots without a large one between them
+        in_stretch = False
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad.nbytes >= LARGE_BYTES and grad.dtype is views[slot].dtype and grad is not views[slot]:
+                self.require_fit(slot, grad)
+                large.append((slot, grad))
+                in_stretch = False
+                continue
+            small.append(slot)
+            small_grads.append(grad)
+            if in_stretch:
+                stretches[-1][1] = slot
+            else:
+                stretches.append([slot, slot])
+                in_stretch = True
+        self.take(small, small_grads)
+        for first, last in stretches:  # one by one they would take several times as long
+            begin, end = self.layout.slots[first], self.layout.slots[last]
+            self.flats[begin.buffer][begin.offset : end.offset + end.spec.numel].mul_(factor)
+        for slot, grad in large:
+            torch.mul(grad, factor, out=views[slot])
 
     def bind(self, slot: int, param: Tensor) -> None:
         """Makes the slot's view the parameter's ``.grad``."""
@@ -171,7 +186,7 @@ class GradBuffers:
         Raises:
             RuntimeError: As :meth:`capture`.
         """
-        if not _fits(grad, *self._fits[slot]):
+        if not _fits(grad, self._fits[slot]):
             raise RuntimeError(self._refusal(slot, grad))
 
     def _refusal(self, slot: int, grad: Tensor) -> str:
@@ -196,7 +211,11 @@ class GradBuffers:
         )
 
 
-def _fits(grad: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> bool:
+_Fit = tuple[tuple[int, ...], tuple[torch.dtype | None, ...], torch.device]
+
+
+def _fits(grad: Tensor, fit: _Fit) -> bool:
+    shape, dtypes, device = fit
     return not (
         grad.requires_grad
         or grad.layout is not torch.strided

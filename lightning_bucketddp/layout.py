@@ -218,7 +218,7 @@ def plan(
             members.extend(tuple(run[a:b]) for a, b in pairwise([0, *stops]))
             continue
         if bucket_cap_bytes is not None:
-            cuts = _cut(sizes, bucket_cap_bytes)
+            cuts = cut_by_size(sizes, bucket_cap_bytes)
         else:
             cuts = _cut_default(sizes, default_bucket_cap(total, world_size))
         members.extend(tuple(run[a:b]) for a, b in cuts)
@@ -289,7 +289,7 @@ def _padded(spec: ParamSpec) -> int:
     return -(-spec.numel // per_line) * per_line
 
 
-def _cut(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
+def cut_by_size(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
     """Cuts consecutive sizes (bytes) into ranges of at most ``cap``; a larger element stands alone."""
     cuts: list[tuple[int, int]] = []
     start, held = 0, 0
@@ -310,9 +310,9 @@ def _cut_default(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
     """
     edge = cap // 4
     if sum(sizes) <= 2 * edge:
-        return _cut(sizes, cap)
-    head = _cut(sizes, edge)[0][1]
-    reversed_tail = _cut(list(reversed(sizes)), edge)[0][1]
+        return cut_by_size(sizes, cap)
+    head = cut_by_size(sizes, edge)[0][1]
+    reversed_tail = cut_by_size(list(reversed(sizes)), edge)[0][1]
     tail = max(head, len(sizes) - reversed_tail)
-    middle = [(head + a, head + b) for a, b in _cut(sizes[head:tail], cap)]
+    middle = [(head + a, head + b) for a, b in cut_by_size(sizes[head:tail], cap)]
     return [(0, head), *middle, *([(tail, len(sizes))] if tail < len(sizes) else [])]

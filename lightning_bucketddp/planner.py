@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.layout import MIB, Layout
+from lightning_bucketddp.layout import MAX_DEFAULT_BUCKET_BYTES, MIB, Layout, cut_by_size
 from lightning_bucketddp.link_cost import slowest
 from lightning_bucketddp.ready_times import ReadyTimes
 from lightning_bucketddp.schedule import CollectiveCost, Timeline, plan_for_unsure_cost, simulate
@@ -31,6 +32,27 @@ MAX_CALIBRATION = 3.0
 WORSE = 1.02
 """How much longer than with the default buckets a pass may take for a plan to be kept; less is noise."""
 
+MAX_TRIAL = 1.5
+"""How many times as long as with the default buckets a pass is expected to take at most for buckets to be tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Buckets that were considered.
+
+    Attributes:
+        timeline: A simulated pass with them.
+        seconds: How long a pass took with them: backward on the slowest rank, and what came after it on the rank that
+            waited least, the others having been there too early. None as long as they have not been tried.
+    """
+
+    timeline: Timeline
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        measured = "" if self.seconds is None else f", measured {self.seconds * 1e3:.1f} ms"
+        return f"{_buckets(self.timeline)} (expected {self.timeline.finish * 1e3:.1f} ms a pass{measured})"
+
 
 @dataclass(frozen=True)
 class BucketPlan:
@@ -38,39 +60,48 @@ class BucketPlan:
 
     Attributes:
         cost: What an all-reduce costs.
-        default: A simulated pass with the default buckets.
-        planned: A simulated pass with the planned ones.
-        default_seconds: How long a pass took with the default buckets: backward on the slowest rank, and what came
-            after it on the rank that waited least, the others having been there too early.
-        planned_seconds: The same with the planned ones; None as long as they have not been tried, or if they are the
-            same.
-        kept: Whether the plan is in use; if not, the default buckets are.
+        default: The default buckets.
+        planned: Those with which the last all-reduce should be through first.
+        largest: Buckets of 25 MiB, which leave most of the processors to backward where communication needs them too;
+            None if they are the same as others, or should take too long to be worth a try.
+        chosen: Which of the three are in use, or will be unless another is found to be better.
     """
 
     cost: CollectiveCost
-    default: Timeline
-    planned: Timeline
-    default_seconds: float
-    planned_seconds: float | None = None
-    kept: bool = True
+    default: Candidate
+    planned: Candidate
+    largest: Candidate | None
+    chosen: Literal["default", "planned", "largest"]
+
+    @property
+    def in_use(self) -> Candidate:
+        """The chosen buckets."""
+        found = {"default": self.default, "planned": self.planned, "largest": self.largest}[self.chosen]
+        assert found is not None
+        return found
 
     def __str__(self) -> str:
         per_second = 8 / self.cost.seconds_per_byte / 1e9 if self.cost.seconds_per_byte else float("inf")
         link = f"an all-reduce costs {self.cost.latency * 1e3:.2f} ms and 1 s per {per_second:.2f} Gbit"
-        if self.planned.buckets == self.default.buckets:
-            return f"{link}; the {_buckets(self.default)} of the default rule are as good as any"
-        sizes = f"{_buckets(self.planned)} instead of {_buckets(self.default)}"
-        expected = f"expected {self.planned.finish * 1e3:.1f} ms instead of {self.default.finish * 1e3:.1f} ms a pass"
-        if self.planned_seconds is None:
-            return f"{link}; {sizes}, {expected}"
-        measured = f"measured {self.planned_seconds * 1e3:.1f} ms instead of {self.default_seconds * 1e3:.1f} ms"
-        return f"{link}; {sizes}, {expected}, {measured}: {'kept' if self.kept else 'back to the default'}"
+        others = [self.default]
+        if self.planned.timeline.buckets != self.default.timeline.buckets:
+            others.append(self.planned)
+        if self.largest is not None:
+            others.append(self.largest)
+        if len(others) == 1:
+            return f"{link}; the {_buckets(self.default.timeline)} of the default rule are as good as any"
+        rejected = " or ".join(str(it) for it in others if it is not self.in_use)
+        by_rule = ", those of the default rule," if self.chosen == "default" else ""
+        return f"{link}; {self.in_use}{by_rule} rather than {rejected}"
 
 
 def _buckets(timeline: Timeline) -> str:
     sizes = [bucket.nbytes / MIB for bucket in timeline.buckets]
     each = f" of {min(sizes):.1f} to {max(sizes):.1f} MiB" if len(sizes) > 1 else f" of {sizes[0]:.1f} MiB"
     return f"{len(sizes)} bucket{'s' if len(sizes) > 1 else ''}{each}"
+
+
+_Name = Literal["default", "planned", "largest"]
 
 
 class _Watched:
@@ -81,7 +112,10 @@ class _Watched:
         self.passes: list[ReadyTimes] = []
         self.plan: BucketPlan | None = None
         self.slots: frozenset[int] = frozenset()  # whose buckets are planned
-        self.ends_before: frozenset[int] = frozenset()  # of other sets' plans, among those slots
+        # Behind which of these slots buckets end, by candidate: as they were before (by the default rule, or a plan for
+        # another set), and those yet to be tried; the first of these is being tried.
+        self.ends: dict[_Name, frozenset[int]] = {}
+        self.to_try: list[_Name] = []
         self.decided = False
 
 
@@ -192,33 +226,46 @@ class Planner:
         seconds = backward_end - not_exposed
 
         members = [bucket.slots for bucket in layout.buckets if self._slots.is_in(bucket.slots[0], watched.trainable)]
-        default = _simulated(members, ready, layout, self._cost, backward_end)
-        cost = calibrated(self._cost, default, seconds)
+        cost = calibrated(self._cost, _simulated(members, ready, layout, self._cost, backward_end), seconds)
         runs = self._slots.runs_of(watched.trainable)
-        ends = torch.zeros(count, dtype=torch.int64)
+        watched.slots = frozenset(slot for run in runs for slot in run)
+        by_size = frozenset(slot for run in runs for slot in _ends_by_size(run, layout))
+
+        def candidate(ends: frozenset[int]) -> Candidate:
+            cut = [piece for run in runs for piece in _cut(run, ends)]
+            rest = [slots for slots in members if not watched.slots & set(slots)]
+            position = {slot: at for at, slot in enumerate(slot for slots in members for slot in slots)}
+            buckets = sorted([*cut, *rest], key=lambda slots: position[slots[-1]])
+            return Candidate(_simulated(buckets, ready, layout, cost, backward_end))
+
+        default = Candidate(_simulated(members, ready, layout, cost, backward_end), seconds)
+        decided = torch.zeros(count + 1, dtype=torch.int64)  # ends of the plan, and whether to try the largest buckets
         if self._collectives.rank == 0:
             for run in runs:
                 for slot in _planned_ends(run, members, ready, layout, cost):
-                    ends[slot] = 1
-        ends = ends.to(device)
-        self._collectives.broadcast(ends).wait(on_idle)
-        chosen = frozenset(slot for slot, flag in enumerate(ends.tolist()) if flag)
-        watched.slots = frozenset(slot for run in runs for slot in run)
-        watched.ends_before = self._slots.bucket_ends & watched.slots
-        cut = [piece for run in runs for piece in _cut(run, chosen)]
-        rest = [slots for slots in members if not watched.slots & set(slots)]
-        position = {slot: at for at, slot in enumerate(slot for slots in members for slot in slots)}
-        planned = sorted([*cut, *rest], key=lambda slots: position[slots[-1]])
-        watched.plan = self.last = BucketPlan(
-            cost,
-            _simulated(members, ready, layout, cost, backward_end),
-            _simulated(planned, ready, layout, cost, backward_end),
-            seconds,
-        )
-        watched.decided = planned == members
-        if not watched.decided:
-            self._slots.bucket_ends = self._slots.bucket_ends - watched.slots | chosen
-        return not watched.decided
+                    decided[slot] = 1
+            decided[count] = candidate(by_size).timeline.finish <= default.timeline.finish * MAX_TRIAL
+        decided = decided.to(device)
+        self._collectives.broadcast(decided).wait(on_idle)
+        *flags, try_largest = decided.tolist()
+        chosen = frozenset(slot for slot, flag in enumerate(flags) if flag)
+        ends_now = frozenset(slots[-1] for slots in members) & watched.slots
+        watched.ends = {"default": self._slots.bucket_ends & watched.slots, "planned": chosen, "largest": by_size}
+        if chosen != ends_now:
+            watched.to_try.append("planned")
+        if try_largest and by_size not in (chosen, ends_now):
+            watched.to_try.append("largest")
+        largest = candidate(by_size) if "largest" in watched.to_try else None
+        tried = watched.to_try[0] if watched.to_try else "default"
+        watched.plan = self.last = BucketPlan(cost, default, candidate(chosen), largest, tried)
+        return self._use(watched, tried)
+
+    def _use(self, watched: _Watched, name: _Name) -> bool:
+        """Lets buckets end as in a candidate; returns whether that is a change."""
+        before = self._slots.bucket_ends
+        self._slots.bucket_ends = before - watched.slots | watched.ends[name]
+        watched.decided = not watched.to_try
+        return self._slots.bucket_ends != before
 
     def _judge(
         self,
@@ -229,15 +276,25 @@ class Planner:
         on_idle: Callable[[], None],
     ) -> bool:
         backward_end, not_exposed = slowest(self._collectives, _ends_of(passes), device, on_idle)
-        seconds = backward_end - not_exposed
-        kept = seconds <= plan.default_seconds * WORSE  # of the same bits on every rank
-        watched.plan = self.last = BucketPlan(
-            plan.cost, plan.default, plan.planned, plan.default_seconds, seconds, kept
-        )
-        watched.decided = True
-        if not kept:
-            self._slots.bucket_ends = self._slots.bucket_ends - watched.slots | watched.ends_before
-        return not kept
+        seconds = backward_end - not_exposed  # of the same bits on every rank
+        tried = watched.to_try.pop(0)
+        found = replace(plan.planned if tried == "planned" else plan.largest or plan.default, seconds=seconds)
+        plan = replace(plan, planned=found) if tried == "planned" else replace(plan, largest=found)
+        plan = replace(plan, chosen=watched.to_try[0] if watched.to_try else _best_of(plan))
+        watched.plan = self.last = plan
+        return self._use(watched, plan.chosen)
+
+
+def _best_of(plan: BucketPlan) -> _Name:
+    """Whose passes were shortest, where the difference is more than noise."""
+    assert plan.default.seconds is not None
+    best: _Name = "default"
+    least = plan.default.seconds
+    if plan.planned.seconds is not None and plan.planned.seconds <= least * WORSE:
+        best, least = "planned", plan.planned.seconds
+    if plan.largest is not None and plan.largest.seconds is not None and plan.largest.seconds * WORSE < least:
+        best = "largest"
+    return best
 
 
 def _ends_of(passes: list[ReadyTimes]) -> list[float]:
@@ -294,6 +351,12 @@ def _simulated(
     at = [max(ready[slot] for slot in slots) for slots in members]
     sizes = [_nbytes(slots, layout) for slots in members]
     return simulate(at, sizes, range(1, len(members) + 1), cost, backward_end)
+
+
+def _ends_by_size(run: Sequence[int], layout: Layout) -> list[int]:
+    """The slots of a run, in launch order, behind which a bucket ends if buckets are as large as they may be."""
+    sizes = [layout.slots[slot].spec.nbytes for slot in run]
+    return [run[stop - 1] for _, stop in cut_by_size(sizes, MAX_DEFAULT_BUCKET_BYTES)]
 
 
 def _planned_ends(

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,13 +17,14 @@ from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, 
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.layout import ParamSpec, plan
 from lightning_bucketddp.link_cost import SIZES, measure_cost
-from lightning_bucketddp.planner import WATCHED_PASSES, BucketPlan, calibrated
+from lightning_bucketddp.planner import WATCHED_PASSES, BucketPlan, Candidate, calibrated
 from lightning_bucketddp.ready_times import ReadyTimes
 from lightning_bucketddp.schedule import CollectiveCost, simulate
 from tests.reference import mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 LAYERS = 6
+LAYER_BYTES = (16 * 16 + 16) * 4
 TOLD = 1 + WATCHED_PASSES
 """Passes until there is a plan: the first teaches the order."""
 
@@ -40,14 +42,24 @@ def one(ready: Any, nbytes: Any, cost: Any, fallback: Any) -> tuple[int, ...]:
     return (len(ready),)
 
 
-def with_plan(plans: Any, pass_seconds: tuple[float, float] = (1.0, 1.0)) -> None:
-    """Lets rank 0 plan like this, and passes take that long before and with the plan."""
+def with_plan(plans: Any, *pass_seconds: float, most_layers: int | None = None) -> None:
+    """Lets rank 0 plan like this, and passes take that long with the buckets before, the planned and the largest ones.
+
+    Args:
+        plans: Instead of the planning.
+        pass_seconds: The last stays so.
+        most_layers: How many are in the largest buckets; None if those are not to be tried.
+    """
     planner.plan_for_unsure_cost = plans
+    planner.MAX_TRIAL = math.inf if most_layers else 0.0
+    planner.MAX_DEFAULT_BUCKET_BYTES = LAYER_BYTES * (most_layers or LAYERS)  # type: ignore[attr-defined]
     taken = [0]
+    stages = pass_seconds or (1.0,)
 
     def seconds_of_pass(self: ReadyTimes) -> float:
+        stage = taken[0] // WATCHED_PASSES
         taken[0] += 1
-        return pass_seconds[taken[0] > WATCHED_PASSES]
+        return stages[min(stage, len(stages) - 1)]
 
     ReadyTimes.seconds_of_pass = seconds_of_pass  # type: ignore[method-assign]
     ReadyTimes.seconds_of_backward = lambda self: 0.5  # type: ignore[method-assign]
@@ -77,7 +89,7 @@ def described(ours: BucketDDP) -> list[list[str]]:
 
 
 def planned(kept: bool) -> tuple[list[int], list[list[str]], BucketPlan | None, bool]:
-    with_plan(one_per_piece, (1.0, 1.0 if kept else 1.1))
+    with_plan(one_per_piece, 1.0, 1.0 if kept else 1.1)
     if dist.get_rank() != 0:
         planner.plan_for_unsure_cost = one  # rank 0's counts
     module = deep()
@@ -92,17 +104,79 @@ def test_a_plan_is_tried_and_kept_if_passes_take_no_longer(run_ranks: RunRanks, 
     (buckets, layout, plan, few_hooks), other = run_ranks(2, planned, kept, fresh=True)
     assert layout == other[1]
     assert plan is not None
-    assert plan.kept is kept
+    assert plan.chosen == ("planned" if kept else "default")
     assert plan == other[2]
-    assert len(plan.default.buckets) == 1
-    assert len(plan.planned.buckets) == 2 * LAYERS
-    assert plan.planned_seconds == pytest.approx(1.0 if kept else 1.1)
+    assert len(plan.default.timeline.buckets) == 1
+    assert len(plan.planned.timeline.buckets) == 2 * LAYERS
+    assert plan.planned.seconds == pytest.approx(1.0 if kept else 1.1)
+    assert plan.largest is None
     tried = TOLD + WATCHED_PASSES
     assert buckets[:TOLD] == [1] * TOLD
     assert buckets[TOLD:tried] == [2 * LAYERS] * WATCHED_PASSES
     assert set(buckets[tried:]) == {2 * LAYERS if kept else 1}
     assert few_hooks, "when nothing is watched any more only the last parameters of buckets are hooked"
-    assert ("kept" if kept else "back to the default") in str(plan)
+    assert ("of the default rule, rather than" in str(plan)) is not kept
+
+
+def three_tried(seconds: tuple[float, float, float]) -> tuple[list[int], BucketPlan | None]:
+    with_plan(one_per_piece, *seconds, most_layers=2)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    return train(ours, module, TOLD + 2 * WATCHED_PASSES + 2), ours.bucket_plan
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "count"),
+    [
+        ((1.0, 0.9, 0.8), "largest", LAYERS // 2),
+        ((1.0, 1.1, 0.9), "largest", LAYERS // 2),
+        ((1.0, 0.9, 0.89), "planned", 2 * LAYERS),
+        ((1.0, 1.1, 1.0), "default", 1),
+    ],
+)
+def test_the_largest_buckets_are_tried_too(
+    run_ranks: RunRanks, seconds: tuple[float, float, float], chosen: str, count: int
+) -> None:
+    (buckets, plan), other = run_ranks(2, three_tried, seconds, fresh=True)
+    assert plan is not None
+    assert (buckets, plan) == other
+    assert plan.chosen == chosen
+    assert plan.largest is not None
+    assert [it.seconds for it in (plan.default, plan.planned, plan.largest)] == pytest.approx(seconds)
+    assert len(plan.in_use.timeline.buckets) == count
+    assert buckets[:TOLD] == [1] * TOLD
+    assert buckets[TOLD:-2] == [2 * LAYERS] * WATCHED_PASSES + [LAYERS // 2] * WATCHED_PASSES
+    assert buckets[-2:] == [count] * 2
+
+
+def only_largest() -> tuple[list[int], BucketPlan | None]:
+    """The plan is the default rule's, which has one bucket; the largest hold less here."""
+    with_plan(one, 1.0, 0.9, most_layers=3)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    return train(ours, module, TOLD + WATCHED_PASSES + 1), ours.bucket_plan
+
+
+def test_the_largest_buckets_are_tried_where_the_plan_is_nothing_new(run_ranks: RunRanks) -> None:
+    for buckets, made in run_ranks(2, only_largest, fresh=True):
+        assert buckets == [1] * TOLD + [2] * (WATCHED_PASSES + 1)
+        assert made is not None
+        assert (made.chosen, made.planned.seconds) == ("largest", None)
+
+
+def too_long() -> tuple[list[int], BucketPlan | None]:
+    with_plan(one, most_layers=1)
+    planner.MAX_TRIAL = 0.5  # for one bucket fewer of whatever size would do
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    return train(ours, module, TOLD + 2), ours.bucket_plan
+
+
+def test_the_largest_buckets_are_not_tried_where_they_should_take_long(run_ranks: RunRanks) -> None:
+    for buckets, made in run_ranks(2, too_long, fresh=True):
+        assert buckets == [1] * (TOLD + 2)
+        assert made is not None
+        assert made.largest is None
 
 
 def as_good() -> tuple[int, str]:
@@ -157,8 +231,8 @@ def test_a_real_link_is_measured_and_planned_for(run_ranks: RunRanks) -> None:
     for made, warned in run_ranks(3, by_itself):
         assert made is not None
         assert 0 < made.cost.seconds(SIZES[-1]) < 10
-        assert made.planned.finish <= made.default.finish
-        assert made.default_seconds > 0
+        assert made.planned.timeline.finish <= made.default.timeline.finish
+        assert made.default.seconds > 0
         assert not warned
 
 
@@ -253,9 +327,9 @@ def back_to_all(guarded: bool) -> list[str]:
     train(ours, module, TOLD + WATCHED_PASSES + 1, guarded)
     plan = ours.bucket_plan
     assert plan is not None
-    ready = [bucket.ready for bucket in plan.planned.buckets]
+    ready = [bucket.ready for bucket in plan.planned.timeline.buckets]
     assert ready[0] < ready[-1], "every gradient's time was taken"
-    return [str(len(plan.planned.buckets)), *(str(names) for names in described(ours))]
+    return [str(len(plan.planned.timeline.buckets)), *(str(names) for names in described(ours))]
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -278,7 +352,7 @@ def one_within_the_other() -> tuple[int, int, int]:
     part = train(ours, module, TOLD + WATCHED_PASSES)[-1]
     plan = ours.bucket_plan
     assert plan is not None
-    return whole, part, len(plan.planned.buckets)
+    return whole, part, len(plan.planned.timeline.buckets)
 
 
 def test_a_plan_for_some_parameters_is_not_bound_by_one_for_all(run_ranks: RunRanks) -> None:
@@ -293,7 +367,7 @@ def given_up_within() -> list[int]:
     for it in (module, ours.module):
         for param in it[:3].parameters():
             param.requires_grad_(False)
-    with_plan(one, (1.0, 1.1))
+    with_plan(one, 1.0, 1.1)
     return train(ours, module, TOLD + WATCHED_PASSES)
 
 
@@ -448,13 +522,14 @@ def test_planned_ends_cut_where_they_are_and_nowhere_else() -> None:
 
 def test_a_plan_speaks_for_itself() -> None:
     cost = CollectiveCost(0.0005, 4e-9)
-    default = simulate([0.01, 0.02], [2**20, 2**20], [1, 2], cost)
-    chosen = simulate([0.01, 0.02], [2**20, 2**20], [2], cost)
-    text = str(BucketPlan(cost, default, chosen, 0.025, 0.024, True))
+    default = Candidate(simulate([0.01, 0.02], [2**20, 2**20], [1, 2], cost), 0.025)
+    chosen = Candidate(simulate([0.01, 0.02], [2**20, 2**20], [2], cost), 0.024)
+    text = str(BucketPlan(cost, default, chosen, None, "planned"))
     assert "0.50 ms" in text
     assert "2.00 Gbit" in text
-    assert "1 bucket of 2.0 MiB instead of 2 buckets of 1.0 to 1.0 MiB" in text
-    assert "measured 24.0 ms instead of 25.0 ms: kept" in text
+    assert "1 bucket of 2.0 MiB (expected 28.9 ms a pass, measured 24.0 ms) rather than 2 buckets of 1.0 to" in text
+    given_up = str(BucketPlan(cost, default, chosen, None, "default"))
+    assert "measured 25.0 ms), those of the default rule, rather than 1 bucket" in given_up
 
 
 def test_the_cost_and_the_line_go_to_the_logger_by_default(run_ranks: RunRanks) -> None:
