@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.comm_hooks import CommHook, HookBucket
-from lightning_bucketddp.grad_buffer import GradBuffers
+from lightning_bucketddp.grad_buffer import LARGE_BYTES, GradBuffers
 from lightning_bucketddp.gradient_checks import require_sound
 from lightning_bucketddp.gradient_hooks import Arrivals
 from lightning_bucketddp.layout import MIB, Bucket, Layout
@@ -43,12 +43,14 @@ class BucketRun:
         tail: The slot whose gradient comes last, if the others are looked for when it comes, and not before; None if
             each is noted as it comes.
         last: The slot whose gradient completed the bucket when it was complete last.
+        divided: Slots whose gradients have been taken in, and divided, as they came.
         launched: Whether its collective has been started in this pass.
         launched_at: When, on ``time.perf_counter``.
         pending: That collective.
     """
 
     __slots__ = (
+        "divided",
         "flat",
         "held_back",
         "index",
@@ -68,6 +70,7 @@ class BucketRun:
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
         self.waiting: set[int] = set()
+        self.divided: set[int] = set()
         self.tail: int | None = None
         self.last: int | None = None
         self.streams: set[torch.Stream] = set()
@@ -169,6 +172,11 @@ class BucketRuns:
             )
             for index, bucket in enumerate(self.layout.buckets)
         ]
+        self._large = frozenset(  # on accelerators, collectives divide
+            slot
+            for slot, spec in enumerate(self._slots.specs)
+            if spec.nbytes >= LARGE_BYTES and spec.device == "cpu" and spec.param_dtype is None
+        )
         self._with_main_grad = frozenset(self._slots.with_main_grad())
         self._bind_main_grads()
         self._largest_bucket = max((self.layout.bucket_nbytes(it) for it in self.layout.buckets), default=0)
@@ -287,7 +295,7 @@ class BucketRuns:
             return None
         for run in found:
             run.tail = run.last
-        return [slot for run in self._runs for slot in (run.slots if run.tail is None else [run.tail])]
+        return [slot for run in self._runs for slot in run.slots if run.tail in (None, slot) or slot in self._large]
 
     def note_every_gradient(self) -> None:
         """From now on each gradient is noted as it comes."""
@@ -334,6 +342,7 @@ class BucketRuns:
         self._local = local
         for run, expected in self._expected_in(trainable):
             run.launched = False
+            run.divided.clear()
             if reachable is None:
                 run.waiting = set(expected)
             else:
@@ -365,6 +374,8 @@ class BucketRuns:
             run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
         if self._chunk_bytes is not None:
             self._capture_in_chunks(slot, self._chunk_bytes)
+        elif slot in self._large and not self._local:
+            self._take_in(run, slot)
         waiting = run.waiting
         if slot in waiting:
             waiting.remove(slot)
@@ -378,6 +389,16 @@ class BucketRuns:
                 run = self.active[self.launched]  # may have been completed without notice
                 return None if run.waiting else run
         return None
+
+    def _take_in(self, run: BucketRun, slot: int) -> None:
+        """Takes in a large gradient as it comes, while the processor's caches still hold it."""
+        divisor = self._divisor(run)
+        if divisor is None or run.held_back or self._max_abs_grad is not None:
+            return
+        param = self._slots.params[slot]
+        if param.grad is not None and self._buffers.divide_into(slot, param.grad, divisor, slot in run.divided):
+            run.divided.add(slot)
+            param.grad = None
 
     def arrived_in_local_pass(self, slot: int) -> None:
         """Takes note of a gradient that is not to travel yet, the first of its slot since the last reduction."""
@@ -520,30 +541,30 @@ class BucketRuns:
         grads: list[Tensor] = []
         absent: list[int] = []
         idle: list[int] = []
-        something_inside = False
+        undivided: list[int] = []
         for slot in run.slots:
             grad = params[slot].grad
             if grad is None:
-                absent.append(slot)
+                if slot not in run.divided:
+                    absent.append(slot)
             elif slot not in contributing:
                 idle.append(slot)
             elif grad is not views[slot] or not buffers.holds(slot, grad):
                 fresh.append(slot)
                 grads.append(grad)
             else:
-                something_inside = True
+                undivided.append(slot)
         divisor = self._divisor(run)
-        something_inside |= bool(idle)
-        if divisor is None or something_inside:
+        if divisor is None:
             buffers.take(fresh, grads)
         else:
-            buffers.take_divided(fresh, grads, divisor)
+            undivided += buffers.take_divided(fresh, grads, divisor)
         for slot in idle:
             grad = params[slot].grad
             assert grad is not None
             self._keep(slot, grad)
-        if divisor is not None and something_inside:
-            run.flat.mul_(1.0 / divisor)
+        if divisor is not None:
+            buffers.divide(run.slots, {*undivided, *idle, *absent}, divisor)
         if absent:
             contributing.difference_update(absent)  # zero_grad() has dropped what there was
             torch._foreach_zero_([views[slot] for slot in absent])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_bucketddp.layout import Bucket, Layout
 
 LARGE_BYTES = 64 * 1024
-"""Gradients from this size on are divided one by one while they are copied; smaller ones together, in two steps."""
+"""Gradients from this size on are copied, and divided on the way, one by one; smaller ones together, in two steps."""
 
 
 class GradBuffers:
@@ -137,40 +138,68 @@ class GradBuffers:
             for grad in grads:
                 grad.record_stream(torch.accelerator.current_stream(grad.device))
 
-    @torch.no_grad()
-    def take_divided(self, slots: Sequence[int], grads: list[Tensor], divisor: int) -> None:
-        """As :meth:`take`, divided by a number on the way.
+    def take_divided(self, slots: Sequence[int], grads: list[Tensor], divisor: int) -> list[int]:
+        """As :meth:`take`, large ones divided by a number on the way.
 
-        Args:
-            slots: Of one bucket, by offset. What lies between them there loses its value.
-            grads: As for :meth:`take`.
-            divisor: The number.
+        Returns:
+            The slots whose gradients have not been divided.
         """
-        views, factor = self.views, 1.0 / divisor
-        large: list[tuple[int, Tensor]] = []
         small: list[int] = []
         small_grads: list[Tensor] = []
-        stretches: list[list[int]] = []  # first and last of small slots without a large one between them
-        in_stretch = False
         for slot, grad in zip(slots, grads, strict=True):
-            if grad.nbytes >= LARGE_BYTES and grad.dtype is views[slot].dtype and grad is not views[slot]:
-                self.require_fit(slot, grad)
-                large.append((slot, grad))
-                in_stretch = False
-                continue
-            small.append(slot)
-            small_grads.append(grad)
-            if in_stretch:
+            if grad.nbytes < LARGE_BYTES or not self.divide_into(slot, grad, divisor):
+                small.append(slot)
+                small_grads.append(grad)
+        self.take(small, small_grads)
+        return small
+
+    @torch.no_grad()
+    def divide_into(self, slot: int, grad: Tensor, divisor: int, add: bool = False) -> bool:
+        """Writes a gradient that lies elsewhere, divided by a number, into its slot.
+
+        Args:
+            slot: The slot.
+            grad: Its gradient.
+            divisor: The number.
+            add: Whether to add it to what is in the slot.
+
+        Returns:
+            Whether that was possible; gradients of another dtype have to be converted.
+
+        Raises:
+            RuntimeError: As :meth:`capture`; nothing has been written then.
+        """
+        view = self.views[slot]
+        if grad is view or grad.dtype is not view.dtype:
+            return False
+        self.require_fit(slot, grad)
+        if add:
+            view.add_(grad, alpha=1.0 / divisor)
+        else:
+            torch.mul(grad, 1.0 / divisor, out=view)
+        return True
+
+    def divide(self, slots: Sequence[int], chosen: AbstractSet[int], divisor: int) -> None:
+        """Divides what is in some slots by a number; by stretches of memory, as one by one takes several times as long.
+
+        Args:
+            slots: All slots of one bucket, by offset.
+            chosen: Those to be divided.
+            divisor: The number.
+        """
+        stretches: list[list[int]] = []  # the first and the last slot of each
+        follows = False
+        for slot in slots:
+            if slot not in chosen:
+                follows = False
+            elif follows:
                 stretches[-1][1] = slot
             else:
                 stretches.append([slot, slot])
-                in_stretch = True
-        self.take(small, small_grads)
-        for first, last in stretches:  # one by one they would take several times as long
+                follows = True
+        for first, last in stretches:
             begin, end = self.layout.slots[first], self.layout.slots[last]
-            self.flats[begin.buffer][begin.offset : end.offset + end.spec.numel].mul_(factor)
-        for slot, grad in large:
-            torch.mul(grad, factor, out=views[slot])
+            self.flats[begin.buffer][begin.offset : end.offset + end.spec.numel].mul_(1.0 / divisor)
 
     def bind(self, slot: int, param: Tensor) -> None:
         """Makes the slot's view the parameter's ``.grad``."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp import BucketDDP, PeerFailureError, bucket_runs, grad_buffer
 from lightning_bucketddp.gradient_hooks import Arrivals, SharedHook
 from lightning_bucketddp.reducer import MAX_EARLY_TAILS, MAX_RETURNS_TO_ALL_HOOKS, is_reducers_own
-from tests.models import Branches, Fragile, LateScale, Lookup, MixedDtypes, Mlp, Towers, batch, tokens
+from tests.models import Branches, Checkpointed, Fragile, LateScale, Lookup, MixedDtypes, Mlp, Towers, batch, tokens
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -523,6 +523,31 @@ def comes_twice() -> None:
 
 def test_a_gradient_that_comes_again_after_the_launch_is_refused(run_ranks: RunRanks) -> None:
     run_ranks(2, comes_twice, fresh=True)
+
+
+def comes_again_in_time() -> None:
+    """Large gradients are divided as they come; of the last two of these the second is added to what was divided."""
+    bucket_runs.LARGE_BYTES = grad_buffer.LARGE_BYTES = 1  # type: ignore[attr-defined]
+    plain, ours = pair(lambda: Checkpointed(use_reentrant=True))
+    freed = []
+    ours.module.stem.weight.register_hook(lambda _: freed.append(ours.module.head.weight.grad is None))
+    for step in range(5):
+        for model in (plain, ours):
+            model.zero_grad()
+            model_of(model).calls = 2 if step > 2 else 1
+            inputs, target = batch(step, dist.get_rank())
+            nn.functional.mse_loss(model(inputs), target).backward()
+        assert_grads(ours.module, mean_over_ranks(plain))
+    assert freed == [step > 0 for step in range(5)], "from the second pass on no gradient waits outside of its bucket"
+    assert len(ours.layout.buckets) == 1
+
+
+def model_of(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, BucketDDP) else model
+
+
+def test_a_large_gradient_that_comes_again_before_the_launch(run_ranks: RunRanks) -> None:
+    run_ranks(3, comes_again_in_time, fresh=True)
 
 
 def raised(bucket_cap_mb: float, guarded: bool, local: bool) -> None:
