@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from wrapped import Wrapping, bucketddp, ddp, local_pass, try_wrap, unwrapped
 
 RANKS = 2
-WARM_UP = 8
+WARM_UP = 12
 """Steps without accumulation before anything counts: wrappers learn orders, plan buckets and make optimizer state."""
 BLOCK_PASSES = 3
 """How many passes a peer has in its turn, unless a step has more."""

@@ -151,7 +151,7 @@ def peers() -> list[Peer]:
         *(Peer(f"ddp, best flags, {cap} MiB", _ddp(**_BEST_FLAGS, bucket_cap_mb=cap)) for cap in (1, 2, 4, 8)),
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
-        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=10),
+        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=12),
         *_plain_peers(),
     ]
 
@@ -187,9 +187,9 @@ def _plain_peers() -> list[Peer]:
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=_wrapped(BucketDDP)),
-        Peer('BucketDDP, "auto"', None, wrap=_wrapped(lambda net: BucketDDP(net, bucket_cap_mb="auto")), warm_up=10),
+        Peer('BucketDDP, "auto"', None, wrap=_wrapped(lambda net: BucketDDP(net, bucket_cap_mb="auto")), warm_up=12),
         *(
-            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=10)
+            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=12)
             for slower, factor in (("slower", 10.0), ("faster", 0.1))
         ),
     ]
