@@ -396,6 +396,9 @@ class BucketRuns:
         if divisor is None or run.held_back or self._max_abs_grad is not None:
             return
         param = self._slots.params[slot]
+        # Private; without it hooks that look at the gradient after this see None. A test notices.
+        if len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1:
+            return
         if param.grad is not None and self._buffers.divide_into(slot, param.grad, divisor, slot in run.divided):
             run.divided.add(slot)
             param.grad = None

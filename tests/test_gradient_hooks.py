@@ -542,6 +542,26 @@ def comes_again_in_time() -> None:
     assert len(ours.layout.buckets) == 1
 
 
+def looked_at() -> None:
+    """A hook that only looks at this rank's gradient, registered after wrapping, sees it whatever its size."""
+    bucket_runs.LARGE_BYTES = grad_buffer.LARGE_BYTES = 1  # type: ignore[attr-defined]
+    plain, ours = pair(Mlp)
+    seen: list[Tensor] = []
+    ours.module.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    for step in range(3):
+        for model in (plain, ours):
+            model.zero_grad()
+            inputs, target = batch(step, dist.get_rank())
+            nn.functional.mse_loss(model(inputs), target).backward()
+        torch.testing.assert_close(seen[-1], plain.head.weight.grad)
+        assert_grads(ours.module, mean_over_ranks(plain))
+    assert len(seen) == 3
+
+
+def test_hooks_see_a_large_gradient(run_ranks: RunRanks) -> None:
+    run_ranks(2, looked_at, fresh=True)
+
+
 def model_of(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, BucketDDP) else model
 
