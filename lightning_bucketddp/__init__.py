@@ -7,6 +7,7 @@ from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.fabric import BucketDDPFabricStrategy
 from lightning_bucketddp.fabric import register as _register_with_fabric
 from lightning_bucketddp.gradient_checks import GradientError
+from lightning_bucketddp.sharded_params import declare_element_wise
 from lightning_bucketddp.strategy import BucketDDPStrategy, register
 from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from lightning_bucketddp.wrapper import BucketDDP
@@ -22,6 +23,7 @@ __all__ = [
     "RankMismatchError",
     "__version__",
     "convert_sync_batchnorm",
+    "declare_element_wise",
     "revert_sync_batchnorm",
 ]
 

@@ -260,15 +260,21 @@ class BucketRuns:
         """Lets every gradient that is there take part in the next reduction, wherever it came from."""
         self.contributing.update(slot for slot, param in enumerate(self._slots.params) if param.grad is not None)
 
+    def before_gradients(self) -> None:
+        """A backward is about to add to what is in ``.grad``, if the pass was opened in time."""
+
+    def _published_grad(self, slot: int) -> Tensor | None:
+        """What lies in ``.grad``, as far as this rank holds it."""
+        return self._slots.params[slot].grad
+
     def first_uncleared(self) -> str | None:
         """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
         if self._known_clear:
             return None
-        params = self._slots.params
         old = [
             (slot, grad)
-            for slot, param in enumerate(params)
-            if (grad := param.grad) is not None and slot not in self.contributing and grad.numel()
+            for slot in range(len(self._slots))
+            if (grad := self._published_grad(slot)) is not None and slot not in self.contributing and grad.numel()
         ]
         if not old:
             return None

@@ -348,8 +348,25 @@ class Collectives:
         on_gloo = f"{flat.device.type}:gloo" in dist.get_backend_config(self._group).split(",")
         if travels_in is flat.dtype is not wire_dtype and not on_gloo:  # gloo's takes longer than its all-reduce
             return self._reduce_scatter_by_the_backend(flat, shard, length)
+        if travels_in is flat.dtype is torch.float32 and flat.numel() == length * self.world_size:
+            received = torch.empty_like(flat)
+            work = dist.all_to_all_single(received, flat, group=self._group, async_op=True)
+            parts = received.view(self.world_size, length)
+            return self._started(work, lambda: torch.sum(parts, 0, out=shard).mul_(1.0 / self.world_size), flat)
         work, _, mean = self._exchange_shards(flat, length, travels_in)
         return self._started(work, lambda: shard.copy_(mean()[: shard.numel()]), flat)
+
+    def all_gather_shards(self, flat: Tensor) -> Pending:
+        """Starts replacing every rank's :meth:`shard` of ``flat`` by what that rank has there, in place.
+
+        Args:
+            flat: 1-D, contiguous; its length is a multiple of the world size.
+        """
+        if self._nothing_to_do(flat):
+            return Pending()
+        values = flat.view(torch.uint8) if flat.device.type == "cpu" else _real(flat)
+        work = _all_gather(values, self.shard(values), group=self._group, async_op=True)
+        return self._started(work, None, flat)
 
     def _reduce_scatter_by_the_backend(self, flat: Tensor, shard: Tensor, length: int) -> Pending:
         whole = flat if flat.numel() == length * self.world_size else self._staged(flat, length, flat.dtype)
@@ -411,6 +428,21 @@ class Collectives:
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         work = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self._group, async_op=True)
         return gathered, self._started(work, None, tensor)
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank; objects are pickled."""
+        if self.world_size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def apart(self, timeout: timedelta | None = None) -> Collectives:
+        """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this."""
+        ranks = dist.get_process_group_ranks(self._group)
+        if self.world_size == 1:
+            return self
+        return Collectives(dist.new_group(ranks, timeout=timeout, use_local_synchronization=not self.is_default()))
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

@@ -63,3 +63,10 @@ def leave_untraced(package: str) -> None:
     add = getattr(getattr(torch._dynamo, "trace_rules", None), "add", None)
     if add is not None:
         add(package)
+
+
+def frames_are_compiled() -> bool:
+    """Whether torch's compiler takes over the functions that are called from here, as below a compiled wrapper."""
+    # Private. Without it the answer is that it may, which costs time only.
+    callback = getattr(getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", None)
+    return callback is None or callable(callback())

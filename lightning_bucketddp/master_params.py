@@ -29,7 +29,8 @@ class _Master:
     param_version: int | None
 
 
-def _wants_master(param: Tensor) -> bool:
+def wants_master(param: Tensor) -> bool:
+    """Whether a parameter is to have an fp32 master: a trained one of low precision, whose gradients are fp32."""
     # A parameter that was frozen between backward and step is stepped on all the same.
     trained = param.requires_grad or param.grad is not None
     return trained and param.dtype in _LOW_PRECISION and param.grad_dtype is torch.float32
@@ -136,7 +137,7 @@ class MasterParams(SteppedParams):
     def _stand_in(self, param: Tensor, state: Any) -> Tensor | None:
         entry = self._masters.get(param)
         if entry is None:
-            if not _wants_master(param):
+            if not wants_master(param):
                 return None
             if param in state:  # in place: LBFGS holds on to its state while the closure runs
                 for key, value in state[param].items():
@@ -172,7 +173,7 @@ class MasterParams(SteppedParams):
     def _add_to_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         masters = {
             index: self._masters[param].tensor.detach()
-            for index, param in enumerate(_params_of(optimizer))
+            for index, param in enumerate(params_of(optimizer))
             if param in self._masters
         }
         if masters:
@@ -186,8 +187,8 @@ class MasterParams(SteppedParams):
         masters = loaded.get(STATE_DICT_KEY, {})
         self._masters.clear()
         indices = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        for index, param in zip(indices, _params_of(optimizer), strict=True):
-            if param.dtype not in _LOW_PRECISION or not (index in masters or _wants_master(param)):
+        for index, param in zip(indices, params_of(optimizer), strict=True):
+            if param.dtype not in _LOW_PRECISION or not (index in masters or wants_master(param)):
                 continue
             if param in optimizer.state and index in loaded["state"]:
                 optimizer.state[param] = _in_fp32(optimizer.state[param], loaded["state"][index], param.dtype)
@@ -216,17 +217,18 @@ def prepare_at_first_step(
 
     def is_ours(param: Tensor) -> bool:
         ref = known.get(id(param))
-        return ref is not None and ref() is param and _wants_master(param)
+        return ref is not None and ref() is param and wants_master(param)
 
     def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        if optimizer not in _attached and any(is_ours(param) for param in _params_of(optimizer)):
+        if optimizer not in _attached and any(is_ours(param) for param in params_of(optimizer)):
             prepare(optimizer)
 
     return register_optimizer_step_pre_hook(look)
 
 
-def _params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """An optimizer's parameters, in the order in which its state dict numbers them."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 

@@ -54,6 +54,7 @@ class Options:
     max_abs_grad: float | None = None
     sparse_parameters: Sequence[str] = ()
     wire_dtype: torch.dtype | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
@@ -93,6 +94,11 @@ class Options:
         for dtype in dtypes:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"expected grad_dtype to name floating dtypes, found {dtype!r}")
+        if self.shard_optimizer and not self.use_contiguous_buffers:
+            raise ValueError(
+                "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
+                "use_contiguous_buffers=False"
+            )
         if self.grad_dtype is not None and not self.use_contiguous_buffers:
             raise ValueError(
                 f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "

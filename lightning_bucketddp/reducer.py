@@ -16,6 +16,7 @@ A bucket is launched early or in the finish as its gradients happen to be ready,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,11 +40,12 @@ from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError, not_cleared
 from lightning_bucketddp.gradient_hooks import Arrivals, GradientHooks, SharedHook
-from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.layout import ALIGNMENT_BYTES, Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.planner import BucketPlan, Planner
 from lightning_bucketddp.ready_order import OrderLearner
 from lightning_bucketddp.schedule import CollectiveCost
+from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
 from lightning_bucketddp.trainable import TrainableHistory
@@ -81,6 +83,12 @@ class PassState(Enum):
     """The ranks cannot go on together; every use raises."""
     CLOSED = auto()
     """Hooks are gone; nothing is reduced any more."""
+
+
+def _bucket_multiple(options: Options, ranks: int) -> int:
+    """Elements that the length of each bucket is a multiple of; shards of them begin where vector loads do."""
+    per_line = ALIGNMENT_BYTES // 4
+    return math.lcm(options.pad_buckets_to, ranks * per_line) if options.shard_optimizer else options.pad_buckets_to
 
 
 def is_reducers_own(hook: object) -> bool:
@@ -135,11 +143,14 @@ class Reducer:
             named_params,
             options.bucket_cap_bytes,
             sparse_names,
-            options.pad_buckets_to,
+            _bucket_multiple(options, collectives.world_size),
             overlap,
             collectives.world_size,
+            by_param_dtype=options.shard_optimizer,
         )
         runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
+        if options.shard_optimizer:
+            runs = ShardedRuns
         self._arrivals = Arrivals(self._on_gradient_of)
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
         self._runs.comm_hook = comm_hook
@@ -210,6 +221,16 @@ class Reducer:
     def unbind_main_grads(self) -> None:
         """Takes ``main_grad`` away from the parameters, until the next training forward."""
         self._runs.unbind_main_grads()
+
+    @property
+    def slots(self) -> SlotTable:
+        """The parameters and their slots."""
+        return self._slots
+
+    @property
+    def runs(self) -> BucketRuns:
+        """The buckets."""
+        return self._runs
 
     @property
     def bucket_plan(self) -> BucketPlan | None:
@@ -394,11 +415,13 @@ class Reducer:
     def _look_before_gradients(self) -> None:
         """Sees what is in ``.grad`` before a backward adds to it, where more than the mean was asked for."""
         if not self.divisor.rescales:
+            self._runs.before_gradients()
             return
         self._uncleared = self._runs.first_uncleared() or self._sparse.first_uncleared()
         holds_gradients = self._runs.holds_gradients() or self._sparse.holds_gradients() or bool(self._without_slot)
         if self._local_passes and not holds_gradients:
             self.divisor.drop_local_tokens()  # with the gradients
+        self._runs.before_gradients()
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None, accumulating: bool = False) -> None:
         """Opens a pass.

@@ -43,6 +43,7 @@ class SlotTable:
         overlap: Whether buckets may be launched during backward; if not, each buffer is one bucket per set of
             parameters that are trainable together.
         world_size: Number of ranks.
+        by_param_dtype: Whether parameters in one bucket must have one dtype, as their gradients must.
 
     Attributes:
         sparse: Indices of the parameters whose gradients are sparse.
@@ -63,7 +64,9 @@ class SlotTable:
         bucket_multiple: int = 1,
         overlap: bool = True,
         world_size: int = 2,
+        by_param_dtype: bool = False,
     ) -> None:
+        self._by_param_dtype = by_param_dtype
         self.sparse = frozenset(index for index, (name, _) in enumerate(named_params) if name in sparse_names)
         self.names = [name for name, _ in named_params]
         self.all_params = [param for _, param in named_params]
@@ -179,7 +182,8 @@ class SlotTable:
     def _group_of(self, slot: int) -> Hashable:
         """What slots that may share a bucket have in common."""
         index = self._index_of[slot]
-        return self.kinds[slot], tuple(members[index] for members in self._grouping_sets)
+        dtype = self.specs[slot].param_dtype if self._by_param_dtype else None
+        return self.kinds[slot], tuple(members[index] for members in self._grouping_sets), str(dtype)
 
     def runs_of(self, trainable: TrainableSet) -> list[list[int]]:
         """The slots of a trainable set whose buckets may be planned, in the order of their readiness.

@@ -34,21 +34,21 @@ def version_of(tensor: Tensor) -> int | None:
     return getattr(tensor, "_version", None)
 
 
+LEFT_OUT = object()
+"""Instead of a stand-in: the optimizer does not step on the parameter at all."""
+
+
 @dataclass(slots=True)
 class Swap:
     """One parameter whose stand-in is in the optimizer now.
 
     Attributes:
-        params: The group's list, in which the stand-in stands.
-        index: Where in that list.
         param: The module's parameter.
         stand_in: What the optimizer steps on.
         grad: The stand-in's gradient when it was swapped in.
         version: The stand-in's version when it was swapped in.
     """
 
-    params: list[Tensor]
-    index: int
     param: Tensor
     stand_in: Tensor
     grad: Tensor | None
@@ -67,6 +67,7 @@ class SteppedParams(ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._swaps: list[Swap] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # the groups' lists, and what belongs in them
         self._state: Any = None
         # Whether the gradients are those that this step is for; before the closure has run they are the last step's.
         self._stepping = False
@@ -78,7 +79,7 @@ class SteppedParams(ABC):
         ]
 
     @abstractmethod
-    def _stand_in(self, param: Tensor, state: Any) -> Tensor | None:
+    def _stand_in(self, param: Tensor, state: Any) -> Tensor | object | None:
         """What to step on instead of a parameter.
 
         Args:
@@ -86,7 +87,8 @@ class SteppedParams(ABC):
             state: The optimizer's state, which holds the parameter's under the parameter.
 
         Returns:
-            The stand-in with its gradient bound; None if the optimizer steps on the parameter itself.
+            The stand-in with its gradient bound; None if the optimizer steps on the parameter itself, and
+            :data:`LEFT_OUT` if it does not step on it.
         """
 
     @abstractmethod
@@ -150,22 +152,28 @@ class SteppedParams(ABC):
         state = self._state = optimizer.state
         for group in optimizer.param_groups:
             params = group["params"]
-            for index, param in enumerate(params):
+            # Noted before anything moves, so that an interrupt leaves nothing behind that restore() does not find.
+            self._groups.append((params, list(params)))
+            present: list[Tensor] = []
+            for param in params:
                 stand_in = self._stand_in(param, state)
-                if stand_in is None:
-                    continue
-                # Noted before anything moves, so that an interrupt leaves nothing behind that restore() does not find.
-                self._swaps.append(Swap(params, index, param, stand_in, stand_in.grad, version_of(stand_in)))
-                if param in state:
-                    state[stand_in] = state.pop(param)
-                params[index] = stand_in  # in place: LBFGS keeps the list
+                if isinstance(stand_in, Tensor):
+                    self._swaps.append(Swap(param, stand_in, stand_in.grad, version_of(stand_in)))
+                    if param in state:
+                        state[stand_in] = state.pop(param)
+                    present.append(stand_in)
+                elif stand_in is None:
+                    present.append(param)
+            params[:] = present  # in place: LBFGS keeps the list
 
     @torch.no_grad()
     def _swap_out(self) -> None:
         swaps, self._swaps = self._swaps, []
+        groups, self._groups = self._groups, []
         state, self._state = self._state, None
+        for params, belonging in groups:
+            params[:] = belonging
         for swap in swaps:
-            swap.params[swap.index] = swap.param
             if swap.stand_in in state:
                 state[swap.param] = state.pop(swap.stand_in)
             if swap.grad is not None and swap.stand_in.grad is None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
@@ -26,8 +27,9 @@ from lightning_bucketddp.checks import (
 )
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import CommHook, HookFunction, HookName, choose_hook
-from lightning_bucketddp.compiled import GraphCuts, cutting_graphs, leave_untraced
+from lightning_bucketddp.compiled import GraphCuts, cutting_graphs, frames_are_compiled, leave_untraced
 from lightning_bucketddp.diagnostics import PassRecord
+from lightning_bucketddp.gathered_later import reads_past_python
 from lightning_bucketddp.layout import Layout, default_bucket_cap
 from lightning_bucketddp.link_cost import measure_cost
 from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
@@ -47,6 +49,10 @@ from lightning_bucketddp.options import (
 from lightning_bucketddp.planner import BucketPlan
 from lightning_bucketddp.reducer import Reducer
 from lightning_bucketddp.schedule import CollectiveCost
+from lightning_bucketddp.sharded_calls import ShardedCalls
+from lightning_bucketddp.sharded_params import ShardedParams
+from lightning_bucketddp.sharded_runs import ShardedRuns
+from lightning_bucketddp.sharding import Sharding
 from lightning_bucketddp.sparse_grads import find_sparse
 from lightning_bucketddp.sync_batchnorm import StatisticsLink, links_of
 from lightning_bucketddp.uneven import UnevenInputs, UnevenRanks
@@ -72,12 +78,13 @@ _MADE_BY_START = frozenset(
         "_grad_dtypes",
         "_leaf_hooks",
         "_buffers_as_of_pass",
+        "_sharding",
     }
 )
 """Attributes that belong to this process, which a copy or a loaded pickle makes for itself."""
 
 
-class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
+class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     """Trains ``module`` data-parallel, with gradients in contiguous buffers that are averaged during backward.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it accepts, and of Megatron-LM's
@@ -148,6 +155,13 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             where ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values
             beyond 65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has
             ended.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
+            alone: gradients are reduce-scattered during backward, and the new parameters gathered while forward runs,
+            each of which waits for them where it is first used. For element-wise optimizers (see
+            :func:`declare_element_wise`), which stay what they are: they hold the module's parameters but during
+            ``step``. After a synchronised backward ``.grad`` can be scaled and cleared, but not looked at: use
+            :meth:`grad_norm`, :meth:`clip_grad_norm_` and :meth:`full_grad`. Save and load optimizers with
+            :meth:`optimizer_state_dict`.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
@@ -194,6 +208,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         comm_hook: HookName | HookFunction | None = None,
         comm_hook_state: Any = None,
         wire_dtype: Dtype | None = None,
+        shard_optimizer: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -217,6 +232,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
             master_params=master_params,
             wire_dtype=wire_dtype,
+            shard_optimizer=shard_optimizer,
             sparse_parameters=sparse_parameters,
             bucket_cap_mb=bucket_cap_mb,
             pad_buckets_to=pad_buckets_to,
@@ -285,7 +301,13 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         self._reducer.on_backward_end = partial(_end_backward, self._links)
         self._watch = ModuleWatch(module, ignored)
         self._preparing: list[RemovableHandle] = []
-        if options.master_params:
+        self._sharding: Sharding | None = None
+        if options.shard_optimizer:
+            runs = self._reducer.runs
+            assert isinstance(runs, ShardedRuns)
+            self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
+            self._preparing.append(_shard_at_first_step(self._sharding, options.master_params))
+        elif options.master_params:
             self._preparing.append(prepare_at_first_step([param for _, param in params]))
         weakref.finalize(self, _remove_hooks, self._preparing)
         self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size)
@@ -332,6 +354,7 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         """Calls the module. In training, synchronises module buffers first if a pass has gone by since."""
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
+        self._wait_for_untraced()
         trains = torch.is_grad_enabled() and not self._closed
         started = "_reducer" in self.__dict__
         if not started and not self.training:
@@ -348,6 +371,12 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             output = self.module(*args, **kwargs)
         self._hook_roots(output)
         return output
+
+    def _wait_for_untraced(self) -> None:
+        """Waits for all parameters where not every use of them can be noticed."""
+        sharding = self.__dict__.get("_sharding")
+        if sharding is not None and sharding.gathering and (frames_are_compiled() or reads_past_python(self.module)):
+            sharding.wait()
 
     def _hook_roots(self, output: object) -> None:
         """Lets the reducer know when backward comes by one of the output's tensors."""
@@ -538,6 +567,8 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             param.grad_dtype = dtype
             if grad is not None:
                 param.grad = grad if dtype is None else grad.to(dtype)
+        if self._sharding is not None:
+            self._sharding.close()
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
         _remove_hooks(self._preparing)
@@ -545,21 +576,24 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | None:
-        """Has an optimizer step on fp32 master parameters from now on; see :class:`MasterParams`.
+    def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
+        """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
 
-        With ``master_params`` that happens by itself in an optimizer's first step. Before ``optimizer.load_state_dict``
-        call this, for training to go on bit for bit.
+        With ``master_params`` or ``shard_optimizer`` that happens by itself in an optimizer's first step. Before
+        ``optimizer.load_state_dict`` call this, for training to go on bit for bit.
 
         Args:
             optimizer: An optimizer that holds parameters of the module.
 
         Returns:
-            The masters; None without ``master_params``.
+            The masters, or what knows of the shard; None without ``master_params`` and ``shard_optimizer``.
 
         Raises:
             TypeError: If it is no torch optimizer.
+            ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
         """
+        if self._sharding is not None:
+            return self._sharding.sharded(optimizer) or self._sharding.shard(optimizer, self._options.master_params)
         return masters_of(optimizer) if self._options.master_params else None
 
     # -- what is going on ----------------------------------------------------------------------------
@@ -573,6 +607,11 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return next(self.module.parameters()).device
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that train together."""
+        return self._collectives.rank
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -639,6 +678,21 @@ class BucketDDP(nn.Module, MegatronCalls, UnevenRanks):
         if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(self.module, "module"):
             state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _shard_at_first_step(sharding: Sharding, with_masters: bool) -> RemovableHandle:
+    """Shards every optimizer that steps on some of the parameters, in its first step if it was not before."""
+    ref = weakref.ref(sharding)
+
+    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
+        live = ref()
+        if live is None or live.sharded(optimizer) is not None:
+            return
+        if any(live.find(param) is not None for group in optimizer.param_groups for param in group["params"]):
+            live.shard(optimizer, with_masters)
+
+    return register_optimizer_step_pre_hook(look)
 
 
 def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:

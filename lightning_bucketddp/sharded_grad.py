@@ -1,0 +1,137 @@
+"""What ``.grad`` is when this rank holds only its shard of a reduced gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ABOUT = frozenset(
+    [
+        "requires_grad",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_leaf",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_mps",
+        "is_xpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+    ]
+)
+_ELEMENT_WISE = frozenset(
+    [
+        "zero_",
+        "mul_",
+        "div_",
+        "true_divide_",
+        "clamp_",
+        "clip_",
+        "clamp_min_",
+        "clamp_max_",
+        "nan_to_num_",
+        "neg_",
+        "requires_grad_",
+        "detach_",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "_foreach_zero_",
+        "_foreach_mul_",
+        "_foreach_div_",
+        "_foreach_neg_",
+        "_foreach_clamp_min_",
+        "_foreach_clamp_max_",
+        "__imul__",
+        "__itruediv__",
+        "__idiv__",
+    ]
+)
+"""What is as right on the rank's own part as on the whole, every rank doing the same."""
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class ShardedGrad(Tensor):
+    """A parameter's gradient of which only the part in this rank's shard has been reduced.
+
+    It tells that there is a gradient, and can be scaled, clamped and cleared in place. Whatever looks at its values
+    raises: those outside of the shard have no meaning.
+
+    Attributes:
+        own_part: The part of it that has: 1-D, possibly empty.
+        param_name: The parameter's.
+        sum_over_shards: Replaces a tensor by its sum over the ranks among which gradients are sharded.
+    """
+
+    own_part: Tensor
+    param_name: str
+    sum_over_shards: Callable[[Tensor], None]
+
+    @classmethod
+    def of(cls, view: Tensor, part: Tensor, name: str, sum_over_shards: Callable[[Tensor], None]) -> ShardedGrad:
+        """The gradient that lies in ``view``."""
+        grad = view.as_subclass(cls)
+        grad.own_part, grad.param_name, grad.sum_over_shards = part, name, sum_over_shards
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Lets through what is element-wise, in place; raises for anything else."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == _UNSCALE:
+            return _unscale(*args, **kwargs)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in _ABOUT):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "__repr__":
+            return f"ShardedGrad({args[0].param_name})"
+        raise RuntimeError(_refusal(args, f".{attribute}" if name == "__get__" else name))
+
+
+def _first(values: Any) -> ShardedGrad | None:
+    for value in values.values() if isinstance(values, Mapping) else values:
+        if isinstance(value, ShardedGrad):
+            return value
+        if isinstance(value, list | tuple | Mapping) and (found := _first(value)) is not None:
+            return found
+    return None
+
+
+def _refusal(args: Sequence[Any], what: str) -> str:
+    grad = _first(args)
+    whose = f" of parameter {grad.param_name!r}" if grad is not None else ""
+    return (
+        f"the gradient{whose} is sharded: this rank holds its own part only, and {what} would look at all of it. For "
+        "norms and clipping use grad_norm(), clip_grad_norm_() and clip_grad_value_() of the BucketDDP or its strategy "
+        "(a Trainer's gradient_clip_val does), for single gradients full_grad(), which all ranks must call"
+    )
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """A GradScaler's work, on the parts; what one rank finds concerns all of them."""
+    first = _first(grads)
+    assert first is not None
+    parts = [grad.own_part if isinstance(grad, ShardedGrad) else grad for grad in grads]
+    parts = [part for part in parts if part.numel()]
+    if parts:
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    first.sum_over_shards(found_inf)

@@ -1,0 +1,220 @@
+"""Buckets that are reduce-scattered: after a pass each rank holds its shard of the reduced gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
+from lightning_bucketddp.collectives import Pending
+from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.sharded_grad import ShardedGrad
+from lightning_bucketddp.shards import parts_of
+
+
+class ShardedRuns(BucketRuns):
+    """All buckets of the present layout, of which this rank gets its shard.
+
+    A published ``.grad`` is a :class:`ShardedGrad`. What was published and not cleared is set aside when the next pass
+    begins, and added to what that pass reduces.
+
+    Attributes:
+        before_layout: Called with the new layout when buckets are about to be laid out anew.
+        on_layout: Called when they have been.
+        parts: This rank's part of each slot.
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self.before_layout: Callable[[Layout], None] = lambda layout: None
+        self.on_layout: Callable[[Layout], None] = lambda layout: None
+        self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def _make_runs(self) -> None:
+        super()._make_runs()
+        self.parts = parts_of(self.layout, self._collectives.world_size, self._collectives.rank)
+        self._sharded = [
+            ShardedGrad.of(view, self.part(slot), self._slots.specs[slot].name, self._sum)
+            for slot, view in enumerate(self._buffers.views)
+        ]
+
+    def _forget_runs(self) -> None:
+        super()._forget_runs()
+        self._sharded.clear()
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._collectives.all_reduce_sum(tensor).wait()
+
+    def part(self, slot: int) -> Tensor:
+        """This rank's part of a slot's gradient, 1-D."""
+        part = self.parts[slot]
+        return self._runs[part.bucket].flat[part.at : part.at + part.stop - part.start]
+
+    def is_sharded(self, slot: int) -> bool:
+        """Whether a slot's gradient is its published one, of which this rank holds its part."""
+        return self._slots.params[slot].grad is self._sharded[slot]
+
+    def _shard(self, run: BucketRun) -> Tensor:
+        return self._collectives.shard(run.flat)
+
+    # -- gradients of earlier passes -----------------------------------------------------------------
+
+    def before_gradients(self) -> None:
+        """Sets published gradients aside, so that autograd adds to zeros, on every rank, what is to be reduced."""
+        params = self._slots.params
+        for run in self._runs:
+            live = [slot for slot in run.slots if params[slot].grad is self._sharded[slot]]
+            if not live:
+                continue
+            if run.index not in self._set_aside:
+                self._set_aside[run.index] = torch.zeros_like(self._shard(run))
+            for slot in live:
+                self._aside_part(slot).copy_(self.part(slot))
+            torch._foreach_zero_([self._buffers.views[slot] for slot in live])
+            for slot in live:
+                params[slot].grad = self._buffers.views[slot]
+
+    def _aside_part(self, slot: int) -> Tensor:
+        part = self.parts[slot]
+        aside = self._set_aside[part.bucket]
+        offset = part.at - self._collectives.rank * aside.numel()
+        return aside[offset : offset + part.stop - part.start]
+
+    def _give_back(self) -> None:
+        """Publishes again what was set aside and to which nothing has been added."""
+        for index in list(self._set_aside):
+            for slot in self._runs[index].slots:
+                grad = self._slots.params[slot].grad
+                if slot not in self.contributing and grad is not None and self._buffers.holds(slot, grad):
+                    aside = self._aside_part(slot)
+                    self.part(slot).copy_(aside)
+                    aside.zero_()
+                    self._slots.params[slot].grad = self._sharded[slot]
+            if not any(slot in self.contributing for slot in self._runs[index].slots):
+                del self._set_aside[index]
+
+    def _published_grad(self, slot: int) -> Tensor | None:
+        return self.part(slot) if self.is_sharded(slot) else super()._published_grad(slot)
+
+    def zero(self) -> None:
+        """Sets all gradients to zero, in the buffers."""
+        self._set_aside.clear()
+        super().zero()
+
+    def require_untouched(self, slot: int) -> None:
+        """Requires that no gradient was added to a published one that had not been set aside.
+
+        Raises:
+            RuntimeError: If so; parts of other ranks' shards have no meaning, and cannot be added to.
+        """
+        if self.is_sharded(slot):
+            raise RuntimeError(
+                f"rank {self._collectives.rank}: a gradient of parameter {self._slots.specs[slot].name!r} was added to "
+                "its sharded one of an earlier pass, in a backward that did not come by an output of forward; clear "
+                "gradients before it, or call backward inside backward_pass()"
+            )
+
+    def arrived(self, slot: int) -> BucketRun | None:
+        """As for buckets that are not sharded."""
+        self.require_untouched(slot)
+        return super().arrived(slot)
+
+    # -- a pass --------------------------------------------------------------------------------------
+
+    def _divisor(self, run: BucketRun) -> int | None:
+        """None: only the shard has to be divided, when it has been summed."""
+        return None
+
+    def _start(self, run: BucketRun) -> Pending:
+        if self.comm_hook is not None:
+            return super()._start(run)  # gives all of the bucket; the shard is a part of it
+        return self._collectives.reduce_scatter_mean(run.flat, self.wire_dtype)
+
+    def _keep(self, slot: int, grad: Tensor) -> None:
+        if self._buffers.holds(slot, grad):
+            self._kept[slot] = (grad, None)  # zeros: what was there has been set aside
+        else:
+            super()._keep(slot, grad)
+
+    def wait(self, on_idle: Callable[[], None]) -> None:
+        """Waits for everything that was launched, and adds what had been set aside."""
+        super().wait(on_idle)
+        for run in self.active:
+            if run.index not in self._set_aside:
+                continue
+            for slot in run.slots:
+                if slot in self.contributing or slot in self._kept:  # else it was cleared in between
+                    self.part(slot).add_(self._aside_part(slot))
+            del self._set_aside[run.index]
+
+    def end_local(self) -> None:
+        """Ends a local pass."""
+        super().end_local()
+        self._give_back()
+
+    def end(self) -> None:
+        """Ends a synchronised pass."""
+        super().end()
+        self._give_back()
+
+    def _bind_main_grads(self) -> None:
+        """Nothing: most of what a parameter would have as its ``main_grad`` has no meaning after a pass."""
+        self._main_grads_bound = True
+
+    def publish(self, run: BucketRun) -> list[int]:
+        """Binds the reduced gradients of a bucket to its parameters; returns the slots not used on this rank."""
+        unused: list[int] = []
+        for slot in run.slots:
+            if slot in self.contributing:
+                self._bind(slot)
+            else:
+                unused.append(slot)
+        return unused
+
+    def _bind(self, slot: int) -> None:
+        self._buffers.bind(slot, self._slots.params[slot])  # gives a lost grad_dtype back
+        self._slots.params[slot].grad = self._sharded[slot]
+
+    def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
+        """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
+        super().publish_unused(slot, used_elsewhere)
+        grad = self._slots.params[slot].grad
+        if grad is not None and self._buffers.holds(slot, grad):
+            self._slots.params[slot].grad = self._sharded[slot]
+
+    def drop(self) -> None:
+        """Lets the gradients of a pass that failed be of no use, those of earlier passes included."""
+        super().drop()
+        for run in self.active:
+            self._set_aside.pop(run.index, None)
+            for slot in run.slots:
+                self._slots.params[slot].grad = None
+
+    # -- layout --------------------------------------------------------------------------------------
+
+    def relayout(self) -> None:
+        """Lays the buffers out by what the slot table knows now. All ranks must call this at the same point."""
+        self.before_layout(self._slots.plan())
+        self.before_gradients()
+        for index, aside in list(self._set_aside.items()):
+            run = self._runs[index]
+            whole = torch.zeros_like(run.flat)
+            self._collectives.shard(whole).copy_(aside)
+            self._collectives.all_gather_shards(whole).wait()
+            for slot in run.slots:
+                if self._slots.params[slot].grad is not None:
+                    place = self.layout.slots[slot]
+                    begin = place.offset - self.layout.buckets[index].start
+                    self._buffers.views[slot].add_(whole.as_strided(place.spec.shape, place.spec.strides, begin))
+        self._set_aside.clear()
+        super().relayout()
+        self.on_layout(self.layout)
+
+    def release(self) -> None:
+        """Frees the buffers; what this rank does not hold of gradients is lost, and they with it."""
+        for slot in range(len(self._sharded)):
+            if self.is_sharded(slot):
+                self._slots.params[slot].grad = None
+        super().release()

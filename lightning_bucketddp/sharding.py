@@ -1,0 +1,334 @@
+"""A sharded optimizer's buffers: who has which part, when parameters are gathered, whole state from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_bucketddp.collectives import Collectives, Pending
+from lightning_bucketddp.failures import Failures
+from lightning_bucketddp.gathered_later import Arrival
+from lightning_bucketddp.layout import Layout, ParamSpec
+from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
+from lightning_bucketddp.sharded_params import ShardedParams, part_of_state
+from lightning_bucketddp.sharded_runs import ShardedRuns
+from lightning_bucketddp.shards import ParamBuffers, Part, in_memory_order, in_shape, parts_of
+from lightning_bucketddp.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What is in one rank's state of one parameter, for all ranks to know.
+
+    Attributes:
+        dtypes: Of the tensors with a value per element, by key.
+        others: Everything else, by key.
+        master: Whether there is an fp32 master.
+    """
+
+    dtypes: dict[str, torch.dtype]
+    others: dict[str, Any]
+    master: bool
+
+
+class Sharding:
+    """The parameters in buffers like those of their gradients, and the optimizers that step on shards of them.
+
+    Args:
+        slots: The slots.
+        runs: The gradients' buckets.
+        collectives: The group among which shards are divided.
+        failures: What is known of failures.
+    """
+
+    def __init__(self, slots: SlotTable, runs: ShardedRuns, collectives: Collectives, failures: Failures) -> None:
+        self._slots = slots
+        self._runs = runs
+        self._collectives = collectives
+        self._gathering = collectives.apart()
+        self._failures = failures
+        self._slot_of: dict[int, int] = {}
+        self._buffers = ParamBuffers()
+        self._optimizers: list[tuple[Optimizer, ShardedParams]] = []
+        self._arrivals: dict[int, Arrival] = {}
+        self._lay_out(runs.layout)
+        runs.before_layout = self._before_layout
+        runs.on_layout = self._lay_out
+
+    # -- what a sharded optimizer asks ---------------------------------------------------------------
+
+    def find(self, param: Tensor) -> tuple[ParamSpec, Part] | None:
+        """A parameter's specification and this rank's part of it; None if the parameter is not sharded."""
+        slot = self._slot_of.get(id(param))
+        return None if slot is None else (self._slots.specs[slot], self._runs.parts[slot])
+
+    def param_part(self, param: Tensor) -> Tensor:
+        """The memory of this rank's part of a parameter, 1-D."""
+        slot = self._slot_of[id(param)]
+        self._buffers.bring_back(slot, self._slots.params[slot])
+        return self._buffers.part(self._runs.parts[slot])
+
+    def grad_part(self, param: Tensor) -> Tensor | None:
+        """This rank's part of a parameter's gradient, 1-D; None if the parameter has no gradient."""
+        slot = self._slot_of[id(param)]
+        if self._runs.is_sharded(slot):
+            return self._runs.part(slot)
+        grad = param.grad
+        if grad is None:
+            return None
+        part = self._runs.parts[slot]
+        return in_memory_order(grad.detach(), self._slots.specs[slot])[part.start : part.stop]
+
+    def before_update(self) -> None:
+        """Parameters are about to be updated: nothing may be on its way from them."""
+        self.wait()
+
+    @torch.no_grad()
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """Sends the new values of parameters; whoever uses one waits for it. All ranks must call this alike."""
+        changed = [slot for param in params if (slot := self._slot_of.get(id(param))) is not None]
+        if not changed:
+            return
+        self.wait()
+        for slot in changed:
+            if self._slots.params[slot].grad is not None:
+                torch.autograd.graph.increment_version(self._slots.params[slot])
+                for _, sharded in self._optimizers:
+                    sharded.synchronised(self._slots.params[slot])
+        if self._collectives.world_size == 1:
+            return
+        # The last bucket of backward is the first of forward.
+        for index in sorted({self._runs.parts[slot].bucket for slot in changed}, reverse=True):
+            pending = self._gathering.all_gather_shards(self._buffers.flats[index])
+            params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
+            self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))
+
+    def _wait_for(self, index: int, pending: Pending) -> None:
+        names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
+        with self._failures.waiting_for(f"(gathering) the parameters {names[0]!r} to {names[-1]!r}"):
+            pending.wait(self._failures.raise_if_published)
+        self._arrivals.pop(index, None)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether parameters are on their way."""
+        return bool(self._arrivals)
+
+    def wait(self) -> None:
+        """Waits for all parameters that are on their way."""
+        for arrival in list(self._arrivals.values()):
+            arrival.wait()
+
+    # -- optimizers ----------------------------------------------------------------------------------
+
+    def shard(self, optimizer: Optimizer, with_masters: bool) -> ShardedParams:
+        """Makes an optimizer a sharded one."""
+        sharded = ShardedParams(optimizer, self, with_masters)
+        self._optimizers = [it for it in self._optimizers if it[0] is not optimizer]
+        self._optimizers.append((optimizer, sharded))
+        return sharded
+
+    def sharded(self, optimizer: Optimizer) -> ShardedParams | None:
+        """What makes an optimizer a sharded one; None if it is not."""
+        return next((sharded for known, sharded in self._optimizers if known is optimizer), None)
+
+    # -- layout --------------------------------------------------------------------------------------
+
+    def _lay_out(self, layout: Layout) -> None:
+        self._slot_of = {id(param): slot for slot, param in enumerate(self._slots.params)}
+        if layout == self._buffers.layout:
+            return
+        self._buffers.lay_out(layout, self._slots.params)
+        for _, sharded in self._optimizers:
+            sharded.forget_memory()
+
+    def _before_layout(self, layout: Layout) -> None:
+        """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""
+        self.wait()
+        if layout == self._buffers.layout:
+            return
+        parts = parts_of(layout, self._collectives.world_size, self._collectives.rank)
+        for optimizer, sharded in self._optimizers:
+            for param, state, master in self.whole_state(optimizer):
+                slot = self._slot_of[id(param)]
+                spec, part = self._slots.specs[slot], parts[slot]
+                optimizer.state.pop(param, None)
+                sharded.set_master(param, None)
+                if part.empty:
+                    continue
+                if state:
+                    optimizer.state[param] = part_of_state(state, spec, part)
+                if master is not None:
+                    sharded.set_master(param, in_memory_order(master, spec)[part.start : part.stop].clone())
+
+    # -- whole state ---------------------------------------------------------------------------------
+
+    def whole_state(
+        self, optimizer: Optimizer, keep: Callable[[Tensor], Tensor] | None = lambda tensor: tensor
+    ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor | None]]:
+        """Each sharded parameter's whole state and master, put together from all ranks' parts, a bucket at a time.
+
+        All ranks must call this, and go through to the end.
+
+        Args:
+            optimizer: A sharded optimizer.
+            keep: Given each whole tensor, which is valid until the next bucket comes; gives what is to be returned of
+                it. None if this rank only helps the others; states are empty then.
+        """
+        sharded = self.sharded(optimizer)
+        assert sharded is not None
+        params = [param for param in params_of(optimizer) if id(param) in self._slot_of]
+        described = self._described(optimizer, sharded, params)
+        by_bucket: dict[int, list[int]] = {}
+        for at, param in enumerate(params):
+            by_bucket.setdefault(self._runs.parts[self._slot_of[id(param)]].bucket, []).append(at)
+        for index in sorted(by_bucket):
+            members = [at for at in by_bucket[index] if described[at] is not None]
+            whole: dict[int, dict[str, Tensor]] = {at: {} for at in members}
+            keys = sorted({(key, dtype) for at in members for key, dtype in described[at].dtypes.items()}, key=repr)
+            if any(described[at].master for at in members):
+                keys.append((STATE_DICT_KEY, torch.float32))
+            for key, dtype in keys:
+                having = [
+                    at
+                    for at in members
+                    if (described[at].master if key == STATE_DICT_KEY else described[at].dtypes.get(key) is dtype)
+                ]
+                for at, tensor in self._gathered(optimizer, sharded, index, key, dtype, having, params):
+                    if keep is not None:
+                        whole[at][key] = keep(tensor)
+            for at in members:
+                master = whole[at].pop(STATE_DICT_KEY, None)
+                yield params[at], ({**described[at].others, **whole[at]} if keep is not None else {}), master
+
+    def _described(
+        self, optimizer: Optimizer, sharded: ShardedParams, params: Sequence[Tensor]
+    ) -> list[_Described | Any]:
+        """Per parameter, what the ranks that have a part of it know of its state; None if there is none."""
+        mine: list[_Described | None] = []
+        for param in params:
+            state = optimizer.state.get(param)
+            master = sharded.master(param)
+            if not state and master is None:
+                mine.append(None)
+                continue
+            part = self._runs.parts[self._slot_of[id(param)]]
+            numel = part.stop - part.start
+            tensors = {
+                key: value
+                for key, value in (state or {}).items()
+                if isinstance(value, Tensor) and key != "step" and value.shape == (numel,)
+            }
+            others = {
+                key: value.detach().cpu() if isinstance(value, Tensor) else value
+                for key, value in (state or {}).items()
+                if key not in tensors
+            }
+            dtypes = {key: value.dtype for key, value in tensors.items()}
+            mine.append(_Described(dtypes, others, master is not None))
+        found: list[_Described | None] = [None] * len(params)
+        for of_rank in self._collectives.exchange_objects(mine):
+            for at, it in enumerate(of_rank):
+                found[at] = found[at] or it
+        return found
+
+    def _gathered(
+        self,
+        optimizer: Optimizer,
+        sharded: ShardedParams,
+        index: int,
+        key: str,
+        dtype: torch.dtype,
+        having: Sequence[int],
+        params: Sequence[Tensor],
+    ) -> Iterator[tuple[int, Tensor]]:
+        """One tensor of the state of some parameters of one bucket, whole."""
+        bucket = self._runs.layout.buckets[index]
+        flat = torch.zeros(bucket.numel, dtype=dtype, device=self._buffers.flats[index].device)
+        for at in having:
+            part = self._runs.parts[self._slot_of[id(params[at])]]
+            if part.empty:
+                continue
+            value = sharded.master(params[at]) if key == STATE_DICT_KEY else optimizer.state[params[at]][key]
+            assert value is not None
+            flat[part.at : part.at + part.stop - part.start].copy_(value)
+        with self._failures.waiting_for(f"(gathering) the optimizer's state {key!r}"):
+            self._collectives.all_gather_shards(flat).wait(self._failures.raise_if_published)
+        for at in having:
+            slot = self._slot_of[id(params[at])]
+            place = self._runs.layout.slots[slot]
+            begin = place.offset - bucket.start
+            yield at, in_shape(flat[begin : begin + place.spec.numel], place.spec)
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    def sharded_grads(self, params: Iterable[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of gradients, and gradients that are whole on every rank."""
+        chosen = self._slots.all_params if params is None else list(params)
+        parts: list[Tensor] = []
+        whole: list[Tensor] = []
+        for param in chosen:
+            slot = self._slot_of.get(id(param))
+            if slot is not None and self._runs.is_sharded(slot):
+                parts.append(self._runs.part(slot))
+            elif param.grad is not None:
+                whole.append(param.grad)
+        return parts, whole
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0, params: Iterable[Tensor] | None = None) -> Tensor:
+        """The norm of all gradients together, as one vector. All ranks must call this.
+
+        Args:
+            norm_type: Which; ``inf`` for the largest absolute value.
+            params: Whose gradients; the module's if None.
+        """
+        parts, whole = self.sharded_grads(params)
+        device = self._slots.all_params[0].device
+        largest = norm_type == float("inf")
+
+        def together(tensors: list[Tensor]) -> Tensor:
+            tensors = [tensor for tensor in tensors if tensor.numel()]
+            if not tensors:
+                return torch.zeros((), device=device)
+            norms = torch.stack([n.to(device, torch.float32) for n in torch._foreach_norm(tensors, norm_type)])
+            return norms.amax() if largest else norms.pow(norm_type).sum()
+
+        mine = together(parts).reshape(1)
+        with self._failures.waiting_for("the norm of the gradients"):
+            gathered, pending = self._collectives.all_gather(mine)
+            pending.wait(self._failures.raise_if_published)
+        both = [gathered.amax() if largest else gathered.sum(), together(whole)]
+        return torch.stack(both).amax() if largest else torch.stack(both).sum().pow(1.0 / norm_type)
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """A copy of a parameter's whole gradient. All ranks must call this; None if there is no gradient."""
+        slot = self._slot_of.get(id(param))
+        if slot is None or not self._runs.is_sharded(slot):
+            return None if param.grad is None else param.grad.detach().clone()
+        part = self._runs.parts[slot]
+        bucket = self._runs.layout.buckets[part.bucket]
+        whole = self._runs.part(slot)
+        flat = torch.zeros(bucket.numel, dtype=whole.dtype, device=whole.device)
+        flat[part.at : part.at + part.stop - part.start].copy_(whole)
+        with self._failures.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
+            self._collectives.all_gather_shards(flat).wait(self._failures.raise_if_published)
+        place = self._runs.layout.slots[slot]
+        begin = place.offset - bucket.start
+        return in_shape(flat[begin : begin + place.spec.numel], place.spec).clone()
+
+    def close(self) -> None:
+        """Ends it; parameters get memory of their own. Sends nothing."""
+        for arrival in list(self._arrivals.values()):
+            arrival.forget()
+        self._arrivals.clear()
+        for _, sharded in self._optimizers:
+            sharded.close()
+        self._optimizers.clear()
+        self._buffers.release(self._slots.params)

@@ -1,0 +1,151 @@
+"""Which rank's optimizer updates which part of each parameter, and the memory in which parameters lie by bucket.
+
+Parameters lie in the order, and with the padding, of the gradients' layout, in one flat tensor for each bucket. A
+bucket is cut into shards of equal length, one per rank of the group. The part of a parameter that is in a rank's shard
+is a run of its elements in the order of memory, which element-wise optimizers do not care about::
+
+    bucket      |a           |b       ~~|c              ~~|
+    shards      |------ 0 ------|------ 1 ------|---- 2 --|
+    parts       |a           |b |b    ~~|c      |c      ~~|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.layout import Bucket, Layout, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of one slot that is in one rank's shard.
+
+    Attributes:
+        bucket: Index of the bucket in ``Layout.buckets``.
+        start: First element of the slot, in the order of memory.
+        stop: One past the last; the same as ``start`` if nothing of the slot is in the shard.
+        at: Where the first element lies in the bucket.
+    """
+
+    bucket: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of the slot is in the shard."""
+        return self.start == self.stop
+
+
+def parts_of(layout: Layout, shards: int, index: int) -> list[Part]:
+    """The part of each slot that is in one shard.
+
+    Args:
+        layout: The layout; the length of each bucket is a multiple of ``shards``.
+        shards: Into how many each bucket is cut.
+        index: Which one.
+    """
+    found: dict[int, Part] = {}
+    for number, bucket in enumerate(layout.buckets):
+        length = bucket.numel // shards
+        first, stop = index * length, (index + 1) * length
+        for slot in bucket.slots:
+            begin = layout.slots[slot].offset - bucket.start
+            numel = layout.slots[slot].spec.numel
+            low = min(max(first - begin, 0), numel)
+            high = max(min(stop - begin, numel), low)
+            found[slot] = Part(number, low, high, begin + low)
+    return [found[slot] for slot in range(len(layout.slots))]
+
+
+def in_memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """The elements of a tensor with a parameter's shape, as a 1-D tensor in the order of that parameter's memory."""
+    if tensor.stride() == spec.strides or tensor.numel() < 2:
+        return tensor.as_strided((tensor.numel(),), (1,))
+    flat = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
+    flat.as_strided(spec.shape, spec.strides).copy_(tensor)
+    return flat
+
+
+def in_shape(flat: Tensor, spec: ParamSpec) -> Tensor:
+    """The tensor with a parameter's shape and strides whose elements lie in ``flat``."""
+    return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+
+
+class ParamBuffers:
+    """The parameters' memory: a flat tensor for each bucket, of the parameters' dtype.
+
+    Attributes:
+        layout: The layout that the parameters follow now.
+        flats: One per bucket.
+    """
+
+    def __init__(self) -> None:
+        self.layout = Layout((), (), ())
+        self.flats: list[Tensor] = []
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    @torch.no_grad()
+    def lay_out(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
+        """Moves parameters into flat tensors of their own, which follow ``layout``.
+
+        Args:
+            layout: The layout. Parameters in one bucket have one dtype.
+            params: The parameter of each slot; stays the object that it is.
+        """
+        self.flats, self._views = [], []  # old memory goes as its last parameter moves
+        flats: list[Tensor] = []
+        views: dict[int, Tensor] = {}
+        for bucket in layout.buckets:
+            first = params[bucket.slots[0]]
+            flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+            for slot in bucket.slots:
+                view = views[slot] = self._view(layout, bucket, slot, flat)
+                view.copy_(params[slot].data)
+                params[slot].data = view
+            flats.append(flat)
+        self.layout, self.flats = layout, flats
+        self._views = [views[slot] for slot in range(len(layout.slots))]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    @staticmethod
+    def _view(layout: Layout, bucket: Bucket, slot: int, flat: Tensor) -> Tensor:
+        place = layout.slots[slot]
+        return flat.as_strided(place.spec.shape, place.spec.strides, place.offset - bucket.start)
+
+    @torch.no_grad()
+    def bring_back(self, slot: int, param: nn.Parameter) -> None:
+        """Takes a parameter in again whose data were replaced (``param.data = tensor``).
+
+        Raises:
+            RuntimeError: If what it has now does not fit into its place.
+        """
+        if param.data_ptr() == self._addresses[slot]:
+            return
+        view = self._views[slot]
+        if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
+            raise RuntimeError(
+                f"expected parameter {self.layout.slots[slot].spec.name!r} as it was wrapped, of shape "
+                f"{tuple(view.shape)}, {view.dtype} on {view.device}, found {tuple(param.shape)}, {param.dtype} on "
+                f"{param.device}; change the module before it is wrapped"
+            )
+        view.copy_(param.data)
+        param.data = view
+
+    def part(self, part: Part) -> Tensor:
+        """The memory of a part, 1-D."""
+        return self.flats[part.bucket][part.at : part.at + part.stop - part.start]
+
+    @torch.no_grad()
+    def release(self, params: Sequence[nn.Parameter]) -> None:
+        """Gives every parameter memory of its own."""
+        for view, param in zip(self._views, params, strict=False):
+            if param.data_ptr() == view.data_ptr():
+                param.data = torch.empty_like(view).copy_(view)
+        self.__init__()  # type: ignore[misc]
