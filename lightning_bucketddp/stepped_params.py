@@ -149,6 +149,8 @@ class SteppedParams(ABC):
 
     @torch.no_grad()
     def _swap_in(self, optimizer: Optimizer) -> None:
+        if self._groups:
+            return  # a step that calls another hooked one; the closure that both were given has just been run
         state = self._state = optimizer.state
         for group in optimizer.param_groups:
             params = group["params"]
