@@ -10,6 +10,7 @@ CUDA graphs, pointers that were asked for earlier. :func:`reads_past_python` tel
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -79,6 +80,23 @@ _CALLS_ABOUT = frozenset(
 
 class GatheredLater(nn.Parameter):
     """A parameter that has not arrived."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A parameter that has: others, made like this one (``type(param)(data)``), do not wait for anything."""
+        _arrive(args)
+        _arrive(kwargs.values())
+        kind = next(it for it in cls.__mro__ if issubclass(it, nn.Parameter) and not issubclass(it, GatheredLater))
+        return kind(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of what has arrived."""
+        _waits[id(self)]()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What has arrived, for a pickle."""
+        _waits[id(self)]()
+        return self.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(
