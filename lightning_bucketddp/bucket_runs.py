@@ -263,6 +263,9 @@ class BucketRuns:
     def before_gradients(self) -> None:
         """A backward is about to add to what is in ``.grad``, if the pass was opened in time."""
 
+    def require_untouched(self, slot: int) -> None:
+        """Requires that nothing was added to a gradient before :meth:`before_gradients`, where that matters."""
+
     def _published_grad(self, slot: int) -> Tensor | None:
         """What lies in ``.grad``, as far as this rank holds it."""
         return self._slots.params[slot].grad

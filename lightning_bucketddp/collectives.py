@@ -154,6 +154,9 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
+_gathering: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""As above, of the same ranks as each group."""
+
 
 def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A second group of all processes, made once, for collectives whose place among those of the first one varies.
@@ -438,11 +441,22 @@ class Collectives:
         return found
 
     def apart(self, timeout: timedelta | None = None) -> Collectives:
-        """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this."""
-        ranks = dist.get_process_group_ranks(self._group)
+        """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this.
+
+        Their group is made once, and shared by all who call this.
+
+        Args:
+            timeout: How long collectives in it wait, if it has to be made; torch's default if None.
+        """
         if self.world_size == 1:
             return self
-        return Collectives(dist.new_group(ranks, timeout=timeout, use_local_synchronization=not self.is_default()))
+        known = _gathering.get(self._group)
+        group = known() if known is not None else None
+        if group is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not self.is_default())
+            _gathering[self._group] = weakref.ref(group)
+        return Collectives(group)
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

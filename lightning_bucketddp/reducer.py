@@ -562,10 +562,13 @@ class Reducer:
                     self._root_synchronises = self.synchronise
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
+                slot = self._slots.slot_of(index)
+                if slot is not None:
+                    self._runs.require_untouched(slot)
                 try:
                     self._open(self._root_synchronises, accumulating=True)
                 except RuntimeError:
-                    if (slot := self._slots.slot_of(index)) is not None:
+                    if slot is not None:
                         self._runs.contributing.add(slot)  # to be dropped with the rest of the pass
                     raise
             if index in self._slots.sparse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +56,9 @@ class Sharding:
         self._failures = failures
         self._slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
-        self._optimizers: list[tuple[Optimizer, ShardedParams]] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, ShardedParams] = weakref.WeakKeyDictionary()
+        self._number_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._sharded_ever = 0
         self._arrivals: dict[int, Arrival] = {}
         self._lay_out(runs.layout)
         runs.before_layout = self._before_layout
@@ -99,7 +102,7 @@ class Sharding:
         for slot in changed:
             if self._slots.params[slot].grad is not None:
                 torch.autograd.graph.increment_version(self._slots.params[slot])
-                for _, sharded in self._optimizers:
+                for sharded in self._optimizers.values():
                     sharded.synchronised(self._slots.params[slot])
         if self._collectives.world_size == 1:
             return
@@ -129,14 +132,14 @@ class Sharding:
 
     def shard(self, optimizer: Optimizer, with_masters: bool) -> ShardedParams:
         """Makes an optimizer a sharded one."""
-        sharded = ShardedParams(optimizer, self, with_masters)
-        self._optimizers = [it for it in self._optimizers if it[0] is not optimizer]
-        self._optimizers.append((optimizer, sharded))
+        sharded = self._optimizers[optimizer] = ShardedParams(optimizer, self, with_masters)
+        self._number_of[optimizer] = self._sharded_ever
+        self._sharded_ever += 1
         return sharded
 
     def sharded(self, optimizer: Optimizer) -> ShardedParams | None:
         """What makes an optimizer a sharded one; None if it is not."""
-        return next((sharded for known, sharded in self._optimizers if known is optimizer), None)
+        return self._optimizers.get(optimizer)
 
     # -- layout --------------------------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ class Sharding:
         if layout == self._buffers.layout:
             return
         self._buffers.lay_out(layout, self._slots.params)
-        for _, sharded in self._optimizers:
+        for sharded in self._optimizers.values():
             sharded.forget_memory()
 
     def _before_layout(self, layout: Layout) -> None:
@@ -154,7 +157,8 @@ class Sharding:
         if layout == self._buffers.layout:
             return
         parts = parts_of(layout, self._collectives.world_size, self._collectives.rank)
-        for optimizer, sharded in self._optimizers:
+        for optimizer in self._known_everywhere():
+            sharded = self._optimizers[optimizer]
             for param, state, master in self.whole_state(optimizer):
                 slot = self._slot_of[id(param)]
                 spec, part = self._slots.specs[slot], parts[slot]
@@ -166,6 +170,12 @@ class Sharding:
                     optimizer.state[param] = part_of_state(state, spec, part)
                 if master is not None:
                     sharded.set_master(param, in_memory_order(master, spec)[part.start : part.stop].clone())
+
+    def _known_everywhere(self) -> list[Optimizer]:
+        """The optimizers that nobody has dropped on any rank, in the order in which they were sharded."""
+        mine = {number: optimizer for optimizer, number in self._number_of.items()}
+        everywhere = set.intersection(*map(set, self._collectives.exchange_objects(list(mine))))
+        return [mine[number] for number in sorted(everywhere)]
 
     # -- whole state ---------------------------------------------------------------------------------
 
@@ -328,7 +338,7 @@ class Sharding:
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()
-        for _, sharded in self._optimizers:
+        for sharded in list(self._optimizers.values()):
             sharded.close()
         self._optimizers.clear()
         self._buffers.release(self._slots.params)

@@ -150,7 +150,7 @@ ALLOWED: dict[str, set[str]] = {
     "fabric": {"comm_hooks", "module_state", "options", "strategy_common", "wrapper", LIGHTNING},
     "cli": {"__init__", "collectives", "strategy_common", LIGHTNING},
     "__main__": {"cli"},
-    "__init__": {"agreement", "fabric", "gradient_checks", "strategy", "sync_batchnorm", "wrapper"},
+    "__init__": {"agreement", "fabric", "gradient_checks", "sharded_params", "strategy", "sync_batchnorm", "wrapper"},
 }
 
 

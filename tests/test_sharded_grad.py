@@ -1,0 +1,221 @@
+"""``.grad`` with a sharded optimizer: what can be done with it, what raises, norms, clipping, scaling."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.sharded_grad import ShardedGrad
+from tests.models import Mlp, batch
+from tests.reference import mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+
+
+def backward(models: list[nn.Module], step: int = 0) -> None:
+    for model in models:
+        inputs, target = batch(step, dist.get_rank())
+        nn.functional.mse_loss(model(inputs), target).backward()
+
+
+def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
+    torch.manual_seed(0)
+    plain = Mlp()
+    return BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=0.001, **options), plain
+
+
+def averaged(plain: nn.Module) -> None:
+    expected = mean_over_ranks(plain)
+    for name, param in plain.named_parameters():
+        param.grad = expected[name]
+
+
+def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
+    for (name, mine), theirs in zip(ours.module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_grad(mine), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+LOOKS: dict[str, Callable[[Tensor], object]] = {
+    "norm": lambda grad: grad.norm(),
+    "print": lambda grad: f"{grad:}" and grad.sum(),
+    "clone": lambda grad: grad.clone(),
+    "detach": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "item": lambda grad: grad.flatten()[0].item(),
+    "add": lambda grad: grad + 1,
+    "isnan": lambda grad: torch.isnan(grad),
+    "foreach_norm": lambda grad: torch._foreach_norm([grad]),
+    "stack": lambda grad: torch.stack([grad, grad]),
+    "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),
+    "deepcopy": copy.deepcopy,
+}
+
+
+def looked_at() -> None:
+    ours, plain = pair()
+    backward([ours, plain])
+    averaged(plain)
+    param = ours.module.head.weight
+    assert isinstance(param.grad, ShardedGrad)
+    assert "head.weight" in repr(param.grad)
+    assert param.grad.shape == param.shape
+    assert param.grad.dtype is param.dtype
+    for look in LOOKS.values():
+        with pytest.raises(RuntimeError, match=r"the gradient of parameter 'head.weight' is sharded.*full_grad"):
+            look(param.grad)
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    assert_full(ours, plain)
+
+
+def test_values_of_a_sharded_gradient_cannot_be_looked_at(run_ranks: RunRanks) -> None:
+    run_ranks(2, looked_at)
+
+
+def changed_in_place() -> None:
+    ours, plain = pair()
+    backward([ours, plain])
+    averaged(plain)
+    for model in (ours, plain):
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(3).div_(2).neg_().clamp_(-0.01, 0.02)
+        nn.utils.clip_grad_value_(model.parameters(), 0.015, foreach=True)
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+    assert_full(ours, plain)
+    for model in (ours, plain):
+        nn.utils.clip_grad_value_(model.parameters(), 0.004, foreach=False)
+    assert_full(ours, plain)
+    ours.clip_grad_value_(0.001)
+    nn.utils.clip_grad_value_(plain.parameters(), 0.001)
+    assert_full(ours, plain)
+
+
+def test_element_wise_changes_in_place(run_ranks: RunRanks) -> None:
+    run_ranks(3, changed_in_place)
+
+
+def norms() -> None:
+    ours, plain = pair()
+    ours.module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
+    backward([ours, plain])
+    averaged(plain)
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
+        theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+        torch.testing.assert_close(ours.grad_norm(norm_type), theirs)
+    chosen = [ours.module.head.weight, ours.module.layers[0].bias]
+    theirs = nn.utils.get_total_norm([plain.head.weight.grad, plain.layers[0].bias.grad])
+    torch.testing.assert_close(ours.grad_norm(parameters=chosen), theirs)
+    ours.module.extra.grad = torch.full((3,), 2.0)
+    plain.extra = nn.Parameter(torch.ones(3))
+    plain.extra.grad = torch.full((3,), 2.0)
+    for max_norm in (100.0, 0.5):
+        mine = ours.clip_grad_norm_(max_norm)
+        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+        torch.testing.assert_close(ours.module.extra.grad, plain.extra.grad)
+    del plain.extra, ours.module.extra
+    assert_full(ours, plain)
+    if dist.get_rank() == 0:  # of one rank's shard, yet every rank must know
+        ours._sharding.sharded_grads()[0][0][0] = math.nan
+    assert ours.grad_norm().isnan()
+    with pytest.raises(RuntimeError, match="finite norm"):
+        ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_norms_and_clipping(run_ranks: RunRanks) -> None:
+    run_ranks(2, norms)
+
+
+def several_backwards(zeros: bool) -> None:
+    """Gradients add up over passes without zero_grad, over local ones in between too."""
+    ours, plain = pair()
+    backward([ours, plain], 0)
+    averaged(plain)
+    for round_ in range(3):
+        if round_ == 2:
+            for model in (ours, plain):
+                model.zero_grad(set_to_none=not zeros)
+        with ours.no_sync():
+            backward([ours], 3 * round_ + 1)
+        backward([ours], 3 * round_ + 2)
+        summed = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+        plain.zero_grad()
+        backward([plain], 3 * round_ + 1)
+        backward([plain], 3 * round_ + 2)
+        averaged(plain)
+        for name, param in plain.named_parameters():
+            if summed[name] is not None:
+                param.grad += summed[name]
+        assert_full(ours, plain)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_gradients_add_up(run_ranks: RunRanks, zeros: bool) -> None:
+    run_ranks(3, several_backwards, zeros)
+
+
+def cleared_in_between() -> None:
+    """What was published is set aside when a local pass begins, and must not come back when it has been cleared."""
+    ours, plain = pair()
+    backward([ours], 0)
+    with ours.no_sync():
+        backward([ours], 1)
+    ours.zero_grad()
+    backward([ours, plain], 2)
+    averaged(plain)
+    assert_full(ours, plain)
+
+
+def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks) -> None:
+    run_ranks(2, cleared_in_between)
+
+
+def without_root() -> None:
+    ours, _ = pair()
+    backward([ours])
+    with pytest.raises(RuntimeError, match=r"was added to its sharded one.*clear gradients"):
+        ours.module.head.weight.sum().backward()
+
+
+def test_a_backward_past_forward_on_top_of_sharded_gradients_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, without_root, fresh=True)
+
+
+def scaled() -> list[float]:
+    """fp16's loss scaling: an Inf in one rank's shard skips the step on all."""
+    ours, plain = pair()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(6):
+        for model, scaler in zip((ours, plain), scalers, strict=True):
+            model.zero_grad()
+            inputs, target = batch(step, dist.get_rank())
+            scaler.scale(nn.functional.mse_loss(model(inputs), target)).backward()
+        averaged(plain)
+        if step in (1, 4):
+            plain.layers[0].weight.grad[0, 0] = math.inf
+            _, mine = ours._sharding.find(ours.module.layers[0].weight)
+            if mine.start == 0 and mine.stop > 0:  # one rank's part
+                ours._sharding.grad_part(ours.module.layers[0].weight)[0] = math.inf
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[0].get_scale())
+        for mine, theirs in zip(ours.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    return scales
+
+
+def test_a_grad_scaler_skips_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second, third = run_ranks(3, scaled)
+    assert first == second == third
+    assert first[1] == first[0] / 2
