@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, wraps
@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
 from lightning_bucketddp.module_state import ModuleBufferSync
 from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.spare_memory import without_spare_memory
 from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
 from lightning_bucketddp.wrapper import BucketDDP, require_fit_group
 
@@ -43,9 +44,10 @@ class BucketDDPFabricStrategy(DDPStrategy):
     """Data-parallel training with Fabric, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
-    ``lightning_bucketddp``, and with ``_find_unused_parameters_true`` or ``_false`` behind these. A subclass of
-    Fabric's ``DDPStrategy``, whose arguments it takes but for torch DDP's experimental ones; nothing of torch's
-    ``DistributedDataParallel`` is used, and checkpoints are the same.
+    ``lightning_bucketddp``, with ``shard_optimizer`` as ``bucketddp_sharded``, ``bucketddp_sharded_spawn`` and so on,
+    and with ``_find_unused_parameters_true`` or ``_false`` behind these. A subclass of Fabric's ``DDPStrategy``, whose
+    arguments it takes but for torch DDP's experimental ones; nothing of torch's ``DistributedDataParallel`` is used,
+    and checkpoints are the same.
 
     ``fabric.backward(loss)`` is for all ranks to call: one whose loss reaches no parameter takes part, and an exception
     inside backward is told to the others at once. Where several models are set up (a GAN), pass ``model=`` for that;
@@ -96,6 +98,10 @@ class BucketDDPFabricStrategy(DDPStrategy):
             torch's.
         comm_hook_state: The communication hook's state.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
+            alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
+            optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
+            ``fabric.clip_gradients`` works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
 
     The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
 
@@ -137,6 +143,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         comm_hook: HookName | Callable[..., Any] | None = None,
         comm_hook_state: Any = None,
         wire_dtype: torch.dtype | DtypeName | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -165,6 +172,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
             "pad_buckets_to": pad_buckets_to,
             "sparse_parameters": sparse_parameters,
             "wire_dtype": wire_dtype,
+            "shard_optimizer": shard_optimizer,
         }
         resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
         if comm_hook is not None:
@@ -281,7 +289,69 @@ class BucketDDPFabricStrategy(DDPStrategy):
         with nullcontext() if masters is None else masters.restored_after():
             return super().optimizer_step(optimizer, **kwargs)
 
+    # -- gradients -----------------------------------------------------------------------------------
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        params = list(self.precision.main_params(optimizer))
+        return wrapper.clip_grad_norm_(max_norm, float(norm_type), params, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(optimizer)
+        wrapper.clip_grad_value_(clip_val, list(self.precision.main_params(optimizer)))
+
+    def grad_norm(self, module: Module, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """The norm of a module's gradients together, as if they were one vector. All ranks must call this.
+
+        Args:
+            module: What ``fabric.setup`` returned, or was given.
+            norm_type: Which; ``inf`` for the largest absolute value.
+            parameters: Whose gradients; the module's if None.
+
+        Returns:
+            An fp32 tensor without a dimension, the same on every rank.
+
+        Raises:
+            ValueError: If the module was not set up, or with another strategy.
+        """
+        return self.wrapper_of(module).grad_norm(norm_type, parameters)
+
     # -- state ---------------------------------------------------------------------------------------
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, whole; with ``shard_optimizer`` on rank 0 alone. All ranks must call this."""
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            return super().get_optimizer_state(optimizer)
+        return wrapper.optimizer_state_dict(optimizer) or {}
+
+    @override
+    def _convert_stateful_objects_in_state(
+        self,
+        state: dict[str, Module | Optimizer | Any],
+        filter: dict[str, Callable[[str, Any], bool]],
+    ) -> dict[str, Any]:
+        # Private; what comes out of it has been filtered, and is written next. Files are merely larger without.
+        converted = super()._convert_stateful_objects_in_state(state, filter)
+        sharded = self._wrapper_options["shard_optimizer"] and self.is_global_zero
+        return without_spare_memory(converted) if sharded else converted
 
     @override
     def save_checkpoint(

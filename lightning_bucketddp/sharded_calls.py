@@ -115,8 +115,9 @@ class ShardedCalls:
     def optimizer_state_dict(self, optimizer: Optimizer, *, every_rank: bool = False) -> dict[str, Any] | None:
         """An optimizer's whole state, with the keys and shapes that ``optimizer.state_dict()`` has in one process.
 
-        Put together on the CPU, bucket by bucket. All ranks must call this. It loads into the same optimizer over the
-        same module at any world size, sharded or not. Unlike torch's it is a copy.
+        Put together on the CPU, bucket by bucket. All ranks must call this, which they may after :meth:`close` too. It
+        loads into the same optimizer over the same module at any world size, sharded or not. Unlike torch's it is a
+        copy.
 
         Args:
             optimizer: An optimizer that holds parameters of the module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from lightning_bucketddp.sharded_params import ShardedParams, part_of_state
 from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.shards import ParamBuffers, Part, in_memory_order, in_shape, parts_of
 from lightning_bucketddp.slots import SlotTable
+
+_log = logging.getLogger("lightning_bucketddp")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Sharding:
         self._failures = failures
         self._slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
+        self._devices: list[torch.device] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, ShardedParams] = weakref.WeakKeyDictionary()
         self._number_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._sharded_ever = 0
@@ -148,6 +152,7 @@ class Sharding:
         if layout == self._buffers.layout:
             return
         self._buffers.lay_out(layout, self._slots.params)
+        self._devices = [flat.device for flat in self._buffers.flats]
         for sharded in self._optimizers.values():
             sharded.forget_memory()
 
@@ -260,7 +265,7 @@ class Sharding:
     ) -> Iterator[tuple[int, Tensor]]:
         """One tensor of the state of some parameters of one bucket, whole."""
         bucket = self._runs.layout.buckets[index]
-        flat = torch.zeros(bucket.numel, dtype=dtype, device=self._buffers.flats[index].device)
+        flat = torch.zeros(bucket.numel, dtype=dtype, device=self._devices[index])
         for at in having:
             part = self._runs.parts[self._slot_of[id(params[at])]]
             if part.empty:
@@ -334,11 +339,17 @@ class Sharding:
         return in_shape(flat[begin : begin + place.spec.numel], place.spec).clone()
 
     def close(self) -> None:
-        """Ends it; parameters get memory of their own. Sends nothing."""
+        """Ends it; parameters get memory of their own. Sends nothing, but waits for what is on its way.
+
+        :meth:`whole_state` still works, for optimizers that are not used any more.
+        """
+        try:
+            self.wait()
+        except Exception as error:  # of ranks that have failed; who closes is told by other means
+            _log.warning("rank %d: parameters are not those of the last step: %s", self._collectives.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()
         for sharded in list(self._optimizers.values()):
             sharded.close()
-        self._optimizers.clear()
         self._buffers.release(self._slots.params)

@@ -14,13 +14,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -38,8 +38,10 @@ from lightning_bucketddp.evened_loader import EvenedLoader, evened
 from lightning_bucketddp.finetuning import add_trainable, restore_trainable
 from lightning_bucketddp.layer_sync import BatchNormSync
 from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, Options, resolve_options
+from lightning_bucketddp.shard_clipping import clip_shards
 from lightning_bucketddp.sigterm import quieten_sigterm
+from lightning_bucketddp.spare_memory import without_spare_memory
 from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
 from lightning_bucketddp.uneven import UnevenInputs
 from lightning_bucketddp.wrapper import BucketDDP, group_of, require_fit_group
@@ -51,7 +53,8 @@ class BucketDDPStrategy(DDPStrategy):
     """Data-parallel training in one process per device, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
-    ``lightning_bucketddp``. A subclass of ``DDPStrategy``, so that Lightning treats it as one of its own; nothing of
+    ``lightning_bucketddp``, and with ``shard_optimizer`` as ``bucketddp_sharded``, ``bucketddp_sharded_spawn`` and so
+    on. A subclass of ``DDPStrategy``, so that Lightning treats it as one of its own; nothing of
     torch's ``DistributedDataParallel`` is used.
 
     Everything that ``DDPStrategy`` accepts is accepted, as an argument of its own, except torch DDP's experimental
@@ -107,6 +110,10 @@ class BucketDDPStrategy(DDPStrategy):
             torch's.
         comm_hook_state: The communication hook's state.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
+            alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
+            optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
+            clipping works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out goes on with its last
             batch until the others have run out too, so that loops, hooks and collectives stay in step, but its
             gradients and module buffers do not count; what it logs does. Gradients are divided by the
@@ -157,6 +164,7 @@ class BucketDDPStrategy(DDPStrategy):
         comm_hook: HookName | Callable[..., Any] | None = None,
         comm_hook_state: Any = None,
         wire_dtype: torch.dtype | DtypeName | None = None,
+        shard_optimizer: bool = False,
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
     ) -> None:
         hook, hook_state = _one_hook(comm_hook, comm_hook_state, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
@@ -190,11 +198,12 @@ class BucketDDPStrategy(DDPStrategy):
             "pad_buckets_to": pad_buckets_to,
             "sparse_parameters": sparse_parameters,
             "wire_dtype": wire_dtype,
+            "shard_optimizer": shard_optimizer,
         }
         resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
         if hook is not None:
             require_hook_decides(resolved)
-        _require_averaging_possible(model_averaging_period, hook_state, resolved.master_params)
+        _require_averaging_possible(model_averaging_period, hook_state, resolved)
         if uneven_inputs not in (None, "world_size", "active_ranks"):
             raise ValueError(
                 f'expected uneven_inputs to be None, "world_size" or "active_ranks", found {uneven_inputs!r}'
@@ -217,6 +226,8 @@ class BucketDDPStrategy(DDPStrategy):
         }
         self._evened_loader: EvenedLoader | None = None
         self._common_end: CommonEnd | None = None
+        self._ended: BucketDDP | None = None
+        self._stop_clipping: Callable[[], None] = _nothing
         self._warned_of_none = False
 
     @property
@@ -251,7 +262,10 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
+        self._ended = None
         self.model = self._setup_model(self.model)
+        if self._wrapper_options["shard_optimizer"]:
+            self._stop_clipping = clip_shards(self.precision_plugin, self.model)
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
@@ -275,6 +289,10 @@ class BucketDDPStrategy(DDPStrategy):
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
+            self._stop_clipping()
+            self._stop_clipping = _nothing
+            if self._wrapper_options["shard_optimizer"] and not self._interrupted():
+                self._ended = wrapper  # the Trainer's optimizers are still looked at, by trainer.save_checkpoint()
         self._evened_loader = None
         if self._common_end is not None:
             self._common_end.close()
@@ -387,6 +405,27 @@ class BucketDDPStrategy(DDPStrategy):
             return None  # no rank had a loss: a scaler would miss the gradients, and skips the step of a None
         return loss
 
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """The norm of all gradients together, as if they were one vector; for logging. All ranks must call this.
+
+        With ``shard_optimizer`` there is no other way to it: Lightning's utility ``grad_norm`` looks at gradients. As
+        that, it is what optimizers see in ``on_before_optimizer_step``; in ``on_after_backward`` fp16 mixed precision
+        has gradients scaled.
+
+        Args:
+            norm_type: Which; ``inf`` for the largest absolute value.
+            parameters: Whose gradients; the module's if None.
+
+        Returns:
+            An fp32 tensor without a dimension, the same on every rank.
+
+        Raises:
+            RuntimeError: Outside of ``fit``.
+        """
+        if (wrapper := self.bucket_ddp) is None:
+            raise RuntimeError("expected grad_norm() to be called during fit, found no wrapped module")
+        return wrapper.grad_norm(norm_type, parameters)
+
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -449,13 +488,20 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         quieten_sigterm()
+        self._wait_for_parameters()
         self._synchronise_module_buffers()
 
     @override
     def on_train_end(self) -> None:
+        self._wait_for_parameters()
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.end_training()  # first: ranks that have more batches are not there to synchronise with
         self._synchronise_module_buffers()
+
+    def _wait_for_parameters(self) -> None:
+        # Uses of parameters wait by themselves, but for those in compiled functions that are not the module's own.
+        if (wrapper := self.bucket_ddp) is not None:
+            wrapper.wait_for_parameters()
 
     def _synchronise_module_buffers(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
@@ -465,11 +511,34 @@ class BucketDDPStrategy(DDPStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, whole; with ``shard_optimizer`` on rank 0 alone, which writes it, and empty elsewhere.
+
+        Called on all ranks, as Lightning does for each checkpoint. Where ranks handle an exception, they may not all
+        have come here: then it is what this rank has.
+        """
+        wrapper = self.bucket_ddp or self._ended
+        if wrapper is None or not self._wrapper_options["shard_optimizer"]:
+            return super().optimizer_state(optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._interrupted():
+            rank_zero_warn(
+                "a checkpoint that is saved while an exception is handled has this rank's part of the optimizers' "
+                "state, as the other ranks may not be there: weights can be loaded from it, but training cannot be "
+                "resumed"
+            )
+            return optimizer.state_dict()
+        return wrapper.optimizer_state_dict(optimizer) or {}
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         assert self.lightning_module is not None
         add_trainable(checkpoint, self.lightning_module)
+        if self._wrapper_options["shard_optimizer"] and self.is_global_zero:
+            checkpoint = without_spare_memory(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -517,18 +586,27 @@ def _one_hook(
     return hook, state
 
 
-def _require_averaging_possible(period: int | None, hook_state: Any, has_masters: bool) -> None:
+def _require_averaging_possible(period: int | None, hook_state: Any, options: Options) -> None:
     averages = isinstance(hook_state, PostLocalSGDState)
     if averages is not (period is not None):
         found = f"model_averaging_period={period!r} with a state of {type(hook_state).__name__}"
         raise ValueError(
             f"expected model_averaging_period together with a PostLocalSGDState as the hook's state, found {found}"
         )
-    if averages and has_masters:
+    if averages and options.shard_optimizer:
+        raise ValueError(
+            "expected model averaging or shard_optimizer=True, found both: ranks whose models differ between averages "
+            "cannot share an optimizer; leave out model_averaging_period, or pass shard_optimizer=False"
+        )
+    if averages and options.master_params:
         raise ValueError(
             "expected model averaging or fp32 master parameters, found both: what would be averaged are the rounded "
             "parameters; leave out model_averaging_period, or pass master_params=False"
         )
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 def _averages_weights(module: pl.LightningModule) -> bool:

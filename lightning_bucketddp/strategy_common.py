@@ -11,21 +11,17 @@ from torch.optim import LBFGS, Optimizer
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_START_METHODS: dict[str, StartMethod] = {
-    "bucketddp": "popen",
-    "bucketddp_spawn": "spawn",
-    "bucketddp_fork": "fork",
-    "bucketddp_notebook": "fork",
-}
+_START_METHODS: dict[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 REGISTERED: dict[str, dict[str, Any]] = {
-    name + suffix: {"start_method": start_method, **options}
+    name + started + suffix: {"start_method": start_method, **sharded, **options}
+    for name, sharded in (("bucketddp", {}), ("bucketddp_sharded", {"shard_optimizer": True}))
     for suffix, options in (
         ("", {}),
         ("_find_unused_parameters_true", {"find_unused_parameters": True}),
         ("_find_unused_parameters_false", {"find_unused_parameters": False}),
     )
-    for name, start_method in _START_METHODS.items()
+    for started, start_method in _START_METHODS.items()
 }
 """The names that are registered, as those of ``ddp``, and the options that they stand for."""
 
@@ -35,7 +31,8 @@ def register_names(strategy: type, registry: Any) -> None:
     for name, options in REGISTERED.items():
         if name not in registry:
             start_method = options["start_method"]
-            description = f"BucketDDP strategy with `start_method` {start_method!r}"
+            sharded = " and a sharded optimizer" if options.get("shard_optimizer") else ""
+            description = f"BucketDDP strategy with `start_method` {start_method!r}{sharded}"
             registry.register(name, strategy, description=description, **options)
 
 
