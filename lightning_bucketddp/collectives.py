@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -154,10 +154,6 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
-_gathering: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""As above, of the same ranks as each group."""
-
-
 def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A second group of all processes, made once, for collectives whose place among those of the first one varies.
 
@@ -196,6 +192,7 @@ class Collectives:
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self._group = group
+        self._may_be_destroyed = False
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
@@ -441,22 +438,39 @@ class Collectives:
         return found
 
     def apart(self, timeout: timedelta | None = None) -> Collectives:
-        """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this.
-
-        Their group is made once, and shared by all who call this.
-
-        Args:
-            timeout: How long collectives in it wait, if it has to be made; torch's default if None.
-        """
+        """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this."""
         if self.world_size == 1:
             return self
-        known = _gathering.get(self._group)
-        group = known() if known is not None else None
-        if group is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not self.is_default())
-            _gathering[self._group] = weakref.ref(group)
-        return Collectives(group)
+        return self.divided([range(self.world_size)], timeout)
+
+    def divided(self, groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> Collectives:
+        """Makes groups of some of the ranks, and gives this rank's. All ranks must call this.
+
+        Args:
+            groups: The ranks, within this group, of each; every rank is in one of them.
+            timeout: How long collectives in it wait; torch's default if None.
+        """
+        everyone = dist.get_process_group_ranks(self._group)
+        mine: Collectives | None = None
+        for ranks in groups:
+            members = [everyone[rank] for rank in ranks]
+            if self.is_default():  # every process has to help with every group
+                group = dist.new_group(members, timeout=timeout)
+            elif self.rank in ranks:
+                group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            if self.rank in ranks:
+                mine = Collectives(group)
+                # The others' names are used again, and what their ranks have left in the store under them would be too.
+                mine._may_be_destroyed = self.is_default()
+                mine._backend_averages = self._backend_averages
+        assert mine is not None
+        return mine
+
+    def end(self) -> None:
+        """Destroys the group, if :meth:`divided` has made it and nothing is under way in it. Sends nothing."""
+        if self._may_be_destroyed and self._group not in _left_behind:
+            self._may_be_destroyed = False
+            dist.destroy_process_group(self._group)
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

@@ -55,6 +55,7 @@ class Options:
     sparse_parameters: Sequence[str] = ()
     wire_dtype: torch.dtype | None = None
     shard_optimizer: bool = False
+    shard_group_size: int | None = None
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
@@ -88,17 +89,30 @@ class Options:
         if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(f"expected wire_dtype to be None or one of {WIRE_DTYPES}, found {self.wire_dtype!r}")
         self._require_valid_grad_dtype()
+        self._require_valid_sharding()
+
+    def _require_valid_sharding(self) -> None:
+        if self.shard_optimizer and not self.use_contiguous_buffers:
+            raise ValueError(
+                "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
+                "use_contiguous_buffers=False"
+            )
+        size = self.shard_group_size
+        if size is None:
+            return
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"expected shard_group_size to be None or a number of ranks from 1, found {size!r}")
+        if not self.shard_optimizer:
+            raise ValueError(
+                f"shard_group_size={size} says among how many ranks shards are divided; it cannot be had with "
+                "shard_optimizer=False"
+            )
 
     def _require_valid_grad_dtype(self) -> None:
         dtypes = list(self.grad_dtype.values()) if isinstance(self.grad_dtype, Mapping) else [self.grad_dtype]
         for dtype in dtypes:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"expected grad_dtype to name floating dtypes, found {dtype!r}")
-        if self.shard_optimizer and not self.use_contiguous_buffers:
-            raise ValueError(
-                "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
-                "use_contiguous_buffers=False"
-            )
         if self.grad_dtype is not None and not self.use_contiguous_buffers:
             raise ValueError(
                 f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "

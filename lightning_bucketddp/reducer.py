@@ -45,6 +45,7 @@ from lightning_bucketddp.options import Options
 from lightning_bucketddp.planner import BucketPlan, Planner
 from lightning_bucketddp.ready_order import OrderLearner
 from lightning_bucketddp.schedule import CollectiveCost
+from lightning_bucketddp.shard_groups import ShardGroups
 from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
@@ -148,9 +149,9 @@ class Reducer:
             collectives.world_size,
             by_param_dtype=options.shard_optimizer,
         )
-        runs = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
+        runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         if options.shard_optimizer:
-            runs = ShardedRuns
+            runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size))
         self._arrivals = Arrivals(self._on_gradient_of)
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
         self._runs.comm_hook = comm_hook

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.collectives import Pending
 from lightning_bucketddp.layout import Layout
+from lightning_bucketddp.shard_groups import PendingInTwoGroups, ShardGroups
 from lightning_bucketddp.sharded_grad import ShardedGrad
 from lightning_bucketddp.shards import parts_of
 
@@ -20,21 +21,28 @@ class ShardedRuns(BucketRuns):
     A published ``.grad`` is a :class:`ShardedGrad`. What was published and not cleared is set aside when the next pass
     begins, and added to what that pass reduces.
 
+    Args:
+        groups: Among whom shards are divided.
+        args: As for :class:`BucketRuns`.
+        options: As for :class:`BucketRuns`.
+
     Attributes:
+        groups: Among whom shards are divided.
         before_layout: Called with the new layout when buckets are about to be laid out anew.
         on_layout: Called when they have been.
         parts: This rank's part of each slot.
     """
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, groups: ShardGroups, *args: object, **options: object) -> None:
         self.before_layout: Callable[[Layout], None] = lambda layout: None
         self.on_layout: Callable[[Layout], None] = lambda layout: None
+        self.groups = groups
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
     def _make_runs(self) -> None:
         super()._make_runs()
-        self.parts = parts_of(self.layout, self._collectives.world_size, self._collectives.rank)
+        self.parts = parts_of(self.layout, self.groups.shards, self.groups.index)
         self._sharded = [
             ShardedGrad.of(view, self.part(slot), self._slots.specs[slot].name, self._sum)
             for slot, view in enumerate(self._buffers.views)
@@ -57,7 +65,7 @@ class ShardedRuns(BucketRuns):
         return self._slots.params[slot].grad is self._sharded[slot]
 
     def _shard(self, run: BucketRun) -> Tensor:
-        return self._collectives.shard(run.flat)
+        return self.groups.shard(run.flat)
 
     # -- gradients of earlier passes -----------------------------------------------------------------
 
@@ -79,7 +87,7 @@ class ShardedRuns(BucketRuns):
     def _aside_part(self, slot: int) -> Tensor:
         part = self.parts[slot]
         aside = self._set_aside[part.bucket]
-        offset = part.at - self._collectives.rank * aside.numel()
+        offset = part.at - self.groups.index * aside.numel()
         return aside[offset : offset + part.stop - part.start]
 
     def _give_back(self) -> None:
@@ -130,7 +138,26 @@ class ShardedRuns(BucketRuns):
     def _start(self, run: BucketRun) -> Pending:
         if self.comm_hook is not None:
             return super()._start(run)  # gives all of the bucket; the shard is a part of it
-        return self._collectives.reduce_scatter_mean(run.flat, self.wire_dtype)
+        return self.groups.reduce_scatter_mean(run.flat, self.wire_dtype)
+
+    def launch_complete(self) -> None:
+        """Launches buckets as for those that are not sharded, and what comes behind those that have arrived."""
+        super().launch_complete()
+        if self._on_accelerator:
+            return  # the compute stream would have to wait; the end of the pass is the same place on every rank
+        for run in self.active[: self.launched]:
+            if isinstance(run.pending, PendingInTwoGroups):
+                if not run.pending.may_start_other():
+                    return
+                run.pending.start_other()
+
+    def proceed(self, on_idle: Callable[[], None]) -> None:
+        """As for buckets that are not sharded."""
+        for run in self.active:
+            if isinstance(run.pending, PendingInTwoGroups):
+                self.awaited_run = run
+                run.pending.start_other(on_idle)
+        super().proceed(on_idle)
 
     def _keep(self, slot: int, grad: Tensor) -> None:
         if self._buffers.holds(slot, grad):
@@ -201,8 +228,8 @@ class ShardedRuns(BucketRuns):
         for index, aside in list(self._set_aside.items()):
             run = self._runs[index]
             whole = torch.zeros_like(run.flat)
-            self._collectives.shard(whole).copy_(aside)
-            self._collectives.all_gather_shards(whole).wait()
+            self.groups.shard(whole).copy_(aside)
+            self.groups.inside.all_gather_shards(whole).wait()
             for slot in run.slots:
                 if self._slots.params[slot].grad is not None:
                     place = self.layout.slots[slot]
@@ -214,6 +241,8 @@ class ShardedRuns(BucketRuns):
 
     def release(self) -> None:
         """Frees the buffers; what this rank does not hold of gradients is lost, and they with it."""
+        if self.under_way():
+            self.groups.leave_behind("it was closed in the middle of a pass")
         for slot in range(len(self._sharded)):
             if self.is_sharded(slot):
                 self._slots.params[slot].grad = None

@@ -47,7 +47,7 @@ class Sharding:
     Args:
         slots: The slots.
         runs: The gradients' buckets.
-        collectives: The group among which shards are divided.
+        collectives: The group of all ranks that train together.
         failures: What is known of failures.
     """
 
@@ -55,7 +55,9 @@ class Sharding:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
-        self._gathering = collectives.apart()
+        self._groups = runs.groups
+        ending = weakref.finalize(self, self._groups.end)
+        ending.atexit = False
         self._failures = failures
         self._slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
@@ -108,11 +110,11 @@ class Sharding:
                 torch.autograd.graph.increment_version(self._slots.params[slot])
                 for sharded in self._optimizers.values():
                     sharded.synchronised(self._slots.params[slot])
-        if self._collectives.world_size == 1:
+        if self._groups.shards == 1:
             return
         # The last bucket of backward is the first of forward.
         for index in sorted({self._runs.parts[slot].bucket for slot in changed}, reverse=True):
-            pending = self._gathering.all_gather_shards(self._buffers.flats[index])
+            pending = self._groups.gathering.all_gather_shards(self._buffers.flats[index])
             params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
             self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))
 
@@ -161,7 +163,7 @@ class Sharding:
         self.wait()
         if layout == self._buffers.layout:
             return
-        parts = parts_of(layout, self._collectives.world_size, self._collectives.rank)
+        parts = parts_of(layout, self._groups.shards, self._groups.index)
         for optimizer in self._known_everywhere():
             sharded = self._optimizers[optimizer]
             for param, state, master in self.whole_state(optimizer):
@@ -274,7 +276,7 @@ class Sharding:
             assert value is not None
             flat[part.at : part.at + part.stop - part.start].copy_(value)
         with self._failures.waiting_for(f"(gathering) the optimizer's state {key!r}"):
-            self._collectives.all_gather_shards(flat).wait(self._failures.raise_if_published)
+            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
         for at in having:
             slot = self._slot_of[id(params[at])]
             place = self._runs.layout.slots[slot]
@@ -317,7 +319,7 @@ class Sharding:
 
         mine = together(parts).reshape(1)
         with self._failures.waiting_for("the norm of the gradients"):
-            gathered, pending = self._collectives.all_gather(mine)
+            gathered, pending = self._groups.inside.all_gather(mine)
             pending.wait(self._failures.raise_if_published)
         both = [gathered.amax() if largest else gathered.sum(), together(whole)]
         return torch.stack(both).amax() if largest else torch.stack(both).sum().pow(1.0 / norm_type)
@@ -333,7 +335,7 @@ class Sharding:
         flat = torch.zeros(bucket.numel, dtype=whole.dtype, device=whole.device)
         flat[part.at : part.at + part.stop - part.start].copy_(whole)
         with self._failures.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
-            self._collectives.all_gather_shards(flat).wait(self._failures.raise_if_published)
+            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
         place = self._runs.layout.slots[slot]
         begin = place.offset - bucket.start
         return in_shape(flat[begin : begin + place.spec.numel], place.spec).clone()
@@ -344,7 +346,9 @@ class Sharding:
         :meth:`whole_state` still works, for optimizers that are not used any more.
         """
         try:
-            self.wait()
+            if not self._failures.message:
+                self.wait()
+                self._groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means
             _log.warning("rank %d: parameters are not those of the last step: %s", self._collectives.rank, error)
         for arrival in list(self._arrivals.values()):

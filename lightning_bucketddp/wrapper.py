@@ -49,6 +49,7 @@ from lightning_bucketddp.options import (
 from lightning_bucketddp.planner import BucketPlan
 from lightning_bucketddp.reducer import Reducer
 from lightning_bucketddp.schedule import CollectiveCost
+from lightning_bucketddp.shard_groups import require_divides
 from lightning_bucketddp.sharded_calls import ShardedCalls
 from lightning_bucketddp.sharded_params import ShardedParams
 from lightning_bucketddp.sharded_runs import ShardedRuns
@@ -162,6 +163,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             ``step``. After a synchronised backward ``.grad`` can be scaled and cleared, but not looked at: use
             :meth:`grad_norm`, :meth:`clip_grad_norm_` and :meth:`full_grad`. Save and load optimizers with
             :meth:`optimizer_state_dict`.
+        shard_group_size: Among how many consecutive ranks shards are divided, with ``shard_optimizer``; all of them if
+            None. With the number of ranks on each node, parameters are gathered inside nodes alone, and between nodes
+            each rank averages its shard of the gradients with those that have the same one. Each node then holds all
+            of the optimizer's state.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
@@ -209,6 +214,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         comm_hook_state: Any = None,
         wire_dtype: Dtype | None = None,
         shard_optimizer: bool = False,
+        shard_group_size: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -233,6 +239,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             master_params=master_params,
             wire_dtype=wire_dtype,
             shard_optimizer=shard_optimizer,
+            shard_group_size=shard_group_size,
             sparse_parameters=sparse_parameters,
             bucket_cap_mb=bucket_cap_mb,
             pad_buckets_to=pad_buckets_to,
@@ -260,6 +267,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         hook: CommHook | None = None
         try:
             self._options = make_options()
+            require_divides(self._options.shard_group_size, collectives.world_size)
             require_valid_parameters(module, params, _open_wrappers)
             self._input_device = input_device(params, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
@@ -567,14 +575,14 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             param.grad_dtype = dtype
             if grad is not None:
                 param.grad = grad if dtype is None else grad.to(dtype)
-        if self._sharding is not None:
-            self._sharding.close()
         _remove_hooks(self._leaf_hooks)
         self._watch.close()
         _remove_hooks(self._preparing)
         for param in self.module.parameters():
             if _open_wrappers.get(id(param)) is self:
                 del _open_wrappers[id(param)]
+        if self._sharding is not None:
+            self._sharding.close()
 
     def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
         """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
