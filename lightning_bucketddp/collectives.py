@@ -60,6 +60,23 @@ class Pending:
         """Whether it was waited for, or has completed by itself."""
         return self._second is None and (self._work is None or self._work.is_completed())
 
+    def settle(self) -> bool:
+        """Does what is left to do if the collective has completed, without waiting for it.
+
+        On the host only; accelerators have streams for what is left to do. A collective that failed is left to
+        :meth:`wait`, which raises.
+
+        Returns:
+            Whether nothing is left to wait for.
+        """
+        if self._second is not None or not self._blocking:
+            return False
+        if self._work is not None:
+            if not self._work.is_completed() or not self._work.is_success():
+                return False
+            self.wait()
+        return True
+
     def proceed(self, on_idle: Callable[[], None] | None = None) -> None:
         """Starts the second of two collectives, when the first has completed; does nothing if there is only one.
 

@@ -13,6 +13,7 @@ from lightning_bucketddp.layout import Layout
 from lightning_bucketddp.shard_groups import PendingInTwoGroups, ShardGroups
 from lightning_bucketddp.sharded_grad import ShardedGrad
 from lightning_bucketddp.shards import parts_of
+from lightning_bucketddp.slots import TrainableSet
 
 
 class ShardedRuns(BucketRuns):
@@ -38,6 +39,7 @@ class ShardedRuns(BucketRuns):
         self.on_layout: Callable[[Layout], None] = lambda layout: None
         self.groups = groups
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
+        self._settled = 0  # how many of the active buckets have been summed
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
     def _make_runs(self) -> None:
@@ -158,6 +160,21 @@ class ShardedRuns(BucketRuns):
                 self.awaited_run = run
                 run.pending.start_other(on_idle)
         super().proceed(on_idle)
+
+    def activate(self, trainable: TrainableSet) -> None:
+        """Chooses the buckets that this synchronised pass reduces: those with a parameter in the set."""
+        super().activate(trainable)
+        self._settled = 0
+
+    def _launch(self, run: BucketRun) -> None:
+        """Starts a bucket's collective, and sums those that have arrived, which gives their memory back."""
+        super()._launch(run)
+        if self.comm_hook is not None:
+            return
+        for earlier in self.active[self._settled : self.launched]:
+            if earlier.pending is None or not earlier.pending.settle():
+                return
+            self._settled += 1
 
     def _keep(self, slot: int, grad: Tensor) -> None:
         if self._buffers.holds(slot, grad):

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "gathered_later": set(),
     "sharded_grad": set(),
     "shard_groups": {"collectives"},
-    "sharded_runs": {"bucket_runs", "collectives", "layout", "shard_groups", "sharded_grad", "shards"},
+    "sharded_runs": {"bucket_runs", "collectives", "layout", "shard_groups", "sharded_grad", "shards", "slots"},
     "sharded_params": {"layout", "master_params", "shards", "stepped_params"},
     "sharding": {
         "collectives",

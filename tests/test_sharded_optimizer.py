@@ -1,6 +1,7 @@
 """``shard_optimizer=True``: parity with one process, shards of state, what is waited for and what is refused."""
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.collectives import Pending
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
@@ -91,3 +93,57 @@ def test_parity_with_one_process(run_ranks: RunRanks, world_size: int, optimizer
 @pytest.mark.parametrize("model", list(MODELS))
 def test_parity_for_all_kinds_of_modules(run_ranks: RunRanks, model: str) -> None:
     run_ranks(3, parity, model, "adamw", 8, {"bucket_cap_mb": TINY}, 0.1)
+
+
+def summed_during_backward() -> tuple[int, int]:
+    """How many of the buckets had been summed when backward ended, and how many there were."""
+    ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
+    ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
+    ours.zero_grad()
+    runs = ours._reducer._runs
+    found: list[int] = []
+    wait = runs.wait
+
+    def noting(on_idle: Callable[[], None]) -> None:
+        found.append(sum(run.pending._work is None for run in runs.active))
+        wait(on_idle)
+
+    def until_the_first_has_arrived(grad: Tensor) -> None:
+        deadline = time.monotonic() + 60
+        while not runs.active[0].pending.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    runs.wait = noting
+    ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_the_first_has_arrived) and None)
+    ours(torch.ones(2, 32)).sum().backward()
+    torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
+    count = len(runs.active)
+    ours.close()
+    return found[0], count
+
+
+def test_shards_are_summed_as_they_arrive(run_ranks: RunRanks) -> None:
+    for summed, buckets in run_ranks(2, summed_during_backward):
+        assert 1 <= summed < buckets
+
+
+class Failed:
+    """A collective that has come to a bad end."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return False
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("broken")
+
+
+def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
+    done: list[int] = []
+    pending = Pending(Failed(), lambda: done.append(1), blocking=True)  # type: ignore[arg-type]
+    assert not pending.settle()
+    with pytest.raises(RuntimeError, match="broken"):
+        pending.wait()
+    assert not done
