@@ -171,6 +171,7 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
+
 def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A second group of all processes, made once, for collectives whose place among those of the first one varies.
 

@@ -92,7 +92,8 @@ def test_parity_with_one_process(run_ranks: RunRanks, world_size: int, optimizer
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_parity_for_all_kinds_of_modules(run_ranks: RunRanks, model: str) -> None:
-    run_ranks(3, parity, model, "adamw", 8, {"bucket_cap_mb": TINY}, 0.1)
+    optimizer = "sgd" if model == "mixed_dtypes" else "adamw"  # which makes much of bf16's rounding
+    run_ranks(3, parity, model, optimizer, 8, {"bucket_cap_mb": TINY}, 0.1)
 
 
 def summed_during_backward() -> tuple[int, int]:
