@@ -22,7 +22,7 @@ LONG_ENOUGH = 0.03
 
 
 def measure_cost(
-    collectives: Collectives, device: torch.device, wire_dtype: torch.dtype | None = None
+    collectives: Collectives, device: torch.device, wire_dtype: torch.dtype | None = None, scattered: bool = False
 ) -> CollectiveCost:
     """Times all-reduces of fp32 tensors of a few sizes. All ranks must call this, with the same arguments.
 
@@ -30,17 +30,19 @@ def measure_cost(
         collectives: The group, of at least two ranks.
         device: The device whose tensors travel; the host waits for it.
         wire_dtype: As for :meth:`Collectives.all_reduce_mean`.
+        scattered: Whether to time reduce-scatters instead.
 
     Returns:
         The cost by bytes of the tensor (not of what travels), the same on every rank: that of the slowest.
     """
+    reduce = collectives.reduce_scatter_mean if scattered else collectives.all_reduce_mean
     seconds: list[float] = []
     for size in SIZES:  # growing, until one takes long: how fast the link is can only be found out by using it
         flat = torch.zeros(size // 4, device=device)
         times: list[float] = []
         for _ in range(1 + REPETITIONS):
             begin = time.perf_counter()
-            collectives.all_reduce_mean(flat, wire_dtype).wait()
+            reduce(flat, wire_dtype).wait()
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             times.append(time.perf_counter() - begin)

@@ -301,7 +301,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 stacklevel=3,
             )
         if plans_buckets and collectives.world_size > 1:
-            cost = measure_cost(collectives, params[0][1].device, options.wire_dtype)
+            cost = measure_cost(collectives, params[0][1].device, options.wire_dtype, options.shard_optimizer)
         self._reducer = Reducer(params, collectives, agreement, options, sparse, hook, cost)
         self._links = links_of(module)
         for link in self._links:
