@@ -141,7 +141,7 @@ class ShardedParams(SteppedParams):
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         for param in params_of(optimizer):
-            self._shard_state(optimizer, param)
+            self.shard_state(optimizer, param)
         _attached[optimizer] = self
 
     def master(self, param: Tensor) -> Tensor | None:
@@ -242,12 +242,18 @@ class ShardedParams(SteppedParams):
 
     # -- state dicts ---------------------------------------------------------------------------------
 
-    def _shard_state(self, optimizer: Optimizer, param: Tensor) -> None:
-        """State that was made for the whole parameter becomes that of this rank's part."""
+    def shard_state(self, optimizer: Optimizer, param: Tensor) -> None:
+        """State and master that are the whole parameter's become those of this rank's part."""
         found = self._shards.find(param)
-        if found is None or param not in optimizer.state:
+        if found is None:
             return
         spec, part = found
+        master = self.master(param)
+        if master is not None:
+            _require_shape(master, spec, "a master parameter")
+            self.set_master(param, None if part.empty else in_memory_order(master, spec)[part.start : part.stop].clone())
+        if param not in optimizer.state:
+            return
         if part.empty:
             del optimizer.state[param]
             return

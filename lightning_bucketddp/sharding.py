@@ -150,13 +150,16 @@ class Sharding:
     # -- layout --------------------------------------------------------------------------------------
 
     def _lay_out(self, layout: Layout) -> None:
-        self._slot_of = {id(param): slot for slot, param in enumerate(self._slots.params)}
+        known, self._slot_of = self._slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
         if layout == self._buffers.layout:
             return
         self._buffers.lay_out(layout, self._slots.params)
         self._devices = [flat.device for flat in self._buffers.flats]
-        for sharded in self._optimizers.values():
+        for optimizer, sharded in self._optimizers.items():
             sharded.forget_memory()
+            for param in params_of(optimizer):
+                if id(param) not in known:  # unfrozen, perhaps after its state was loaded
+                    sharded.shard_state(optimizer, param)
 
     def _before_layout(self, layout: Layout) -> None:
         """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""
