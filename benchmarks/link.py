@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ PORT = 29511
 """In the first rank's namespace, where nothing else listens."""
 COMPARED = (UNSYNCHRONISED, SHIPPED)
 """Peers that tables refer to; they run in any case."""
-SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", 'bucketddp, "auto"')
+SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", 'bucketddp, "auto"', "bucketddp_sharded")
 """Peers for other rates and ratios."""
 
 
@@ -91,7 +92,8 @@ def worker(rank: int, folder: Path) -> None:
     for number in range(job.rounds):
         measured.all_reduce.append(_all_reduce_seconds())
         model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
-        measured.backward.append(_backward_seconds(model))
+        for kind, seconds in zip(("forward", "backward", "optimizer"), _unsynchronised_seconds(model), strict=True):
+            getattr(measured, kind).append(seconds)
         for peer in chosen if number % 2 == 0 else reversed(chosen):
             passes: list[Any] = []
             plans: list[Any] = []
@@ -135,17 +137,25 @@ def _all_reduce_seconds() -> float:
     return min(times)
 
 
-def _backward_seconds(model: Any) -> float:
-    """How long backward takes; the faster of two, as the first has memory to get."""
+def _unsynchronised_seconds(model: Any) -> tuple[float, float, float]:
+    """How long forward, backward and the optimizer's step take; the fastest of three: the first gets memory."""
     import torch
+    from peers import adamw
 
+    optimizer = adamw(model.parameters())
     times = []
-    for _ in range(2):
+    for _ in range(3):
+        model.zero_grad()
+        at = [time.perf_counter()]
         loss = model(torch.zeros(1, 1)).mean()
-        begin = time.perf_counter()
+        at.append(time.perf_counter())
         loss.backward()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+        at.append(time.perf_counter())
+        optimizer.step()
+        at.append(time.perf_counter())
+        times.append([end - begin for begin, end in pairwise(at)])
+    forward, backward, step = (min(each) for each in zip(*times, strict=True))
+    return forward, backward, step
 
 
 def measure(names: tuple[str, str], job: Job) -> Measured:

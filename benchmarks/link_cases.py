@@ -1,4 +1,4 @@
-"""What the link benchmark measures, and what no all-reduce can do better. Pure arithmetic."""
+"""What the link benchmark measures, and what nothing on that link can do better. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -72,3 +72,18 @@ def least_exposed(all_reduce: float, backward: float) -> float:
     ready = [backward * (layer + 1) / LAYERS for layer in range(LAYERS)]
     sizes = [NBYTES / LAYERS] * LAYERS
     return lower_bound(ready, sizes, CollectiveCost(0.0, all_reduce / NBYTES)) - backward
+
+
+def least_exposed_sharded(all_reduce: float, backward: float, forward: float) -> float:
+    """Seconds of a reduce-scatter and an all-gather that nothing hides behind backward and the next forward.
+
+    Each sends half of an all-reduce's bytes. The all-gather is a reduce-scatter seen from the end: all bytes go through
+    one wire from the step's end on, the first layer does not start before its own have come, and the last layer's
+    forward is still to come when all have.
+
+    Args:
+        all_reduce: Seconds that an all-reduce of all gradients in one piece takes.
+        backward: Seconds that backward takes.
+        forward: Seconds that forward takes.
+    """
+    return least_exposed(all_reduce / 2, backward) + least_exposed(all_reduce / 2, forward)

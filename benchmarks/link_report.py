@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from link_cases import NBYTES, REFERENCE_RATE, Case, least_exposed, wire_seconds
+from link_cases import NBYTES, REFERENCE_RATE, Case, least_exposed, least_exposed_sharded, wire_seconds
 from report import median, paired_ratio, plots, table
 
 SHIPPED = "ddp as shipped"
 PLAIN = " (plain loop)"
 UNSYNCHRONISED = "unsynchronised"
 BOUND = "bound for an all-reduce"
+SHARDED_BOUND = "bound for a sharded optimizer"
+RANKS = 2
 
 
 @dataclass
@@ -23,6 +25,8 @@ class Measured:
         steps: By peer, the median step.
         all_reduce: An all-reduce of all gradients in one piece.
         backward: Backward of the model, unsynchronised and without a Trainer.
+        forward: Its forward, in the same manner.
+        optimizer: A step of the optimizer, on all parameters.
         passes: By peer of this package, the median time of backward and of what came after it until the gradients were
             there.
         plans: By peer that plans its buckets, the plan in words, and the time of a pass as simulated and as measured.
@@ -32,6 +36,8 @@ class Measured:
     steps: dict[str, list[float]] = field(default_factory=dict)
     all_reduce: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     plans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -45,11 +51,24 @@ class Measured:
         """Seconds before which no step ends that averages gradients by an all-reduce during backward."""
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + self.exposed
 
+    @property
+    def exposed_sharded(self) -> float:
+        """Seconds of a reduce-scatter and an all-gather that nothing hides."""
+        return least_exposed_sharded(min(self.all_reduce), median(self.backward), median(self.forward))
+
+    def sharded_bound(self, plain: bool) -> float:
+        """Seconds before which no step ends that averages gradients, and has the optimizer's work divided.
+
+        By a reduce-scatter during backward, a step on one shard, and an all-gather during the next forward.
+        """
+        saved = median(self.optimizer) * (1 - 1 / RANKS)
+        return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) - saved + self.exposed_sharded
+
     def hidden(self, peer: str) -> float:
         """The share that a peer hides of what can be hidden of an all-reduce.
 
         1 at the bound; 0 where it takes as long as an all-reduce after backward; less where it sends more than that, or
-        waits; more where communication is hidden behind forward too.
+        waits; more where communication is hidden behind forward too, or less is left for the optimizer to do.
         """
         all_reduce = min(self.all_reduce)
         alone = self.steps[UNSYNCHRONISED + PLAIN * peer.endswith(PLAIN)]
@@ -75,15 +94,19 @@ def described(case: Case, measured: Measured) -> str:
         )
     for plain in (False, True):
         if UNSYNCHRONISED + PLAIN * plain in measured.steps:
-            bound = measured.bound(plain)
-            name = BOUND + PLAIN * plain
-            lines.append([name, f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", "100%", "", ""])
+            for name, bound in ((BOUND, measured.bound(plain)), (SHARDED_BOUND, measured.sharded_bound(plain))):
+                share = "100%" if name == BOUND else ""
+                cells = [f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", share, "", ""]
+                lines.append([name + PLAIN * plain, *cells])
     head = (
         f"{case.name}: {case.rate:g} Gbit/s, backward / all-reduce {case.ratio:.2f}; {case.forward_ms:.1f} ms forward "
         f"and {case.backward_ms:.1f} ms backward a layer\n"
         f"all-reduce of all gradients, {NBYTES / 1e6:.0f} MB in one piece: {median(measured.all_reduce) * 1e3:.0f} ms "
         f"(fastest {min(measured.all_reduce) * 1e3:.0f}, {wire_seconds(case.rate) * 1e3:.0f} at the link's rate); "
-        f"backward: {median(measured.backward) * 1e3:.0f} ms; not to be hidden: {measured.exposed * 1e3:.0f} ms"
+        f"backward: {median(measured.backward) * 1e3:.0f} ms, forward: {median(measured.forward) * 1e3:.0f} ms, "
+        f"optimizer: {median(measured.optimizer) * 1e3:.0f} ms\n"
+        f"not to be hidden: {measured.exposed * 1e3:.0f} ms of an all-reduce, "
+        f"{measured.exposed_sharded * 1e3:.0f} ms of a reduce-scatter and an all-gather"
     )
     plans = "".join(
         f"\n{peer}: {text}\n  a pass simulated {median([it[1] for it in found]) * 1e3:.0f} ms, measured "
@@ -99,7 +122,9 @@ def described(case: Case, measured: Measured) -> str:
 NOTES = """\
 of ddp's: median over rounds of the step's time / that of Lightning's ddp as shipped in the same round
 hidden: of what can be hidden of an all-reduce during backward; 0 % as an all-reduce after backward, less where more is
-        sent or waited for, more than 100 % where forward hides some
+        sent or waited for, more than 100 % where forward hides some or the optimizer's work is divided
+bound for a sharded optimizer: the unsynchronised step with the optimizer's work divided, and what neither backward
+        hides of a reduce-scatter nor forward of an all-gather
 backward, then: of this package's last_pass(), backward and from its end until the gradients were there
 FairScale's ShardedDDP runs with torch 2.13 on gloo as it is; gradients must be cleared with its own zero_grad()
 """
@@ -133,10 +158,12 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
         panel.axvline(alone, color="C2", label=f"unsynchronised, {alone:.0f} ms")
         bound = measured.bound(plain) * 1e3
         panel.axvline(bound, color="C3", linestyle="--", label=f"{BOUND}, {bound:.0f} ms")
+        bound = measured.sharded_bound(plain) * 1e3
+        panel.axvline(bound, color="C1", linestyle="-.", label=f"{SHARDED_BOUND}, {bound:.0f} ms")
         panel.set_yticks(range(len(peers)), [peer.removesuffix(PLAIN) for peer in peers])
         panel.invert_yaxis()
         panel.set_ylabel("plain loop" if plain else "Trainer")
-        panel.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, fontsize=8)
+        panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=8)
     panels[-1][0].set_xlabel("median step in ms; whiskers: fastest and slowest round")
     figure.suptitle(
         f"Step time over a link of {case.rate:g} Gbit/s, {NBYTES / 1e6:.0f} MB of gradients: shorter is better"
@@ -157,8 +184,9 @@ def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
             values = [paired_ratio(by_x[x].steps[peer], by_x[x].steps[SHIPPED]) for x in xs]
             style = "o-" if _is_ours(peer) or peer == SHIPPED else "o--"
             panel.plot(xs, values, style, markersize=4, label=peer)
-        bounds = [by_x[x].bound(plain=False) / median(by_x[x].steps[SHIPPED]) for x in xs]
-        panel.plot(xs, bounds, ":", color="0.3", label=BOUND)
+        for name, style, bound in ((BOUND, ":", Measured.bound), (SHARDED_BOUND, "-.", Measured.sharded_bound)):
+            bounds = [bound(by_x[x], False) / median(by_x[x].steps[SHIPPED]) for x in xs]
+            panel.plot(xs, bounds, style, color="0.3", label=name)
         panel.set_xscale("log", base=2)
         panel.set_xticks(xs, [f"{x:.2g}" for x in xs])
         panel.minorticks_off()

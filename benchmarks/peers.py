@@ -49,6 +49,14 @@ class StartedRanks(LightningEnvironment):
     def teardown(self) -> None: ...
 
 
+LEARNING_RATE = 1e-4
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Every peer's optimizer; those that come with one of their own divide this one's work."""
+    return torch.optim.AdamW(params, lr=LEARNING_RATE)
+
+
 Wrap = Callable[[nn.Sequential, Callable[[Any], torch.optim.Optimizer]], tuple[nn.Module, torch.optim.Optimizer]]
 
 
@@ -69,7 +77,7 @@ class Peer:
 
     name: str
     strategy: Callable[[], Any] | None
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-4)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     wrap: Wrap | None = None
     synchronised: bool = True
     needs: str | None = None
@@ -101,7 +109,7 @@ def _ours(**options: Any) -> Callable[[], BucketDDPStrategy]:
 
 
 def _zero(params: Any) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4)
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=LEARNING_RATE)
 
 
 def _wrapped(wrapper: Callable[[nn.Sequential], nn.Module]) -> Wrap:
@@ -134,7 +142,7 @@ def _fairscale(**options: Any) -> Wrap:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        optimizer = OSS(net.parameters(), torch.optim.AdamW, lr=1e-4)
+        optimizer = OSS(net.parameters(), torch.optim.AdamW, lr=LEARNING_RATE)
         return ShardedDataParallel(net, optimizer, **options), optimizer
 
     return wrap
@@ -152,6 +160,8 @@ def peers() -> list[Peer]:
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
         Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=12),
+        Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
+        Peer('bucketddp_sharded, "auto"', _ours(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=12),
         *_plain_peers(),
     ]
 
@@ -161,6 +171,9 @@ def _plain_peers() -> list[Peer]:
 
     def torch_ddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: DistributedDataParallel(net, **options))
+
+    def bucketddp(**options: Any) -> Wrap:
+        return _wrapped(lambda net: BucketDDP(net, **options))
 
     def believing(factor: float) -> Wrap:
         """Plans for a link whose latency and time per byte are ``factor`` times what they are."""
@@ -186,8 +199,12 @@ def _plain_peers() -> list[Peer]:
         Peer("FSDP2, reshard_after_forward=False", None, wrap=_fsdp2(reshard=False)),
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
-        Peer("BucketDDP", None, wrap=_wrapped(BucketDDP)),
-        Peer('BucketDDP, "auto"', None, wrap=_wrapped(lambda net: BucketDDP(net, bucket_cap_mb="auto")), warm_up=12),
+        Peer("BucketDDP", None, wrap=bucketddp()),
+        Peer('BucketDDP, "auto"', None, wrap=bucketddp(bucket_cap_mb="auto"), warm_up=12),
+        Peer("BucketDDP, sharded", None, wrap=bucketddp(shard_optimizer=True)),
+        Peer(
+            'BucketDDP, sharded, "auto"', None, wrap=bucketddp(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=12
+        ),
         *(
             Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=12)
             for slower, factor in (("slower", 10.0), ("faster", 0.1))

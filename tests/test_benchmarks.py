@@ -52,7 +52,7 @@ def test_the_models_of_the_simulation_have_the_published_sizes(monkeypatch: pyte
 
 def test_the_bound_of_the_link_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from link_cases import case_of, least_exposed, reference, wire_seconds
+    from link_cases import case_of, least_exposed, least_exposed_sharded, reference, wire_seconds
 
     assert wire_seconds(2.0) == pytest.approx(0.232, rel=0.01)
     assert reference().ratio == pytest.approx(0.83, rel=0.01)
@@ -60,6 +60,8 @@ def test_the_bound_of_the_link_benchmark(monkeypatch: pytest.MonkeyPatch) -> Non
     # One layer of 24 has gone by when the wire starts; where compute is slow, one layer's bytes are left.
     assert least_exposed(0.240, 0.192) == pytest.approx(0.008 + 0.240 - 0.192)
     assert least_exposed(0.240, 1.0) == pytest.approx(0.010)
+    # A layer's share of the reduce-scatter behind backward; the all-gather is longer than forward.
+    assert least_exposed_sharded(0.240, 0.192, 0.096) == pytest.approx(0.005 + 0.004 + 0.120 - 0.096)
 
 
 @pytest.mark.slow
@@ -71,6 +73,8 @@ def test_training_over_a_limited_link() -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     assert results() == before, "a quick run saves nothing"
     steps = dict(re.findall(r"^(\S.*?)  +(\d+) +\d\.\d{3}\b", run.stdout, re.MULTILINE))
-    assert {"unsynchronised", "ddp as shipped", "bucketddp", "bound for an all-reduce"} <= set(steps), run.stdout
+    expected = {"unsynchronised", "ddp as shipped", "bucketddp", "bucketddp_sharded"}
+    expected |= {"bound for an all-reduce", "bound for a sharded optimizer"}
+    assert expected <= set(steps), run.stdout
     # 192 ms of sleep in backward and half of that in forward.
     assert all(float(step) > 280 for step in steps.values()), run.stdout
