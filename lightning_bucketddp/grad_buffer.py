@@ -201,9 +201,9 @@ class GradBuffers:
             begin, end = self.layout.slots[first], self.layout.slots[last]
             self.flats[begin.buffer][begin.offset : end.offset + end.spec.numel].mul_(1.0 / divisor)
 
-    def bind(self, slot: int, param: Tensor) -> None:
-        """Makes the slot's view the parameter's ``.grad``."""
-        view = self.views[slot]
+    def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
+        """Makes the slot's view, or ``view`` if given, the parameter's ``.grad``."""
+        view = self.views[slot] if view is None else view
         if param.grad_dtype not in (view.dtype, None):  # lost where a parameter's data was replaced or copied
             param.grad = None
             param.grad_dtype = view.dtype

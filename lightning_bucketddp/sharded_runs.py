@@ -218,8 +218,7 @@ class ShardedRuns(BucketRuns):
         return unused
 
     def _bind(self, slot: int) -> None:
-        self._buffers.bind(slot, self._slots.params[slot])  # gives a lost grad_dtype back
-        self._slots.params[slot].grad = self._sharded[slot]
+        self._buffers.bind(slot, self._slots.params[slot], self._sharded[slot])
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""

@@ -54,7 +54,8 @@ def everything_sharded(module: Any) -> Iterator[None]:
         patches.append((module, "BucketDDPFabricStrategy", partial(BucketDDPFabricStrategy, shard_optimizer=True)))
     if hasattr(module, "last"):  # rank 0 alone has the optimizer's state
         rank, last = dist.get_rank(), module.last
-        patches.append((module, "last", lambda *args: {k: v for k, v in last(*args).items() if not rank or k != STATES}))
+        without = partial(lambda *args: {k: v for k, v in last(*args).items() if not rank or k != STATES})
+        patches.append((module, "last", without))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, value in patches:
         setattr(owner, name, value)
