@@ -203,11 +203,11 @@ class GradBuffers:
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Makes the slot's view, or ``view`` if given, the parameter's ``.grad``."""
-        view = self.views[slot] if view is None else view
-        if param.grad_dtype not in (view.dtype, None):  # lost where a parameter's data was replaced or copied
+        dtype = self.views[slot].dtype
+        if param.grad_dtype not in (dtype, None):  # lost where a parameter's data was replaced or copied
             param.grad = None
-            param.grad_dtype = view.dtype
-        param.grad = view
+            param.grad_dtype = dtype
+        param.grad = self.views[slot] if view is None else view
 
     def require_fit(self, slot: int, grad: Tensor) -> None:
         """Requires that ``grad`` can live in the slot's view.
