@@ -79,9 +79,7 @@ class Sharding:
 
     def param_part(self, param: Tensor) -> Tensor:
         """The memory of this rank's part of a parameter, 1-D."""
-        slot = self._slot_of[id(param)]
-        self._buffers.bring_back(slot, self._slots.params[slot])
-        return self._buffers.part(self._runs.parts[slot])
+        return self._buffers.part(self._runs.parts[self._slot_of[id(param)]])
 
     def grad_part(self, param: Tensor) -> Tensor | None:
         """This rank's part of a parameter's gradient, 1-D; None if the parameter has no gradient."""
@@ -97,6 +95,9 @@ class Sharding:
     def before_update(self) -> None:
         """Parameters are about to be updated: nothing may be on its way from them."""
         self.wait()
+        # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
+        for slot, param in enumerate(self._slots.params):
+            self._buffers.bring_back(slot, param)
 
     @torch.no_grad()
     def updated(self, params: Iterable[Tensor]) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 from tests import lightning_models
-from tests.lightning_models import Citizen, Regression
+from tests.lightning_models import Citizen, Regression, data, trainer
+from tests.reference import largest_difference_between_ranks
 from tests.test_callbacks import ROWS as CALLBACKS
 from tests.test_callbacks import Backbone, Relay
 from tests.test_checkpoints import ROWS as CHECKPOINTS
@@ -24,6 +25,15 @@ RunRanks = Callable[..., list[Any]]
 
 STATES = "optimizer_states"
 sharded = partial(lightning_models.ours, shard_optimizer=True)
+
+
+class Quiet(Regression):
+    """Looks at no gradients."""
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
 
 # -- the jobs of other tests -------------------------------------------------------------------------
 
@@ -98,9 +108,33 @@ def test_resumed_equals_undisturbed(
     assert found == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("index", range(len(CALLBACKS)), ids=[row.name for row in CALLBACKS])
+@pytest.mark.parametrize(
+    "index", [index for index, row in enumerate(CALLBACKS) if row.name != "pruning"], ids=lambda i: CALLBACKS[i].name
+)
 def test_callbacks_as_with_ddp(run_ranks: RunRanks, index: int, tmp_path: Any) -> None:
     assert run_ranks(2, with_shards, "test_callbacks", "both", index, str(tmp_path)) == [0.0, 0.0]
+
+
+def prune(lottery: bool) -> tuple[float, float]:
+    """The first two modules' largest difference, and that between ranks."""
+    models = []
+    for strategy in (lightning_models.ddp(), sharded()):
+        pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
+        model = Quiet()
+        trainer(strategy, max_epochs=3, callbacks=[pruning]).fit(model, data())
+        models.append(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs), largest_difference_between_ranks(models[1])
+
+
+def test_parameters_whose_data_are_replaced(run_ranks: RunRanks) -> None:
+    """Which pruning does. ``ddp`` then trains the copies of the first weights that Lightning starts anew from."""
+    for difference, between_ranks in run_ranks(2, prune, False):
+        assert difference < 1e-5
+        assert between_ranks == 0
+    for difference, between_ranks in run_ranks(2, prune, True):
+        assert difference > 1e-3
+        assert between_ranks == 0
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
