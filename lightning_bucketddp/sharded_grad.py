@@ -28,6 +28,10 @@ _ABOUT = frozenset(
         "is_nested",
         "itemsize",
         "nbytes",
+        "is_mkldnn",
+        "grad",
+        "_base",
+        "_version",
     ]
 )
 _ELEMENT_WISE = frozenset(
@@ -59,6 +63,11 @@ _ELEMENT_WISE = frozenset(
         "__imul__",
         "__itruediv__",
         "__idiv__",
+        "is_neg",
+        "is_conj",
+        "storage_offset",
+        "untyped_storage",
+        "_is_view",
     ]
 )
 """What is as right on the rank's own part as on the whole, every rank doing the same."""
