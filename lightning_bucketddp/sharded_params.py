@@ -251,8 +251,9 @@ class ShardedParams(SteppedParams):
         master = self.master(param)
         if master is not None:
             _require_shape(master, spec, "a master parameter")
-            mine = None if part.empty else in_memory_order(master, spec)[part.start : part.stop].clone()
-            self.set_master(param, mine)
+            self.set_master(
+                param, None if part.empty else in_memory_order(master, spec)[part.start : part.stop].clone()
+            )
         if param not in optimizer.state:
             return
         if part.empty:
