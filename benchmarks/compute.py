@@ -49,6 +49,7 @@ TOLERANCE = 1e-4
 """Largest relative difference of losses between peers that synchronise: sums in another order, some steps on."""
 
 UNWRAPPED, SHIPPED, OURS, AUTO = "unwrapped", "ddp as shipped", "bucketddp", 'bucketddp, "auto"'
+SHARDED = "bucketddp_sharded"
 BEST, TWIN = "ddp, best flags", "ddp, best flags, its twin"
 
 
@@ -65,6 +66,7 @@ def wrappings() -> list[Wrapping]:
         *(_flags(cap, copy) for cap in CAPS_MB for copy in ("", ", twin")),
         bucketddp(OURS),
         bucketddp(AUTO, bucket_cap_mb="auto"),
+        bucketddp(SHARDED, shard_optimizer=True),
     ]
 
 
@@ -97,7 +99,7 @@ def _step(peer: Peer, accumulation: int, device: torch.device) -> list[float]:
             (loss / accumulation).backward()
         peer.losses.append(loss.detach())
         times.append(_now(device))
-    nn.utils.clip_grad_norm_(peer.model.parameters(), MAX_NORM, foreach=True)
+    peer.wrapping.clip(peer.model, MAX_NORM)
     peer.optimizer.step()
     peer.optimizer.zero_grad()
     return [*times, _now(device)]
@@ -254,7 +256,14 @@ def described(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-COLOURS = {UNWRAPPED: "0.75", SHIPPED: "tab:red", BEST: "tab:orange", OURS: "tab:blue", AUTO: "tab:cyan"}
+COLOURS = {
+    UNWRAPPED: "0.75",
+    SHIPPED: "tab:red",
+    BEST: "tab:orange",
+    OURS: "tab:blue",
+    AUTO: "tab:cyan",
+    SHARDED: "tab:purple",
+}
 
 
 def plot(results: list[dict[str, Any]]) -> Any:

@@ -41,11 +41,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from wrapped import Wrapping, bucketddp, ddp, fsdp2, local_pass, try_wrap, unwrapped, zero
+from wrapped import Wrapping, bucketddp, ddp, fairscale, fsdp2, local_pass, try_wrap, unwrapped, zero
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout import ALIGNMENT_BYTES, MIB
 from lightning_bucketddp.master_params import master_params
+from lightning_bucketddp.sharded_params import sharded_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024
@@ -105,6 +106,12 @@ def peers() -> list[Peer]:
         Peer(bucketddp("bucketddp, zeroed in place"), set_to_none=False),
         Peer(bucketddp("bucketddp, bf16, fp32 gradients", grad_dtype="float32"), torch.bfloat16),
         Peer(bucketddp('bucketddp, "auto"', bucket_cap_mb="auto")),
+        Peer(fairscale("FairScale ShardedDDP + OSS")),
+        Peer(bucketddp("bucketddp_sharded", shard_optimizer=True)),
+        Peer(
+            bucketddp("bucketddp_sharded, bf16, fp32 gradients", shard_optimizer=True, grad_dtype="float32"),
+            torch.bfloat16,
+        ),
     ]
 
 
@@ -154,7 +161,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _storage_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the tensors' storages on this rank, each counted once."""
-    storages = [_local(tensor).untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # looking at memory waits for no parameter
+        storages = [_local(tensor).untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -163,7 +171,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, has_masters: bool) -> int:
     state = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer's is inside
     tensors = [value for entry in state.values() for value in entry.values()]
     if has_masters:
-        masters = master_params(optimizer)
+        masters = sharded_params(optimizer) or master_params(optimizer)
         tensors += [masters.master(param) for group in optimizer.param_groups for param in group["params"]]
     return _storage_bytes(tensors)
 
@@ -198,8 +206,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._add, result)
-        self._look()
+        with torch._C.DisableTorchFunctionSubclass():
+            tree_map_only(Tensor, self._add, result)
+            self._look()
         return result
 
     def _add(self, tensor: Tensor) -> None:
@@ -422,6 +431,11 @@ def described(model: str, accounts: dict[str, Account], base_of: dict[str, str])
         parts = [f"{size / unit:.3f}" for size in (*one.total, sum(one.total), one.process, over)]
         rows.append([name, *parts, f"{one.outside / MIB:.1f}"])
     lines += [table(rows), ""]
+    for name, one in accounts.items():
+        whole = accounts[base_of[name]].total[1]
+        if one.total[1] < 0.9 * whole:
+            share = f"{one.total[1] / whole:.4f} of the unwrapped module's; 1/{RANKS} is {1 / RANKS:.4f}"
+            lines.append(f"{name}: the optimizer's state is {share}")
     lines += [verdict(name, one) for name, one in accounts.items() if one.bucket]
     return "\n".join([*lines, ""])
 

@@ -28,6 +28,15 @@ def _zero(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 
 
+def _clip(model: nn.Module, max_norm: float) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+
+
+def _clip_sharded(model: nn.Module, max_norm: float) -> object:
+    assert isinstance(model, BucketDDP)
+    return model.clip_grad_norm_(max_norm)
+
+
 @dataclass(frozen=True)
 class Wrapping:
     """One way of training.
@@ -37,12 +46,14 @@ class Wrapping:
         wrap: Prepares a module that is on its device.
         optimizer: Makes the optimizer for the parameters of what ``wrap`` returned.
         synchronises: Whether the ranks' gradients are averaged.
+        clip: Clips the gradients of what ``wrap`` returned to a norm.
     """
 
     name: str
     wrap: Callable[[nn.Module], nn.Module]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     synchronises: bool = True
+    clip: Callable[[nn.Module, float], object] = _clip
 
 
 def unwrapped() -> Wrapping:
@@ -58,7 +69,22 @@ def zero(name: str, **options: Any) -> Wrapping:
 
 
 def bucketddp(name: str, **options: Any) -> Wrapping:
-    return Wrapping(name, lambda module: BucketDDP(module, **options))
+    clip = _clip_sharded if options.get("shard_optimizer") else _clip
+    return Wrapping(name, lambda module: BucketDDP(module, **options), clip=clip)
+
+
+def fairscale(name: str) -> Wrapping:
+    """FairScale's ShardedDDP and the optimizer that it needs to know."""
+    made: list[torch.optim.Optimizer] = []
+
+    def wrap(module: nn.Module) -> nn.Module:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        made.append(OSS(module.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True))
+        return ShardedDataParallel(module, made[-1])
+
+    return Wrapping(name, wrap, lambda _: made.pop())
 
 
 def fsdp2() -> Wrapping:
@@ -84,10 +110,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def try_wrap(wrapping: Wrapping, module: nn.Module) -> tuple[nn.Module | None, str]:
-    """The wrapped module, or None and why this installation refuses the options."""
+    """The wrapped module, or None and why this installation refuses the options, or lacks a package."""
     try:
         return wrapping.wrap(module), ""
-    except (TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         return None, f"{wrapping.name}: left out, {type(error).__name__}: {str(error).splitlines()[0]}"
 
 

@@ -39,7 +39,7 @@ def test_peers_that_compute_train_alike_and_are_compared_in_pairs() -> None:
         best = re.search(r"^ddp, best flags \(\d+ MiB\)", part, re.MULTILINE)
         assert best
         assert figures(part, "peer", best[0])["of ddp's, best flags"] == 1.0
-        for peer in ("unwrapped", "ddp as shipped", "ddp, best flags, its twin", "bucketddp"):
+        for peer in ("unwrapped", "ddp as shipped", "ddp, best flags, its twin", "bucketddp", "bucketddp_sharded"):
             assert figures(part, "peer", peer)["step ms"] > 0
         assert 'bucketddp, "auto"' in part  # measured, or said why not
     assert "local passes" not in one_pass
