@@ -72,7 +72,11 @@ class Pending:
         if self._second is not None or not self._blocking:
             return False
         if self._work is not None:
-            if not self._work.is_completed() or not self._work.is_success():
+            if not self._work.is_completed():
+                return False
+            try:
+                self._work.wait()  # is_success() warns of being deprecated
+            except RuntimeError:  # raised anew by every wait
                 return False
             self.wait()
         return True

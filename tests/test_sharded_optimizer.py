@@ -134,9 +134,6 @@ class Failed:
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return False
-
     def wait(self, *_: Any) -> None:
         raise RuntimeError("broken")
 
