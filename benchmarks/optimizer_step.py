@@ -1,0 +1,193 @@
+"""How long an optimizer's step takes on a large model, its work divided by the number of ranks or not.
+
+    python benchmarks/optimizer_step.py [--megaparameters 64] [--worlds 1 2] [--rounds 7]
+
+AdamW, fused and as a loop over parameters, in a loop of plain PyTorch with BucketDDP; every rank on one core. Ranks
+take their steps one after the other while the others wait, as they share the machine's memory bandwidth, which ranks on
+machines of their own do not. Timed are the update, which is what the optimizer's own ``step`` does, and the step as it
+is called: around the update of a sharded one, parts are swapped in for parameters, and the gathering of the new ones is
+started, which on the last rank takes from the machine what its threads need. How much longer it takes until all
+parameters are there, over the machine's own loopback and with all ranks stepping at once, is told too. Before a step,
+the parameters of the one before have arrived.
+
+A ratio is that to the same round's unsharded one, on the slowest rank; 1/N is what the division alone would give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from models import mlp
+from ranks import prepare, require_device, run_ranks
+from report import paired_ratio, plots, save, table
+
+from lightning_bucketddp import BucketDDP, declare_element_wise
+
+WIDTH = 1024
+WARM_UP = 3
+"""Steps that do not count: buckets follow the order of gradients from the second on, and state is made in the first."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW, fused": {"fused": True}, "AdamW, a loop": {"foreach": False}}
+UPDATE, STEP, ARRIVAL = "update", "step", "until parameters are there"
+
+
+class TimedAdamW(torch.optim.AdamW):
+    """Knows how long its last update took, in seconds."""
+
+    update_s = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        device = self.param_groups[0]["params"][0].device
+        begin = _now(device)
+        result = super().step(closure)
+        self.update_s = _now(device) - begin
+        return result
+
+
+declare_element_wise(TimedAdamW)
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str, Any]:
+    """One rank: seconds of each step, by optimizer, whether it is sharded, and in which manner it was timed."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    elements = 0
+    for name, options in OPTIMIZERS.items():
+        by_kind = found[name] = {}
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            layers = max(1, round(megaparameters * 1e6 / WIDTH**2))
+            model = BucketDDP(mlp(WIDTH, layers).to(device), shard_optimizer=sharded)
+            optimizer = TimedAdamW(model.parameters(), lr=1e-4, **options)
+            elements = sum(param.numel() for param in model.parameters())
+            by_kind["sharded" if sharded else "unsharded"] = _timed(model, optimizer, rounds, device)
+            model.close()
+    return {"elements": elements, "seconds": found}
+
+
+def _timed(model: BucketDDP, optimizer: TimedAdamW, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {UPDATE: [], STEP: [], ARRIVAL: []}
+    inputs = torch.ones(1, WIDTH, device=device)
+    for number in range(WARM_UP + rounds):
+        for in_turns in (True, False):
+            model.wait_for_parameters()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            dist.barrier()
+            for rank in range(dist.get_world_size()):
+                if rank == dist.get_rank():
+                    begin = _now(device)
+                    optimizer.step()  # gathers that it starts wait for the other ranks' steps
+                    stepped = _now(device)
+                if in_turns:
+                    dist.barrier()
+            if number < WARM_UP:
+                continue
+            if in_turns:
+                times[UPDATE].append(optimizer.update_s)
+                times[STEP].append(stepped - begin)
+            else:
+                model.wait_for_parameters()
+                times[ARRIVAL].append(_now(device) - stepped)
+    return times
+
+
+def slowest(of_ranks: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Of each round, the slowest rank's seconds."""
+    first = of_ranks[0]["seconds"]
+    return {
+        name: {
+            kind: {
+                manner: [
+                    max(each) for each in zip(*(one["seconds"][name][kind][manner] for one in of_ranks), strict=True)
+                ]
+                for manner in manners
+            }
+            for kind, manners in kinds.items()
+        }
+        for name, kinds in first.items()
+    }
+
+
+def described(worlds: dict[int, Any], elements: int) -> str:
+    """The table."""
+    rows = [["optimizer", "ranks", "1/N", "update ms", "sharded ms", "ratio", "step's ratio", "gathered after, ms"]]
+    for name in OPTIMIZERS:
+        for world, found in worlds.items():
+            whole, mine = found[name]["unsharded"], found[name]["sharded"]
+            rows.append(
+                [
+                    name,
+                    str(world),
+                    f"{1 / world:.3f}",
+                    f"{median(whole[UPDATE]) * 1e3:.1f}",
+                    f"{median(mine[UPDATE]) * 1e3:.1f}",
+                    f"{paired_ratio(mine[UPDATE], whole[UPDATE]):.3f}",
+                    f"{paired_ratio(mine[STEP], whole[STEP]):.3f}",
+                    f"{median(mine[ARRIVAL]) * 1e3:.1f}",
+                ]
+            )
+    return f"{elements / 1e6:.0f} million parameters in fp32, {os.cpu_count()} cores\n{table(rows)}\n"
+
+
+def plot(worlds: dict[int, Any], elements: int) -> Any:
+    """The ratio to the unsharded step over the number of ranks."""
+    pyplot = plots()
+    figure, axis = pyplot.subplots(figsize=(6, 3.8), constrained_layout=True)
+    xs = list(worlds)
+    for name, colour in zip(OPTIMIZERS, ("C0", "C1"), strict=True):
+        for what, style in ((UPDATE, "o-"), (STEP, "s--")):
+            pairs = [(worlds[x][name]["sharded"][what], worlds[x][name]["unsharded"][what]) for x in xs]
+            ratios = [paired_ratio(*pair) for pair in pairs]
+            axis.plot(xs, ratios, style, color=colour, markersize=4, label=f"{name}: {what}")
+    axis.plot(xs, [1 / x for x in xs], ":", color="0.3", label="1 / ranks")
+    axis.set_xticks(xs)
+    axis.set_ylim(0, None)
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("time sharded / unsharded, slowest rank")
+    axis.set_title(f"Time of the optimizer's step, {elements / 1e6:.0f} million parameters: lower is better")
+    axis.legend(frameon=False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megaparameters", type=float, default=64, help="millions of parameters")
+    parser.add_argument(
+        "--worlds", type=int, nargs="+", help="numbers of ranks (default: 1, 2, and 4 on 4 cores or more)"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", help="type of the device; ranks share it if there is one only")
+    parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs; saves nothing")
+    arguments = parser.parse_args()
+    require_device(arguments.device)
+    size, rounds = (4.0, 3) if arguments.quick else (arguments.megaparameters, arguments.rounds)
+    prepare()
+    found: dict[int, Any] = {}
+    elements = 0
+    for world in arguments.worlds or [1, 2, *([4] if (os.cpu_count() or 1) >= 4 else [])]:
+        of_ranks = run_ranks(worker, size, rounds, size=world, device_type=arguments.device)
+        found[world], elements = slowest(of_ranks), of_ranks[0]["elements"]
+    text = described(found, elements)
+    print(text, flush=True)
+    if not arguments.quick:
+        figures = {"device": arguments.device, "elements": elements, "worlds": found}
+        print(save("optimizer-step", figures, text, plot(found, elements)))
+
+
+if __name__ == "__main__":
+    main()
