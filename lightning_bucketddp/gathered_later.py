@@ -111,6 +111,18 @@ class GatheredLater(nn.Parameter):
         _arrive(kwargs.values())
         return func(*args, **kwargs)
 
+    # A parameter makes its copy of its own class before torch asks anybody.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Waits; the copy has arrived."""
+        _arrive([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Waits; what is pickled has arrived."""
+        _arrive([self])
+        return self.__reduce_ex__(protocol)
+
 
 def _is_about(func: Any) -> bool:
     name = getattr(func, "__name__", "")

@@ -18,7 +18,7 @@ from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gathered_later import Arrival
 from lightning_bucketddp.layout import Layout, ParamSpec
 from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
-from lightning_bucketddp.sharded_params import ShardedParams, part_of_state
+from lightning_bucketddp.sharded_params import ShardedParams, part_of_state, sharded_params
 from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.shards import ParamBuffers, Part, in_memory_order, in_shape, parts_of
 from lightning_bucketddp.slots import SlotTable
@@ -138,7 +138,17 @@ class Sharding:
     # -- optimizers ----------------------------------------------------------------------------------
 
     def shard(self, optimizer: Optimizer, with_masters: bool) -> ShardedParams:
-        """Makes an optimizer a sharded one."""
+        """Makes an optimizer a sharded one.
+
+        Raises:
+            TypeError: If it is no torch optimizer, but a wrapper around one.
+            ValueError: If it is not known to be element-wise, or steps on another wrapper's parameters too.
+        """
+        if isinstance(optimizer, Optimizer) and sharded_params(optimizer) is not None:
+            raise ValueError(
+                f"expected an optimizer over the parameters of one BucketDDP with shard_optimizer=True, found a "
+                f"{type(optimizer).__name__} that is sharded by another one. Give each its own, or close() the other"
+            )
         sharded = self._optimizers[optimizer] = ShardedParams(optimizer, self, with_masters)
         self._number_of[optimizer] = self._sharded_ever
         self._sharded_ever += 1
