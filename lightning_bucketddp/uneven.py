@@ -143,13 +143,19 @@ class UnevenRanks(Joinable):
             throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
 
         Raises:
-            ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``.
+            ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``, or
+                in the steps of a sharded optimizer.
         """
         waits_for_all = next((n for n, m in self.module.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
         if enable and not throw_on_early_termination and waits_for_all is not None:
             raise ValueError(
                 "expected throw_on_early_termination=True where layers compute statistics over all ranks, found False: "
                 f"{waits_for_all!r} would wait for ranks that have no data left"
+            )
+        if enable and not throw_on_early_termination and self._options.shard_optimizer:
+            raise ValueError(
+                "expected throw_on_early_termination=True with shard_optimizer=True, found False: a rank that has left "
+                "its loop steps no optimizer, and nobody would update its shard of the parameters"
             )
         context = Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
