@@ -56,6 +56,7 @@ class Options:
     wire_dtype: torch.dtype | None = None
     shard_optimizer: bool = False
     shard_group_size: int | None = None
+    scatter_every_pass: bool = False
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
@@ -96,6 +97,16 @@ class Options:
             raise ValueError(
                 "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
                 "use_contiguous_buffers=False"
+            )
+        if self.scatter_every_pass and not self.shard_optimizer:
+            raise ValueError(
+                "scatter_every_pass=True keeps only a shard of what local passes accumulate; it cannot be had with "
+                "shard_optimizer=False"
+            )
+        if self.scatter_every_pass and self.gradient_divide_by == "tokens":
+            raise ValueError(
+                'gradient_divide_by="tokens" divides by the tokens of all passes since the last reduction, which are '
+                "not known when each pass is reduced; it cannot be had with scatter_every_pass=True"
             )
         size = self.shard_group_size
         if size is None:

@@ -110,7 +110,6 @@ class Reducer:
         cost: What an all-reduce costs, for buckets to be planned by; None if they are not to be.
 
     Attributes:
-        synchronise: Whether passes are synchronised, where no root tells otherwise.
         checks: What the ranks must have in common when they meet in a pass.
         uneven: Whether some ranks may run out of data before others.
         on_backward_end: Called when a backward has ended, before anything is waited for; told whether it raised.
@@ -172,7 +171,7 @@ class Reducer:
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.announce: Callable[[str], None] = logger.info
-        self.synchronise = True
+        self._synchronise = True
         self.uneven = False
         self._out_of_data = self.replaying = self._contributed = False
         self._passes_begun = self._passes_begun_before_step = 0
@@ -199,6 +198,15 @@ class Reducer:
         log_layout(self.layout, collectives.rank, self.pass_number)
 
     # -- what others may ask -------------------------------------------------------------------------
+
+    @property
+    def synchronise(self) -> bool:
+        """Whether passes are synchronised, where no root tells otherwise."""
+        return self._synchronise or self._options.scatter_every_pass
+
+    @synchronise.setter
+    def synchronise(self, value: bool) -> None:
+        self._synchronise = value
 
     @property
     def state(self) -> PassState:
@@ -418,6 +426,8 @@ class Reducer:
         if not self.divisor.rescales:
             self._runs.before_gradients()
             return
+        if self._options.scatter_every_pass:
+            self._runs.before_gradients()  # what earlier passes have left is set aside, and not divided again
         self._uncleared = self._runs.first_uncleared() or self._sparse.first_uncleared()
         holds_gradients = self._runs.holds_gradients() or self._sparse.holds_gradients() or bool(self._without_slot)
         if self._local_passes and not holds_gradients:

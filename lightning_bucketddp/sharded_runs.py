@@ -182,17 +182,6 @@ class ShardedRuns(BucketRuns):
         else:
             super()._keep(slot, grad)
 
-    def wait(self, on_idle: Callable[[], None]) -> None:
-        """Waits for everything that was launched, and adds what had been set aside."""
-        super().wait(on_idle)
-        for run in self.active:
-            if run.index not in self._set_aside:
-                continue
-            for slot in run.slots:
-                if slot in self.contributing or slot in self._kept:  # else it was cleared in between
-                    self.part(slot).add_(self._aside_part(slot))
-            del self._set_aside[run.index]
-
     def end_local(self) -> None:
         """Ends a local pass."""
         super().end_local()
@@ -208,8 +197,17 @@ class ShardedRuns(BucketRuns):
         self._main_grads_bound = True
 
     def publish(self, run: BucketRun) -> list[int]:
-        """Binds the reduced gradients of a bucket to its parameters; returns the slots not used on this rank."""
+        """Adds what had been set aside, and binds the reduced gradients of a bucket to its parameters.
+
+        Returns:
+            The slots not used on this rank.
+        """
         unused: list[int] = []
+        if run.index in self._set_aside:
+            for slot in run.slots:
+                if slot in self.contributing or slot in self._kept:  # else it was cleared in between
+                    self.part(slot).add_(self._aside_part(slot))
+            del self._set_aside[run.index]
         for slot in run.slots:
             if slot in self.contributing:
                 self._bind(slot)

@@ -167,6 +167,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             None. With the number of ranks on each node, parameters are gathered inside nodes alone, and between nodes
             each rank averages its shard of the gradients with those that have the same one. Each node then holds all
             of the optimizer's state.
+        scatter_every_pass: Whether passes inside :meth:`no_sync` (gradient accumulation) are reduce-scattered too, with
+            ``shard_optimizer``, and their results added up in the shard. More travels, behind backward as ever, and a
+            rank keeps no whole gradients from one pass to the next. By default local passes accumulate whole
+            gradients, and the sum is scattered once.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
@@ -215,6 +219,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         wire_dtype: Dtype | None = None,
         shard_optimizer: bool = False,
         shard_group_size: int | None = None,
+        scatter_every_pass: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -240,6 +245,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             wire_dtype=wire_dtype,
             shard_optimizer=shard_optimizer,
             shard_group_size=shard_group_size,
+            scatter_every_pass=scatter_every_pass,
             sparse_parameters=sparse_parameters,
             bucket_cap_mb=bucket_cap_mb,
             pad_buckets_to=pad_buckets_to,
@@ -400,7 +406,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward accumulates gradients without reducing them; the next pass outside reduces the sum.
 
-        As with torch DDP the forward decides: run it inside too. May be nested.
+        As with torch DDP the forward decides: run it inside too. May be nested. With ``scatter_every_pass`` backward
+        reduces all the same, and adds the result to what is there.
         """
         before = self._reducer.synchronise
         self._reducer.synchronise = False
