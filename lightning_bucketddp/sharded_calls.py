@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +15,15 @@ from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
 from lightning_bucketddp.sharded_params import SHARD_KEY
 
 if TYPE_CHECKING:
+    from lightning_bucketddp.collectives import Collectives
+    from lightning_bucketddp.sharded_checkpoint import ShardedCheckpoint
     from lightning_bucketddp.sharding import Sharding
 
 
 class ShardedCalls:
     """Norms, clipping and state that are right whether or not the optimizer is sharded; for ``BucketDDP``."""
 
+    _collectives: Collectives
     _sharding: Sharding | None
     module: nn.Module
 
@@ -164,6 +169,73 @@ class ShardedCalls:
         """
         self.prepare_optimizer(optimizer)
         optimizer.load_state_dict(dict(state_dict))
+
+    def save_sharded(
+        self,
+        path: str | os.PathLike[str],
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        extra: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Saves the module and its optimizers into a directory, each rank its own parts, and no rank the whole.
+
+        All ranks must call this; an error on one is an error on all. In the format of ``torch.distributed.checkpoint``,
+        with the names and shapes that tensors have in one process: torch's ``dcp_to_torch_save`` makes one file of it.
+        Module buffers are saved as rank 0 has them, fp32 masters under a key of their own.
+
+        Args:
+            path: The directory, on a file system that all ranks share. It comes into being when everything has been
+                written; until then it is called ``<path>.partial``.
+            optimizers: Optimizers of the module, in the order in which they will be loaded.
+            extra: Whatever is to be saved with them; rank 0's, pickled.
+            overwrite: Whether what is at ``path`` is replaced.
+
+        Raises:
+            FileExistsError: If there is something at ``path``, unless it is to be replaced.
+            ValueError: If an optimizer holds parameters that are not the module's.
+            RuntimeError: If anything else went wrong on some rank; says where and what.
+        """
+        self._sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
+
+    def load_sharded(
+        self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
+    ) -> dict[str, Any]:
+        """Loads what :meth:`save_sharded` has saved, at this or any other world size, sharded or not.
+
+        All ranks must call this; an error on one is an error on all. Each rank reads what overlaps with its own parts;
+        parameters are then gathered. Names and shapes are compared before anything is read; an error while reading
+        leaves the module half-way between what it was and what was to be loaded.
+
+        Args:
+            path: The directory.
+            optimizers: As many as were saved, with the same parameters in the same groups; none to load the module
+                alone.
+            strict: Whether the module must have just the names that were saved.
+
+        Returns:
+            What was saved as ``extra``; empty if nothing was. Unpickled, so load only what can be trusted.
+
+        Raises:
+            ValueError: If names, shapes or parameter groups differ; names the first.
+            RuntimeError: If anything else went wrong on some rank; says where and what.
+        """
+        return self._sharded_checkpoint().load(Path(path), optimizers, strict)
+
+    def _sharded_checkpoint(self) -> ShardedCheckpoint:
+        # Not imported before it is needed: torch.distributed.checkpoint takes as long as the rest of this package.
+        from lightning_bucketddp.sharded_checkpoint import ShardedCheckpoint
+
+        if self.closed:
+            raise RuntimeError(
+                "expected an open BucketDDP, found a closed one, which knows of no parts; save before close()"
+            )
+        return ShardedCheckpoint(self.module, self._collectives, self._sharding, self.prepare_optimizer)
+
+    @property
+    def closed(self) -> bool:
+        """See the class that has it."""
+        raise NotImplementedError
 
     @property
     def rank(self) -> int:

@@ -111,10 +111,21 @@ class Sharding:
                 torch.autograd.graph.increment_version(self._slots.params[slot])
                 for sharded in self._optimizers.values():
                     sharded.synchronised(self._slots.params[slot])
+        self._send({self._runs.parts[slot].bucket for slot in changed})
+
+    def replaced(self) -> None:
+        """Sends all parameters, of which each rank has written its own parts. All ranks must call this alike."""
+        self.wait()
+        for param in self._slots.params:
+            torch.autograd.graph.increment_version(param)  # masters follow, in the next step
+        self._send(set(range(len(self._runs.layout.buckets))))
+
+    @torch.no_grad()
+    def _send(self, buckets: Iterable[int]) -> None:
         if self._groups.shards == 1:
             return
         # The last bucket of backward is the first of forward.
-        for index in sorted({self._runs.parts[slot].bucket for slot in changed}, reverse=True):
+        for index in sorted(buckets, reverse=True):
             pending = self._groups.gathering.all_gather_shards(self._buffers.flats[index])
             params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
             self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))

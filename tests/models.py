@@ -279,3 +279,32 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class AllKinds(nn.Module):
+    """Parameters of every kind: channels-last, bf16, tied, of no dimension, of no element, idle, frozen.
+
+    Args:
+        low: Whether some are bf16.
+    """
+
+    def __init__(self, low: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 2, bias=False).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(5)
+        self.low = nn.Linear(5, 7).to(torch.bfloat16 if low else torch.float32)
+        self.first = nn.Linear(7, 11, bias=False)
+        self.last = nn.Linear(7, 11, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.idle = nn.Parameter(torch.ones(13))
+        self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x.view(-1, 2, 2, 2)))
+        x = torch.tanh(self.low(x.mean((2, 3)).to(self.low.weight.dtype)).float())
+        return (
+            (self.first(x) * self.scale + torch.tanh(self.last(x)) * self.one) @ torch.full((11, 3), 0.1) @ self.frozen
+        )

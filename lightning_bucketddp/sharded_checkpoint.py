@@ -1,0 +1,592 @@
+"""Checkpoints that all ranks write and read together, each its own parts, through ``torch.distributed.checkpoint``.
+
+Nothing is ever put together on one rank: what a rank's optimizer does not hold it neither writes nor reads, but for
+parameters that are not sharded and for what is small. Parts are written as boxes of the tensors that they are parts of
+(:mod:`lightning_bucketddp.boxes`), under these keys, with the shapes that the tensors have in one process::
+
+    model.<name>                            parameters, module buffers, extra state
+    optimizers.<i>.state.<name>.<key>       the i-th optimizer's state, by the parameter's name
+    optimizers.<i>.master_params.<name>     fp32 master parameters
+    optimizers.<i>.param_groups             hyper-parameters; "params" are names
+    extra                                   what the caller adds
+
+So a checkpoint loads at any world size and with any buckets, sharded or not, and torch's tools for the format read it:
+``dcp_to_torch_save`` makes one file of it, ``{"model": ..., "optimizers": [...], "extra": ...}``.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from lightning_bucketddp.boxes import Box, boxes_of, overlap
+from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
+from lightning_bucketddp.sharded_params import SHARD_KEY, is_per_element
+from lightning_bucketddp.sharding import Sharding
+
+_FORMAT = "lightning_bucketddp"
+"""Entry of the metadata's ``planner_data`` that says who has written it, and which parameters each group has."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a tensor, and this rank's memory of it."""
+
+    offsets: tuple[int, ...]
+    memory: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.memory.shape)
+
+
+@dataclass
+class _Contents:
+    """What a rank offers to write, or wants to read.
+
+    Attributes:
+        tensors: By key, the whole tensor's shape and dtype, and this rank's pieces.
+        objects: By key, what is pickled.
+        paths: By key, where it comes in the nested dict that it is part of.
+        groups: Per optimizer and group, the names of the parameters.
+        read: By key, tensors made to read into: 1-D for parts.
+    """
+
+    tensors: dict[str, tuple[torch.Size, torch.dtype, list[_Piece]]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    groups: list[list[list[str]]] = field(default_factory=list)
+    read: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, path: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype, pieces: list[_Piece]) -> None:
+        """Adds a tensor."""
+        self.tensors[_key(path)] = shape, dtype, pieces
+        self.paths[_key(path)] = path
+
+    def add_whole(self, path: tuple[Any, ...], tensor: Tensor) -> None:
+        """Adds a tensor that this rank holds all of."""
+        self.add(path, tensor.shape, tensor.dtype, [_Piece((0,) * tensor.dim(), tensor.detach())])
+
+    def add_object(self, path: tuple[Any, ...], value: Any) -> None:
+        """Adds something that is no tensor."""
+        self.objects[_key(path)] = value
+        self.paths[_key(path)] = path
+
+    def piece(self, index: MetadataIndex) -> _Piece:
+        """The piece at an index."""
+        return next(it for it in self.tensors[index.fqn][2] if torch.Size(it.offsets) == index.offset)
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    return ".".join(str(step) for step in path)
+
+
+def _memory_of(flat: Tensor, start: int, box: Box) -> Tensor:
+    """A box's memory, of the box's shape, in the memory of the run that begins at ``start``."""
+    memory = flat[box.at - start : box.at - start + box.numel].view([box.sizes[dim] for dim in box.order])
+    return memory.permute([box.order.index(dim) for dim in range(len(box.order))])
+
+
+def _portable(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has what a method raises be of a class that the other ranks can unpickle, or they would wait for it for ever."""
+
+    @functools.wraps(method)
+    def raising(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if type(error).__module__ == "builtins":
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return raising
+
+
+class ShardedCheckpoint:
+    """Saves and loads a module and its optimizers, each rank its own parts. All ranks must call the same alike.
+
+    Args:
+        module: The module.
+        collectives: The ranks that take part.
+        sharding: What knows who has which part; None if every rank has everything.
+        prepare: Called with each optimizer first: makes it one that has masters, or is sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        collectives: Collectives,
+        sharding: Sharding | None,
+        prepare: Callable[[Optimizer], object],
+    ) -> None:
+        self._module = module
+        self._collectives = collectives
+        self._sharding = sharding
+        self._prepare = prepare
+        self._names = {
+            id(param): name for name, param in reversed(list(module.named_parameters(remove_duplicate=False)))
+        }
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save(
+        self, path: Path, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None, overwrite: bool
+    ) -> None:
+        """Saves into a directory, which comes into being when everything has been written."""
+        partial = path.with_name(f"{path.name}.partial")
+
+        def contents() -> _Contents:
+            if self._collectives.rank == 0:
+                if path.exists() and not overwrite:
+                    raise FileExistsError(
+                        f"expected nothing at {path}, found something; pass overwrite=True to replace it"
+                    )
+                for left in partial.iterdir() if partial.is_dir() else ():  # of a save that was interrupted
+                    left.unlink()
+            return self._contents_to_save(optimizers, extra)
+
+        self._together(
+            f"saving to {path}",
+            lambda: save(
+                {},
+                storage_writer=FileSystemWriter(partial),
+                planner=_SavePlanner(contents),
+                process_group=self._collectives.group,
+            ),
+        )
+        problem: str | None = None
+        try:
+            if self._collectives.rank == 0:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.exists():
+                    path.unlink()
+                os.replace(partial, path)
+        except OSError as error:
+            problem = str(error)
+        self._raise_together(f"saving to {path}", problem)
+
+    @_portable
+    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> _Contents:
+        contents = _Contents()
+        first = self._collectives.rank == 0
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            path = ("model", name)
+            if not isinstance(value, Tensor):
+                if first:
+                    contents.add_object(path, value)
+            elif self._part(value) is not None:
+                assert self._sharding is not None
+                self._add_part(contents, path, value, self._sharding.param_part(value).detach())
+            elif first or id(value) in self._names:
+                # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
+                contents.add_whole(path, value)
+        for number, optimizer in enumerate(optimizers):
+            self._add_optimizer(contents, number, optimizer, first)
+        if extra is not None and first:
+            contents.add_object(("extra",), dict(extra))
+        contents.groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
+        return contents
+
+    def _add_optimizer(self, contents: _Contents, number: int, optimizer: Optimizer, first: bool) -> None:
+        self._prepare(optimizer)
+        packed = optimizer.state_dict()
+        sharded = packed.pop(SHARD_KEY, None) is not None
+        masters = packed.pop(STATE_DICT_KEY, {})
+        state = dict(packed.pop("state"))
+        for index, param in enumerate(params_of(optimizer)):
+            name = self._names[id(param)]
+            part = self._part(param) if sharded else None
+            for key, value in state.pop(index, {}).items():
+                path = ("optimizers", number, "state", name, key)
+                if not isinstance(value, Tensor):
+                    contents.add_object(path, value)
+                elif part is not None and key != "step" and value.shape == (part[1] - part[0],):
+                    self._add_part(contents, path, param, value)
+                else:
+                    contents.add_whole(path, value)
+            if index in masters:
+                of_master = ("optimizers", number, STATE_DICT_KEY, name)
+                if part is not None:
+                    self._add_part(contents, of_master, param, masters[index])
+                else:
+                    contents.add_whole(of_master, masters[index])
+        if first:
+            groups = [
+                {**group, "params": names}
+                for group, names in zip(packed.pop("param_groups"), self._groups(number, optimizer), strict=True)
+            ]
+            contents.add_object(("optimizers", number, "param_groups"), groups)
+            if state or packed:  # of optimizers that keep something of their own
+                contents.add_object(("optimizers", number, "others"), {"state": state, "entries": packed})
+
+    def _add_part(self, contents: _Contents, path: tuple[Any, ...], param: Tensor, flat: Tensor) -> None:
+        contents.add(path, param.shape, flat.dtype, self._pieces(param, flat))
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def load(self, path: Path, optimizers: Sequence[Optimizer], strict: bool) -> dict[str, Any]:
+        """Loads from a directory; gives what the caller had added."""
+        what = f"loading from {path}"
+        self._raise_together(what, None if path.is_dir() else f"expected a directory, found none: {path}")
+        if self._sharding is not None:
+            self._sharding.wait()
+        planner = _LoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict))
+        self._together(
+            what,
+            lambda: load(
+                {}, storage_reader=FileSystemReader(path), planner=planner, process_group=self._collectives.group
+            ),
+        )
+        problem: str | None = None
+        try:
+            self._apply(planner.contents, optimizers)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._raise_together(what, problem)
+        if self._sharding is not None:
+            self._sharding.replaced()
+        return planner.contents.objects.get("extra", {})
+
+    @_portable
+    def _contents_to_load(self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool) -> _Contents:
+        written = (metadata.planner_data or {}).get(_FORMAT) if isinstance(metadata.planner_data, dict) else None
+        if written is None:
+            raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
+        contents = _Contents()
+        saved = metadata.state_dict_metadata
+        paths = {key: path for key, path in metadata.planner_data.items() if key != _FORMAT}
+        self._want_module(contents, {key: saved[key] for key, path in paths.items() if path[0] == "model"}, strict)
+        if "extra" in saved:
+            contents.add_object(("extra",), None)
+        if not optimizers:
+            return contents
+        if len(written["groups"]) != len(optimizers):
+            raise ValueError(
+                f"expected as many optimizers as the checkpoint has, {len(written['groups'])}, found "
+                f"{len(optimizers)}; pass none to load the module alone"
+            )
+        for number, optimizer in enumerate(optimizers):
+            _require_same_groups(number, written["groups"][number], self._groups(number, optimizer))
+            mine = {key: path for key, path in paths.items() if path[:2] == ("optimizers", number)}
+            self._want_optimizer(contents, number, optimizer, {path: saved[key] for key, path in mine.items()})
+        return contents
+
+    def _want_module(self, contents: _Contents, saved: Mapping[str, Any], strict: bool) -> None:
+        present = self._module.state_dict(keep_vars=True)
+        missing = [name for name in present if f"model.{name}" not in saved]
+        unknown = sorted(key.removeprefix("model.") for key in saved.keys() - {f"model.{name}" for name in present})
+        if strict and (missing or unknown):
+            raise ValueError(
+                "expected the checkpoint of a module with the same names, found "
+                + " and ".join(
+                    f"{what} {', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+                    for what, names in (("without", missing), ("with unknown", unknown))
+                    if names
+                )
+            )
+        wanted: set[int] = set()
+        for name, value in present.items():
+            stored = saved.get(f"model.{name}")
+            if stored is None or id(value) in wanted:
+                continue
+            if not isinstance(value, Tensor):
+                contents.add_object(("model", name), None)
+                continue
+            wanted.add(id(value))  # tied parameters are saved under each name
+            _require_shape(stored, value, f"{name!r}")
+            if self._part(value) is not None:
+                assert self._sharding is not None
+                self._add_part(contents, ("model", name), value, self._sharding.param_part(value).detach())
+            else:
+                contents.add_whole(("model", name), value)
+
+    def _want_optimizer(
+        self, contents: _Contents, number: int, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]
+    ) -> None:
+        prepared = self._prepare(optimizer)
+        sharded = prepared is not None and self._sharding is not None
+        by_name = {self._names[id(param)]: param for param in params_of(optimizer)}
+        for path, stored in saved.items():
+            if path[2] not in ("state", STATE_DICT_KEY):
+                contents.add_object(path, None)
+                continue
+            param = by_name[str(path[3])]
+            part = self._part(param) if sharded else None
+            if part is not None and part[0] == part[1]:
+                continue  # what a rank has no part of it has no state of
+            if not isinstance(stored, TensorStorageMetadata):
+                contents.add_object(path, None)
+                continue
+            if path[2] == STATE_DICT_KEY:
+                _require_shape(stored, param, f"the master parameter of {path[3]!r}")
+                per_element = True
+            else:
+                per_element = path[4] != "step" and stored.size == param.shape
+            dtype = stored.properties.dtype
+            if part is not None and (per_element or self._must_be_per_element(param, str(path[4]), stored)):
+                flat = contents.read[_key(path)] = torch.empty(part[1] - part[0], dtype=dtype, device=param.device)
+                self._add_part(contents, path, param, flat)
+                continue
+            if per_element:
+                whole = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            else:
+                whole = torch.empty(stored.size, dtype=dtype)
+            contents.read[_key(path)] = whole
+            contents.add_whole(path, whole)
+
+    def _must_be_per_element(self, param: Tensor, key: str, stored: TensorStorageMetadata) -> bool:
+        found = self._sharding.find(param) if self._sharding is not None else None
+        assert found is not None
+        return is_per_element(key, torch.empty(stored.size, device="meta"), found[0])
+
+    def _apply(self, contents: _Contents, optimizers: Sequence[Optimizer]) -> None:
+        """What has been read into tensors of its own gets to where it belongs."""
+        for number, optimizer in enumerate(optimizers):
+            described = optimizer.state_dict().get(SHARD_KEY)
+            index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
+            state: dict[Any, dict[str, Any]] = {}
+            masters: dict[int, Tensor] = {}
+            for key, path in contents.paths.items():
+                if path[:2] != ("optimizers", number) or path[2] not in ("state", STATE_DICT_KEY):
+                    continue
+                index = index_of[str(path[3])]
+                value = contents.read[key] if key in contents.read else contents.objects[key]
+                if path[2] == STATE_DICT_KEY:
+                    masters[index] = value
+                else:
+                    state.setdefault(index, {})[path[4]] = value
+            groups = contents.objects[f"optimizers.{number}.param_groups"]
+            others = contents.objects.get(f"optimizers.{number}.others", {"state": {}, "entries": {}})
+            loaded: dict[str, Any] = {
+                **others["entries"],
+                "state": {**dict(sorted(state.items())), **others["state"]},
+                "param_groups": [
+                    {**group, "params": [index_of[name] for name in names]}
+                    for group, names in zip(groups, self._groups(number, optimizer), strict=True)
+                ],
+            }
+            if described is not None:
+                loaded[SHARD_KEY] = described
+            if masters:
+                loaded[STATE_DICT_KEY] = masters
+            optimizer.load_state_dict(loaded)
+        objects = {
+            str(path[1]): contents.objects[key]
+            for key, path in contents.paths.items()
+            if path[0] == "model" and key in contents.objects
+        }
+        if objects:  # extra state, which modules take in themselves
+            self._module.load_state_dict(objects, strict=False)
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _part(self, param: Tensor) -> tuple[int, int] | None:
+        """From where to where this rank's part of a parameter goes; None if the parameter is not sharded."""
+        found = self._sharding.find(param) if self._sharding is not None else None
+        return None if found is None else (found[1].start, found[1].stop)
+
+    def _pieces(self, param: Tensor, flat: Tensor) -> list[_Piece]:
+        assert self._sharding is not None
+        found = self._sharding.find(param)
+        assert found is not None
+        spec, part = found
+        if spec.numel == 0:  # of which every rank has all; readers want to see it
+            return [_Piece((0,) * len(spec.shape), flat.new_empty(spec.shape))]
+        boxes = boxes_of(spec.shape, spec.strides, part.start, part.stop)
+        return [_Piece(box.offsets, _memory_of(flat, part.start, box)) for box in boxes]
+
+    def _groups(self, number: int, optimizer: Optimizer) -> list[list[str]]:
+        """The names of each group's parameters."""
+        groups: list[list[str]] = []
+        for at, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in self._names:
+                    raise ValueError(
+                        f"expected optimizer {number} to hold parameters of the module, which are saved by name; found "
+                        f"another one of shape {tuple(param.shape)} in its group {at}"
+                    )
+            groups.append([self._names[id(param)] for param in group["params"]])
+        return groups
+
+    # -- together ------------------------------------------------------------------------------------
+
+    def _together(self, what: str, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except CheckpointException as error:  # on every rank, whoever has failed
+            failures = [(rank, failure[0]) for rank, failure in sorted(error.failures.items())]
+            kind = type(failures[0][1]) if failures else RuntimeError
+            if kind not in (ValueError, TypeError, FileExistsError):
+                kind = RuntimeError
+            first = failures[0][1] if failures else error
+            ranks = ", ".join(str(rank) for rank, _ in failures)
+            raise kind(f"{what} failed on rank {ranks}: {first}") from first
+
+    def _raise_together(self, what: str, problem: str | None) -> None:
+        found = self._collectives.exchange_objects(problem)
+        failed = [rank for rank, it in enumerate(found) if it is not None]
+        if failed:
+            raise RuntimeError(f"{what} failed on rank {', '.join(map(str, failed))}: {found[failed[0]]}")
+
+
+def _require_shape(stored: Any, value: Tensor, what: str) -> None:
+    size = stored.size if isinstance(stored, TensorStorageMetadata) else None
+    if size != value.shape:
+        found = "no tensor" if size is None else f"shape {tuple(size)}"
+        raise ValueError(f"expected {what} to have shape {tuple(value.shape)} in the checkpoint, found {found}")
+
+
+def _require_same_groups(number: int, saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
+    if len(saved) != len(mine):
+        raise ValueError(
+            f"expected the checkpoint of an optimizer with {len(mine)} parameter groups, as optimizer {number} has, "
+            f"found {len(saved)}"
+        )
+    for at, (theirs, ours) in enumerate(zip(saved, mine, strict=True)):
+        missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+        if missing or unknown:
+            name, where = (missing[0], "the optimizer") if missing else (unknown[0], "the checkpoint")
+            raise ValueError(
+                f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, found "
+                f"{name!r} in {where} only"
+            )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Offers a rank's pieces. What several ranks offer is written by the one that has least to write."""
+
+    def __init__(self, contents: Callable[[], _Contents]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._make = contents
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._contents = self._make()
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for key, (shape, dtype, pieces) in self._contents.tensors.items():
+            for piece in pieces:
+                data = TensorWriteData(piece.chunk, TensorProperties(dtype=dtype), shape)
+                items.append(WriteItem(MetadataIndex(key, piece.offsets), WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._contents.objects]
+        self.plan = SavePlan(items, planner_data=(self._contents.paths, self._contents.groups))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        # By key the path, as torch's own planner has it, for tools that put the nested dict together again.
+        planner_data: dict[str, Any] = {}
+        for plan in all_plans:
+            planner_data.update(plan.planner_data[0])
+        planner_data[_FORMAT] = {"version": 1, "groups": all_plans[0].planner_data[1]}
+        self.metadata = replace(metadata, planner_data=planner_data)
+        return [replace(plan, planner_data=None) for plan in plans], self.metadata
+
+    @_portable
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._contents.objects[write_item.index.fqn], stream)
+            return stream
+        return self._contents.piece(write_item.index).memory
+
+
+class _LoadPlanner(LoadPlanner):
+    """Has read what overlaps with a rank's pieces, into their memory."""
+
+    def __init__(self, contents: Callable[[Metadata], _Contents]) -> None:
+        self._make = contents
+        self.contents = _Contents()
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._metadata = metadata
+        self.contents = self._make(metadata)
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        nothing = torch.Size([])
+        for key, (_, _, pieces) in self.contents.tensors.items():
+            stored = self._metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            for piece in pieces:
+                for number, chunk in enumerate(stored.chunks):
+                    common = overlap((piece.offsets, piece.memory.shape), (chunk.offsets, chunk.sizes))
+                    if common is not None:
+                        items.append(
+                            ReadItem(
+                                LoadItemType.TENSOR,
+                                MetadataIndex(key, piece.offsets),
+                                torch.Size(common.in_first),
+                                MetadataIndex(key, chunk.offsets, number),
+                                torch.Size(common.in_second),
+                                torch.Size(common.sizes),
+                            )
+                        )
+        for key in self.contents.objects:
+            index = MetadataIndex(key)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    @_portable
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
+        key = read_item.dest_index.fqn
+        self.contents.objects[key] = torch.load(value, map_location="cpu", weights_only=False)
+
+    @torch.no_grad()
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        memory = self.contents.piece(read_item.dest_index).memory
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            memory = memory.narrow(dim, offset, length)
+        return memory
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
