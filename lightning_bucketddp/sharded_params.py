@@ -337,8 +337,8 @@ def _converted(state: Mapping[str, Any], spec: ParamSpec, convert: Callable[[Ten
     for key, value in state.items():
         if isinstance(value, Tensor) and is_per_element(key, value, spec):
             converted[key] = convert(value)
-        else:
-            converted[key] = value
+        else:  # a copy: steps must not change the caller's tensors
+            converted[key] = value.clone() if isinstance(value, Tensor) else value
     return converted
 
 
