@@ -141,7 +141,7 @@ class ShardedParams(SteppedParams):
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         for param in params_of(optimizer):
-            self.shard_state(optimizer, param)
+            self.take_in(optimizer, param)
         _attached[optimizer] = self
 
     def master(self, param: Tensor) -> Tensor | None:
@@ -153,7 +153,8 @@ class ShardedParams(SteppedParams):
         """Sets or forgets the master of this rank's part of a parameter."""
         self._masters.pop(param, None)
         if values is not None:
-            self._masters[param] = _Master(nn.Parameter(values), version_of(param))
+            # Without a version: the parameter may have been changed since the master was made.
+            self._masters[param] = _Master(nn.Parameter(values), param_version=None)
 
     def forget_memory(self) -> None:
         """The parameters have moved to other memory, or this rank's parts are others."""
@@ -242,24 +243,21 @@ class ShardedParams(SteppedParams):
 
     # -- state dicts ---------------------------------------------------------------------------------
 
-    def shard_state(self, optimizer: Optimizer, param: Tensor) -> None:
-        """State and master that are the whole parameter's become those of this rank's part."""
+    def take_in(self, optimizer: Optimizer, param: Tensor) -> None:
+        """Has a parameter sharded: state and master of the whole become those of this rank's part."""
         found = self._shards.find(param)
         if found is None:
             return
         spec, part = found
-        master = self.master(param)
+        state, master = optimizer.state.pop(param, None), self.master(param)
+        self.set_master(param, None)
+        if part.empty:
+            return
+        if state is not None:
+            optimizer.state[param] = part_of_state(state, spec, part)
         if master is not None:
             _require_shape(master, spec, "a master parameter")
-            self.set_master(
-                param, None if part.empty else in_memory_order(master, spec)[part.start : part.stop].clone()
-            )
-        if param not in optimizer.state:
-            return
-        if part.empty:
-            del optimizer.state[param]
-            return
-        optimizer.state[param] = part_of_state(optimizer.state[param], spec, part)
+            self.set_master(param, in_memory_order(master, spec)[part.start : part.stop].clone())
 
     def _described(self, optimizer: Optimizer) -> dict[int, tuple[int, int]]:
         found = {index: self._shards.find(param) for index, param in enumerate(params_of(optimizer))}

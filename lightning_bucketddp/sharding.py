@@ -181,7 +181,7 @@ class Sharding:
             sharded.forget_memory()
             for param in params_of(optimizer):
                 if id(param) not in known:  # unfrozen, perhaps after its state was loaded
-                    sharded.shard_state(optimizer, param)
+                    sharded.take_in(optimizer, param)
 
     def _before_layout(self, layout: Layout) -> None:
         """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""

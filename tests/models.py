@@ -282,7 +282,7 @@ class Blocks(nn.Module):
 
 
 class AllKinds(nn.Module):
-    """Parameters of every kind: channels-last, bf16, tied, of no dimension, of no element, idle, frozen.
+    """Parameters of every kind: channels-last, bf16, tied, of no dimension, of no element, idle, two frozen ones.
 
     Args:
         low: Whether some are bf16.
@@ -301,10 +301,11 @@ class AllKinds(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.idle = nn.Parameter(torch.ones(13))
         self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+        self.later = nn.Parameter(torch.ones(7), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x.view(-1, 2, 2, 2)))
-        x = torch.tanh(self.low(x.mean((2, 3)).to(self.low.weight.dtype)).float())
+        x = torch.tanh(self.low(x.mean((2, 3)).to(self.low.weight.dtype)).float()) * self.later
         return (
             (self.first(x) * self.scale + torch.tanh(self.last(x)) * self.one) @ torch.full((11, 3), 0.1) @ self.frozen
         )

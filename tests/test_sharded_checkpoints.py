@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from lightning_bucketddp import BucketDDP
 from tests.models import AllKinds
 from tests.reference import largest_difference_between_ranks
+from tests.test_planned_buckets import one_per_piece, with_plan
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0003  # MiB: several buckets
@@ -31,14 +32,16 @@ LOW = {"low.*": torch.float32}
 class Training:
     """A module, an optimizer with two groups and a scheduler; every rank gets the same batches."""
 
-    def __init__(self, optimizer: str, seed: int, low: bool = True, **options: Any) -> None:
+    def __init__(self, optimizer: str, seed: int, low: bool = True, frozen: str = "", **options: Any) -> None:
         torch.manual_seed(seed)
         self.module: nn.Module = AllKinds(low)
+        for name, param in self.module.named_parameters():
+            param.requires_grad_(param.requires_grad and not (frozen and name.startswith(frozen)))
         self.ours: BucketDDP | None = None
         if options:
             grad_dtype = LOW if low else None
-            self.ours = BucketDDP(self.module, bucket_cap_mb=TINY, grad_dtype=grad_dtype, **options)
-        params = list(self.module.parameters())
+            self.ours = BucketDDP(self.module, grad_dtype=grad_dtype, **{"bucket_cap_mb": TINY, **options})
+        params = [param for name, param in self.module.named_parameters() if name != "later"]
         self.optimizer = OPTIMIZERS[optimizer]([{"params": params[::2]}, {"params": params[1::2], "lr": 0.004}])
         self.scheduler: LRScheduler = StepLR(self.optimizer, 2, 0.5)
 
@@ -154,3 +157,81 @@ def test_training_goes_on_at_any_world_size(run_ranks: RunRanks, tmp_path: Path,
     expected = run_ranks(3, save, str(tmp_path), optimizer, True, True)[0]
     for world_size in (3, 2, 1):
         run_ranks(world_size, load, str(tmp_path), optimizer, True, expected)
+
+
+def to_and_from_plain(folder: str, optimizer: str) -> dict[str, Tensor] | None:
+    """One process without a wrapper: loads what was saved, goes on, and saves what it has trained itself."""
+    plain = Training(optimizer, 1, low=False)
+    plain.load(torch.load(f"{folder}/whole.pt"))
+    plain.run(SAVED, LAST)
+    first = plain.end()
+    plain = Training(optimizer, 0, low=False)
+    plain.run(0, SAVED)
+    torch.save(plain.saved(), f"{folder}/plain.pt")
+    return first
+
+
+def load_plain(folder: str, optimizer: str, prepared: bool) -> dict[str, Tensor]:
+    training = Training(optimizer, 1, low=False, shard_optimizer=True)
+    whole = torch.load(f"{folder}/plain.pt")
+    if prepared:
+        training.load(whole)
+    else:  # as somebody would who does not know of shards
+        training.module.load_state_dict(whole["model"])
+        training.optimizer.load_state_dict(whole["optimizer"])
+        training.scheduler.load_state_dict(whole["scheduler"])
+    training.run(SAVED, LAST)
+    return training.end()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad"])
+def test_plain_optimizers_load_what_a_sharded_one_saved_and_back(
+    run_ranks: RunRanks, tmp_path: Path, optimizer: str
+) -> None:
+    expected = run_ranks(3, save, str(tmp_path), optimizer, False, True)[0]
+    assert_close(to_and_from_plain(str(tmp_path), optimizer), expected)
+    for prepared in (True, False):
+        assert_close(run_ranks(3, load_plain, str(tmp_path), optimizer, prepared)[0], expected)
+
+
+def change_what_is_trained(optimizer: str, shard: bool, planned: bool, last: int) -> tuple[dict[str, Tensor], int]:
+    """Loads, unfreezes and adds a group in between; the values and how many layouts there were."""
+    training = Training(optimizer, 0, shard_optimizer=shard)
+    assert training.ours is not None
+    training.run(0, 2)
+    state = training.ours.optimizer_state_dict(training.optimizer, every_rank=True)
+    assert state is not None
+    values = training.end()
+
+    if planned:
+        with_plan(one_per_piece, 1.0, 1.1)  # tried and given up
+    cap = "auto" if planned else TINY
+    training = Training(optimizer, 1, frozen="low", shard_optimizer=shard, bucket_cap_mb=cap)  # has state, and masters
+    ours, module = training.ours, training.module
+    assert ours is not None
+    assert isinstance(module, AllKinds)
+    ours.load_state_dict(values)
+    ours.load_optimizer_state_dict(training.optimizer, state)
+    layouts = [ours.layout]
+    for step in range(2, last):
+        if step == 4:
+            module.frozen.requires_grad_(True)
+            module.low.requires_grad_(True)
+        if step == 6:
+            training.optimizer.add_param_group({"params": [module.later], "lr": 0.01})
+            module.later.requires_grad_(True)
+        training.run(step, step + 1)
+        if ours.layout != layouts[-1]:
+            layouts.append(ours.layout)
+    assert (ours.bucket_plan is not None) == planned
+    return training.end(), len(layouts)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_state_moves_with_its_parameters(run_ranks: RunRanks, optimizer: str, planned: bool) -> None:
+    last = 24 if planned else 9
+    expected, _ = run_ranks(3, change_what_is_trained, optimizer, False, False, last)[0]
+    found, layouts = run_ranks(3, change_what_is_trained, optimizer, True, planned, last, fresh=planned)[0]
+    assert layouts > (5 if planned else 3)
+    assert_close(found, expected)
