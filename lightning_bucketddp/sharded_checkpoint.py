@@ -182,15 +182,17 @@ class ShardedCheckpoint:
                     left.unlink()
             return self._contents_to_save(optimizers, extra)
 
-        self._together(
-            f"saving to {path}",
-            lambda: save(
-                {},
-                storage_writer=FileSystemWriter(partial),
-                planner=_SavePlanner(contents),
-                process_group=self._collectives.group,
-            ),
-        )
+        what = f"saving to {path}"
+        writer = FileSystemWriter(partial)
+        group = self._collectives.group
+        try:
+            self._together(
+                what, lambda: save({}, storage_writer=writer, planner=_SavePlanner(contents), process_group=group)
+            )
+        except BaseException:
+            if self._collectives.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         problem: str | None = None
         try:
             if self._collectives.rank == 0:
@@ -201,11 +203,12 @@ class ShardedCheckpoint:
                 os.replace(partial, path)
         except OSError as error:
             problem = str(error)
-        self._raise_together(f"saving to {path}", problem)
+        self._raise_together(what, problem)
 
     @_portable
     def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> _Contents:
         contents = _Contents()
+        contents.groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
         first = self._collectives.rank == 0
         for name, value in self._module.state_dict(keep_vars=True).items():
             path = ("model", name)
@@ -222,7 +225,6 @@ class ShardedCheckpoint:
             self._add_optimizer(contents, number, optimizer, first)
         if extra is not None and first:
             contents.add_object(("extra",), dict(extra))
-        contents.groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
         return contents
 
     def _add_optimizer(self, contents: _Contents, number: int, optimizer: Optimizer, first: bool) -> None:
@@ -251,7 +253,7 @@ class ShardedCheckpoint:
         if first:
             groups = [
                 {**group, "params": names}
-                for group, names in zip(packed.pop("param_groups"), self._groups(number, optimizer), strict=True)
+                for group, names in zip(packed.pop("param_groups"), contents.groups[number], strict=True)
             ]
             contents.add_object(("optimizers", number, "param_groups"), groups)
             if state or packed:  # of optimizers that keep something of their own

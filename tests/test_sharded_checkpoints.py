@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
+import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
 from tests.models import AllKinds
 from tests.reference import largest_difference_between_ranks
@@ -235,3 +237,180 @@ def test_state_moves_with_its_parameters(run_ranks: RunRanks, optimizer: str, pl
     found, layouts = run_ranks(3, change_what_is_trained, optimizer, True, planned, last, fresh=planned)[0]
     assert layouts > (5 if planned else 3)
     assert_close(found, expected)
+
+
+class Wide(nn.Module):
+    """One layer, large enough for its values to outweigh what files say of them."""
+
+    def __init__(self, width: int = 800) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 128)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 7}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def one_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module(torch.ones(2, 800)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_wide(folder: str) -> tuple[int, list[dict[str, Any]]]:
+    module = Wide()
+    ours = BucketDDP(module, shard_optimizer=True)
+    optimizers = [torch.optim.AdamW([module.layer.weight]), torch.optim.SGD([module.layer.bias], lr=0.1)]
+    module.mean.fill_(dist.get_rank() + 1.0)
+    for optimizer in optimizers:
+        one_step(ours, optimizer)
+    ours.save_sharded(f"{folder}/parts", optimizers, extra={"rank": dist.get_rank()})
+    with pytest.raises(FileExistsError, match=r"expected nothing at .*/parts, found something"):
+        ours.save_sharded(f"{folder}/parts", optimizers)
+    left = Path(f"{folder}/parts.partial/__9_0.distcp")  # of a save that was interrupted, with more ranks
+    if dist.get_rank() == 0:
+        left.parent.mkdir(exist_ok=True)
+        left.touch()
+    ours.save_sharded(f"{folder}/parts", optimizers, extra={"rank": dist.get_rank()}, overwrite=True)
+    states = [ours.optimizer_state_dict(optimizer, every_rank=True) for optimizer in optimizers]
+    ours.close()
+    with pytest.raises(RuntimeError, match="save before close"):
+        ours.save_sharded(f"{folder}/late", optimizers)
+    return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor)), states
+
+
+def test_each_rank_writes_its_share_in_a_format_that_torch_reads(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model_bytes, states = run_ranks(3, save_wide, str(tmp_path))[0]
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["parts"]
+    sizes = {it.name: it.stat().st_size for it in (tmp_path / "parts").iterdir() if it.suffix == ".distcp"}
+    assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    assert max(sizes.values()) < 1.05 * 3 * model_bytes / 3, "more than a third of parameters and two moments"
+    dcp_to_torch_save(tmp_path / "parts", tmp_path / "one.pt")
+    whole = torch.load(tmp_path / "one.pt", weights_only=False)
+    module = Wide()
+    module.load_state_dict(whole["model"])
+    assert module.seen == 7
+    assert torch.equal(module.mean, torch.ones(2)), "module buffers are rank 0's"
+    assert whole["extra"] == {"rank": 0}
+    for saved, state, name in zip(whole["optimizers"], states, ["layer.weight", "layer.bias"], strict=True):
+        assert saved["param_groups"][0]["params"] == [name]
+        assert_equal(saved["state"].get(name, {}), state["state"].get(0, {}))
+
+
+class Odd(Exception):
+    """One that cannot be unpickled."""
+
+    def __init__(self, *, why: str) -> None:
+        super().__init__(why)
+
+
+class RaisingOnce(torch.optim.SGD):
+    """Cannot tell its state on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise Odd(why="no state today")
+        return super().state_dict()
+
+
+def refused(folder: str) -> list[str]:
+    """What is said of checkpoints that do not fit."""
+    found: list[str] = []
+
+    def note(kind: type[Exception], call: Callable[[], object]) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        found.append(str(caught.value))
+
+    def try_load(kind: type[Exception], change: Callable[[Wide], object], number: int = 2, path: str = "parts") -> None:
+        module = Wide()
+        module.layer.bias.requires_grad_(number != 0)
+        change(module)
+        before = copy.deepcopy(module.state_dict())
+        ours = BucketDDP(module, shard_optimizer=True)
+        groups = [[param for name, param in module.named_parameters() if name.endswith("weight")], [module.layer.bias]]
+        optimizers = [torch.optim.AdamW(groups[0]), torch.optim.SGD(groups[1], lr=0.1), torch.optim.SGD(groups[1])]
+        note(kind, lambda: ours.load_sharded(f"{folder}/{path}", optimizers[:number]))
+        assert_equal(module.state_dict(), before)
+        one_step(ours, optimizers[0])
+        ours.close()
+
+    try_load(ValueError, lambda module: module.register_buffer("other", torch.zeros(1)))
+    try_load(ValueError, lambda module: module.__delattr__("mean"))
+    try_load(ValueError, lambda module: module.register_buffer("mean", torch.zeros(4)))
+    try_load(ValueError, lambda module: None, number=1)
+    try_load(ValueError, lambda module: module.layer.register_parameter("bias", module.layer.bias), number=3)
+    try_load(RuntimeError, lambda module: None, path="nothing")
+
+    module = Wide()
+    ours = BucketDDP(module, shard_optimizer=True)
+    swapped = [torch.optim.SGD([module.layer.bias], lr=0.1), torch.optim.AdamW([module.layer.weight])]
+    note(ValueError, lambda: ours.load_sharded(f"{folder}/parts", swapped))
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(5))], lr=0.1)
+    note(ValueError, lambda: ours.save_sharded(f"{folder}/new", [stranger]))
+    raising = RaisingOnce([module.layer.weight], lr=0.1)
+    lightning_bucketddp.declare_element_wise(RaisingOnce)
+    note(RuntimeError, lambda: ours.save_sharded(f"{folder}/new", [raising]))
+    note(RuntimeError, lambda: ours.save_sharded(f"{folder}/new", extra={"cannot be pickled": lambda: None}))
+    if dist.get_rank() == 1:
+        Path(f"{folder}/parts/__2_0.distcp").unlink()
+    dist.barrier()
+    note(RuntimeError, lambda: ours.load_sharded(f"{folder}/parts"))
+    ours.close()
+    return found
+
+
+def test_what_does_not_fit_is_refused_by_every_rank(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(3, save_wide, str(tmp_path))
+    first, second = run_ranks(2, refused, str(tmp_path))
+    assert first == second
+    for said, expected in zip(
+        first,
+        [
+            "with the same names, found without 'other'",
+            "with the same names, found with unknown 'mean'",
+            "expected 'mean' to have shape (4,) in the checkpoint, found shape (2,)",
+            "expected as many optimizers as the checkpoint has, 2, found 1",
+            "expected as many optimizers as the checkpoint has, 2, found 3",
+            "expected a directory, found none",
+            "expected group 0 of optimizer 0 to hold the parameters with which it was saved, found 'layer.bias' in",
+            "expected optimizer 0 to hold parameters of the module, which are saved by name; found another one",
+            "failed on rank 1: Odd: no state today",
+            "failed on rank 0: ",
+            "__2_0.distcp",
+        ],
+        strict=True,
+    ):
+        assert expected in said
+    assert not (tmp_path / "new").exists()
+
+
+def local_state_dicts(folder: str) -> None:
+    """What ``optimizer.state_dict()`` and ``load_state_dict()`` of a sharded optimizer do by themselves."""
+    training = Training("adamw", 0, shard_optimizer=True)
+    training.run(0, 2)
+    rank = dist.get_rank()
+    if rank == 0:
+        assert "bucketddp_shard" in training.optimizer.state_dict()  # alone, and does not wait
+    torch.save(training.optimizer.state_dict(), f"{folder}/{rank}.pt")
+    values = training.values()
+    training.run(2, 4)
+    mine = torch.load(f"{folder}/{rank}.pt")
+    training.optimizer.load_state_dict(copy.deepcopy(mine))
+    assert_equal(training.optimizer.state_dict(), mine)
+    training.module.load_state_dict(values)
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"found one of another shard; save what BucketDDP.optimizer_state_dict"):
+        training.optimizer.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt"))
+    training.run(2, 4)
+    training.end()
+
+
+def test_a_rank_s_own_state_dict_is_its_own(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, local_state_dicts, str(tmp_path))
