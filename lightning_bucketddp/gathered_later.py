@@ -88,16 +88,6 @@ class GatheredLater(nn.Parameter):
         kind = next(it for it in cls.__mro__ if issubclass(it, nn.Parameter) and not issubclass(it, GatheredLater))
         return kind(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of what has arrived."""
-        _waits[id(self)]()
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """What has arrived, for a pickle."""
-        _waits[id(self)]()
-        return self.__reduce_ex__(protocol)
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
