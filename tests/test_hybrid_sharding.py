@@ -1,6 +1,7 @@
 """``shard_group_size``: shards inside groups of ranks, and copies of them across."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,9 @@ def as_one_process(size: int, options: dict[str, Any], tolerance: float) -> list
     ours.load_optimizer_state_dict(sharded, saved)
     assert sum(state["exp_avg"].numel() for state in sharded.state.values()) == held
     ours.close()
+    torch.testing.assert_close(ours.optimizer_state_dict(sharded, every_rank=True), saved)  # for a checkpoint afterwards
+    del ours
+    gc.collect()
     assert len(dist.distributed_c10d._world.pg_map) == groups_before
     return [held, sum(param.numel() for param in plain.parameters())]
 
