@@ -442,7 +442,8 @@ def fit_like_unsharded(build: Callable[[], pl.LightningModule], options: dict[st
         callbacks = [make() for make in options.get("callbacks", [])]
         model = build()
         runs = trainer(strategy, **{"max_epochs": 3, **options, "callbacks": callbacks})
-        runs.fit(model, data() if not isinstance(model, Tuned) else None, data() if options.get("validates") else None)
+        loaders = [] if isinstance(model, Tuned) else [data(), data()] if isinstance(model, Evaluated) else [data()]
+        runs.fit(model, *loaders)
         models.append(model)
     close_to(models[1], models[0])
     torch.testing.assert_close(*(getattr(model, "found", []) for model in models))
@@ -454,7 +455,7 @@ def fit_like_unsharded(build: Callable[[], pl.LightningModule], options: dict[st
     [
         (Gan, {}),
         (partial(Gan, compiled=True), {}),
-        (Evaluated, {"validates": True, "val_check_interval": 2}),
+        (Evaluated, {"val_check_interval": 2}),
         (Tuned, {"callbacks": [Backbone]}),
         (Tuned, {"callbacks": [Relay]}),
     ],
@@ -466,21 +467,24 @@ def test_trains_as_without_shards(run_ranks: RunRanks, build: Any, options: dict
 
 def interrupted(folder: str) -> tuple[str, list[str]]:
     """What a failing run says, and what is in the checkpoint that a callback saves then."""
-    model, file = Quiet(optimizer="adamw"), f"{folder}/failed.ckpt"
+    file = f"{folder}/failed.ckpt"
 
-    class Fail(pl.Callback):
-        def on_train_batch_end(self, runs: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3 and runs.global_rank == 0:
+    class Fails(Quiet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3 and self.global_rank == 0:
                 raise ArithmeticError("no batch today")
+            return super().training_step(batch, batch_idx)
 
+    class Save(pl.Callback):
         def on_exception(self, runs: pl.Trainer, module: Any, exception: BaseException) -> None:
             if runs.global_rank == 0:
                 runs.save_checkpoint(file)
 
-    runs = trainer(sharded(), callbacks=[Fail()])
-    with pytest.raises((ArithmeticError, PeerFailureError)) as caught, warnings.catch_warnings(record=True) as said:
+    runs = trainer(sharded(), callbacks=[Save()])
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        runs.fit(model, data())
+        with pytest.raises((ArithmeticError, PeerFailureError)) as caught:
+            runs.fit(Fails(optimizer="adamw"), data())
     told = [str(warning.message) for warning in said if "while an exception is handled" in str(warning.message)]
     return caught.type.__name__, told
 
