@@ -180,6 +180,7 @@ OPTIONS = {
     "max_abs_grad": (".inf", float("inf")),
     "sparse_parameters": ("[net.weight]", ["net.weight"]),
     "find_unused_parameters": ("true", True),
+    "shard_optimizer": ("true", True),
 }
 
 
@@ -194,6 +195,7 @@ def assert_options(strategy: Any) -> None:
 def test_the_registered_name_is_known() -> None:
     assert type(cli("--trainer.strategy=bucketddp").trainer.strategy) is BucketDDPStrategy
     assert cli("--trainer.strategy=bucketddp_spawn").trainer.strategy._start_method == "spawn"
+    assert cli("--trainer.strategy=bucketddp_sharded").trainer.strategy._wrapper_options["shard_optimizer"]
 
 
 def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:

@@ -419,6 +419,7 @@ def test_names_are_registered_with_fabric(name: str) -> None:
     assert name in STRATEGY_REGISTRY.available_strategies()
     assert strategy._start_method == REGISTERED[name]["start_method"]
     assert strategy._wrapper_options["find_unused_parameters"] is ("_true" in name)
+    assert strategy._wrapper_options["shard_optimizer"] is ("_sharded" in name)
 
 
 def test_private_api_of_fabric_is_still_there() -> None:
@@ -427,6 +428,7 @@ def test_private_api_of_fabric_is_still_there() -> None:
     assert not is_overridden("backward", strategy, parent=Strategy), "Fabric would refuse plain loss.backward()"
     assert BucketDDPFabricStrategy.backward is not Strategy.backward
     assert not isinstance(strategy._backward_sync_control, DistributedDataParallel)
+    assert "_convert_stateful_objects_in_state" in vars(Strategy)
 
 
 # -- failures, which end the pool's processes: last --------------------------------------------------

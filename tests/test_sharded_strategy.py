@@ -1,7 +1,9 @@
 """``bucketddp_sharded``: what holds without ``shard_optimizer`` in a Trainer and in Fabric holds with it."""
 
+import copy
 import importlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
-from tests import lightning_models
+from lightning_bucketddp.spare_memory import without_spare_memory
+from tests import lightning_models, test_fabric
 from tests.lightning_models import Citizen, Regression, close_to, data, trainer
+from tests.models import Mlp
 from tests.reference import largest_difference_between_ranks
 from tests.test_callbacks import ROWS as CALLBACKS
 from tests.test_callbacks import Backbone, Relay, Tuned
@@ -507,3 +511,66 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: 
 def test_fabric_as_without_shards(run_ranks: RunRanks, job: str, tmp_path: Path) -> None:
     args = [str(tmp_path)] if job in ("exchange_checkpoints", "resume_masters") else []
     run_ranks(2, with_shards, "test_fabric", job, *args)
+
+
+def save_with_fabric(folder: str) -> tuple[int, list[str]]:
+    """The size of a filtered file, and the parameters that refusals name."""
+    fabric = test_fabric.start("bucketddp", shard_optimizer=True, bucket_cap_mb=25)
+    torch.manual_seed(5)
+    plain = Mlp(width=150)
+    alone = copy.deepcopy(plain)
+    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters()))
+    fabric.backward(test_fabric.loss_of(model, 0))
+    for rank in range(fabric.world_size):
+        inputs, target = test_fabric.batch(0, rank)
+        (nn.functional.mse_loss(alone(inputs), target) / fabric.world_size).backward()
+    expected = {
+        kind: nn.utils.get_total_norm([p.grad for p in alone.parameters()], kind) for kind in (2.0, float("inf"))
+    }
+    for kind, norm in expected.items():
+        torch.testing.assert_close(fabric.strategy.grad_norm(model, kind), norm)
+        torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0, norm_type=kind), norm)
+    head = alone.head.weight.grad
+    torch.testing.assert_close(fabric.strategy.wrapper_of(model).full_grad(plain.head.weight), head)
+    refused = []
+    for call in (lambda: plain.head.weight.grad.sum(), lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)):
+        with pytest.raises(RuntimeError, match="is sharded: this rank holds its own part only") as caught:
+            call()
+        refused.append(str(caught.value).split("'")[1])
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    only = {"model": lambda key, _: key.startswith("head"), "optimizer": lambda key, _: key == "param_groups"}
+    fabric.save(f"{folder}/part.ckpt", state, filter=only)
+    fabric.barrier()
+    saved = torch.load(f"{folder}/part.ckpt", weights_only=True)
+    torch.testing.assert_close(saved["model"]["head.weight"], plain.head.weight.detach())
+    fabric.strategy.teardown()
+    return Path(f"{folder}/part.ckpt").stat().st_size, refused
+
+
+def test_fabric_saves_parts_and_tells_norms(run_ranks: RunRanks, tmp_path: Path) -> None:
+    size, refused = run_ranks(2, save_with_fabric, str(tmp_path))[0]
+    assert size < 10_000, "of 190,000"
+    assert refused == ["head.weight", "layers.0.weight"]
+
+
+# -- what is saved of flat tensors -------------------------------------------------------------------
+
+
+def test_clones_are_made_only_where_most_of_the_memory_is_not_asked_for() -> None:
+    flat, other = torch.arange(100.0), torch.arange(100.0)
+    state = OrderedDict(weight=flat[:10].view(2, 5), tied=flat[:10].view(2, 5), step=torch.ones(()))
+    state._metadata = {"": {"version": 2}}
+    most = [other[:60], (other[60:95],)]
+    given = {"state_dict": state, "most": most, "name": "x"}
+    found = without_spare_memory(given)
+    assert found is not given
+    assert found["most"] is most, "nobody needs a copy"
+    assert type(found["state_dict"]) is OrderedDict
+    assert found["state_dict"]._metadata == state._metadata
+    assert found["state_dict"]["weight"].untyped_storage().nbytes() == 40
+    assert found["state_dict"]["weight"] is found["state_dict"]["tied"]
+    assert found["state_dict"]["step"] is state["step"]
+    torch.testing.assert_close(found["state_dict"]["weight"], state["weight"])
+    assert state["weight"].untyped_storage().nbytes() == 400, "what was given is as it was"
+    assert without_spare_memory(most) is most

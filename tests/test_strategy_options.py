@@ -62,6 +62,7 @@ def all_options_arrive() -> dict[str, str]:
         max_abs_grad=2.0,
         pad_buckets_to=64,
         wire_dtype="bfloat16",
+        shard_optimizer=True,
     )
     values = dict(wrapper._options.described())
     hooked = wrapped(comm_hook="bf16")
@@ -77,6 +78,7 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
     assert values["grad_dtype"] == "{'0.*': torch.float32}"
     assert values["wire_dtype"] == "torch.bfloat16"
     assert values["gradient_divide_by"] == "3"
+    assert values["shard_optimizer"] == "True"
     assert (values["overlap"], values["init_sync"], values["master_params"]) == ("False", "False", "False")
     assert (values["max_abs_grad"], values["pad_buckets_to"], values["find_unused_parameters"]) == ("2.0", "64", "True")
 
@@ -97,6 +99,7 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "found None; for torch's wrappers"),
         ({"ddp_comm_state": 3}, "expected no state of a communication hook without the hook"),
         ({"model_averaging_period": 4}, "together with a PostLocalSGDState"),
+        ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "sometimes"}, "expected uneven_inputs to be None"),
         ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
     ],
@@ -115,6 +118,8 @@ def test_model_averaging_needs_a_period_and_excludes_masters() -> None:
     averaging(model_averaging_period=2)
     with pytest.raises(ValueError, match="expected model_averaging_period together with"):
         averaging()
+    with pytest.raises(ValueError, match="expected model averaging or shard_optimizer=True, found both"):
+        averaging(model_averaging_period=2, shard_optimizer=True)
     with pytest.raises(ValueError, match="expected model averaging or fp32 master parameters, found both"):
         averaging(model_averaging_period=2, grad_dtype="float32")
 

@@ -511,11 +511,13 @@ def test_checkpoints_are_interchangeable_with_ddp(run_ranks: RunRanks, tmp_path:
 
 
 def test_the_names_are_registered() -> None:
-    names = {"bucketddp": "popen", "bucketddp_spawn": "spawn", "bucketddp_fork": "fork", "bucketddp_notebook": "fork"}
-    for name, start_method in names.items():
-        strategy = StrategyRegistry.get(name)
-        assert isinstance(strategy, BucketDDPStrategy)
-        assert strategy._start_method == start_method
+    methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for name, sharded in (("bucketddp", False), ("bucketddp_sharded", True)):
+        for started, start_method in methods.items():
+            strategy = StrategyRegistry.get(name + started)
+            assert isinstance(strategy, BucketDDPStrategy)
+            assert strategy._start_method == start_method
+            assert strategy._wrapper_options["shard_optimizer"] is sharded
     BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
     runs = pl.Trainer(strategy="bucketddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     assert type(runs.strategy) is BucketDDPStrategy
