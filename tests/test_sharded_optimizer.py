@@ -84,6 +84,30 @@ def parity(model: str, optimizer: str, steps: int, options: dict[str, Any], clip
     return worst
 
 
+def close_after_step() -> tuple[int, float]:
+    """How many buckets were on their way when it was closed, and the difference between ranks."""
+    ours = BucketDDP(seeded(MODELS["mlp"]), shard_optimizer=True, bucket_cap_mb=TINY)
+    optimizer = OPTIMIZERS["adamw"](ours.module.parameters())
+    loss_of(ours, 0, dist.get_rank()).backward()
+    optimizer.step()
+    assert ours._sharding is not None
+    arrivals = list(ours._sharding._arrivals.values())
+    ours.close()
+    assert all(arrival._wait is None for arrival in arrivals), "they were waited for"
+    assert all(type(param) is nn.Parameter for param in ours.module.parameters())
+    state = ours.optimizer_state_dict(optimizer, every_rank=True)
+    assert state is not None
+    shapes = [list(state["state"][index]["exp_avg"].shape) for index in range(len(state["state"]))]
+    assert shapes == [list(param.shape) for param in ours.module.parameters()]
+    return len(arrivals), largest_difference_between_ranks(ours.module)
+
+
+def test_closing_waits_for_parameters_and_leaves_whole_state_to_be_had(run_ranks: RunRanks) -> None:
+    for under_way, difference in run_ranks(3, close_after_step):
+        assert under_way > 1
+        assert difference == 0
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_parity_with_one_process(run_ranks: RunRanks, world_size: int, optimizer: str) -> None:

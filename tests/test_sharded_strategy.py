@@ -507,10 +507,18 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: 
 # -- Fabric ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job", ["train_with_both", "gan_with_both", "exchange_checkpoints", "resume_masters"])
+FABRIC_JOBS: dict[str, Any] = {
+    "train_with_both": {feature: (0.0, 2 if feature == "accumulate" else 6) for feature in test_fabric.FEATURES},
+    "gan_with_both": [(0.0, [4, 8])] * 2,
+    "exchange_checkpoints": None,
+    "resume_masters": ("torch.float32", 0.0),
+}
+
+
+@pytest.mark.parametrize("job", FABRIC_JOBS)
 def test_fabric_as_without_shards(run_ranks: RunRanks, job: str, tmp_path: Path) -> None:
     args = [str(tmp_path)] if job in ("exchange_checkpoints", "resume_masters") else []
-    run_ranks(2, with_shards, "test_fabric", job, *args)
+    assert run_ranks(2, with_shards, "test_fabric", job, *args) == [FABRIC_JOBS[job]] * 2
 
 
 def save_with_fabric(folder: str) -> tuple[int, list[str]]:
