@@ -105,7 +105,7 @@ def test_the_same_weights_as_ddp(run_ranks: RunRanks, net: str, optimizer: str, 
     assert run_ranks(2, with_shards, "test_trainer", "fit_with_both", net, optimizer, options) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategies", [("ours", "ddp"), ("ddp", "ours"), ("ours", "ours")], ids=" to ".join)
+@pytest.mark.parametrize("strategies", [("ours", "ddp"), ("ddp", "ours")], ids=" to ".join)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_resumed_equals_undisturbed(
     run_ranks: RunRanks, name: str, strategies: tuple[str, str], tmp_path: Path
@@ -115,7 +115,9 @@ def test_resumed_equals_undisturbed(
 
 
 @pytest.mark.parametrize(
-    "index", [index for index, row in enumerate(CALLBACKS) if row.name != "pruning"], ids=lambda i: CALLBACKS[i].name
+    "index",
+    [index for index, row in enumerate(CALLBACKS) if "averag" in row.name or row.name in ("best", "early stopping")],
+    ids=lambda index: CALLBACKS[index].name,
 )
 def test_callbacks_as_with_ddp(run_ranks: RunRanks, index: int, tmp_path: Any) -> None:
     assert run_ranks(2, with_shards, "test_callbacks", "both", index, str(tmp_path)) == [0.0, 0.0]
