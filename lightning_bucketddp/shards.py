@@ -77,6 +77,22 @@ def in_shape(flat: Tensor, spec: ParamSpec) -> Tensor:
     return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
 
 
+def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
+    """The memory of ``flat[start:stop]``, with a storage that ends where it does, where torch has such.
+
+    Whoever saves, pickles or copies a view, as one parameter filtered from a state dict, saves all of its storage.
+    """
+    if flat.device.type not in ("cpu", "cuda"):  # where a pointer into memory may not be one
+        return flat[start:stop]
+    size = flat.element_size()
+    try:
+        memory = flat.untyped_storage()[start * size : stop * size]  # shares the memory, and keeps it alive
+    except (RuntimeError, TypeError):  # not documented
+        return flat[start:stop]
+    assert isinstance(memory, torch.UntypedStorage)
+    return flat.new_empty(0).set_(memory, 0, (stop - start,), (1,))
+
+
 class ParamBuffers:
     """The parameters' memory: a flat tensor for each bucket, of the parameters' dtype.
 
@@ -117,7 +133,8 @@ class ParamBuffers:
     @staticmethod
     def _view(layout: Layout, bucket: Bucket, slot: int, flat: Tensor) -> Tensor:
         place = layout.slots[slot]
-        return flat.as_strided(place.spec.shape, place.spec.strides, place.offset - bucket.start)
+        begin = place.offset - bucket.start
+        return with_own_storage(flat, begin, begin + place.spec.numel).as_strided(place.spec.shape, place.spec.strides)
 
     @torch.no_grad()
     def bring_back(self, slot: int, param: nn.Parameter) -> None:

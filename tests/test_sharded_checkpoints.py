@@ -1,6 +1,7 @@
 """Saving and loading of sharded optimizers: whole or in parts, at other world sizes, sharded or not, and by torch."""
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -414,3 +415,36 @@ def local_state_dicts(folder: str) -> None:
 
 def test_a_rank_s_own_state_dict_is_its_own(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(2, local_state_dicts, str(tmp_path))
+
+
+def saved_bytes(value: Any) -> int:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return len(stream.getvalue())
+
+
+def filtered() -> None:
+    ours = BucketDDP(Wide(), shard_optimizer=True)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for _ in range(2):  # buckets are laid out again after the first pass
+        one_step(ours, optimizer)
+    assert len(ours.layout.buckets) == 1
+    state_dict = ours.module.state_dict()
+    weight, bias = state_dict["layer.weight"], state_dict["layer.bias"]
+    assert saved_bytes({"layer.bias": bias}) < bias.nbytes + 2000
+    assert saved_bytes(state_dict) < weight.nbytes + bias.nbytes + 4000
+    assert copy.deepcopy(bias).untyped_storage().nbytes() == bias.nbytes
+    # Nothing was copied for it.
+    with torch.no_grad():
+        ours.module.layer.bias.fill_(3.0)  # type: ignore[union-attr, operator]
+    assert torch.equal(bias, torch.full_like(bias, 3.0))
+    assert ours._sharding is not None
+    assert (ours._sharding._buffers.flats[0] == 3.0).sum() == bias.numel()
+    kept = [bias, weight.clone()]
+    ours.close()
+    del ours, optimizer, state_dict, weight
+    assert torch.equal(kept[0], torch.full_like(kept[0], 3.0)), "memory lives as long as somebody has it"
+
+
+def test_a_filtered_state_dict_holds_its_tensors_only(run_ranks: RunRanks) -> None:
+    run_ranks(2, filtered)
