@@ -16,127 +16,41 @@ So a checkpoint loads at any world size and with any buckets, sharded or not, an
 
 from __future__ import annotations
 
-import functools
-import io
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_bucketddp.boxes import Box, boxes_of, overlap
+from lightning_bucketddp.boxes import Box, boxes_of
+from lightning_bucketddp.checkpoint_planners import (
+    FORMAT_KEY,
+    BoxLoadPlanner,
+    BoxSavePlanner,
+    Contents,
+    Piece,
+    key_of,
+    portable,
+)
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
 from lightning_bucketddp.sharded_params import SHARD_KEY, is_per_element
 from lightning_bucketddp.sharding import Sharding
-
-_FORMAT = "lightning_bucketddp"
-"""Entry of the metadata's ``planner_data`` that says who has written it, and which parameters each group has."""
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A box of a tensor, and this rank's memory of it."""
-
-    offsets: tuple[int, ...]
-    memory: Tensor
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.memory.shape)
-
-
-@dataclass
-class _Contents:
-    """What a rank offers to write, or wants to read.
-
-    Attributes:
-        tensors: By key, the whole tensor's shape and dtype, and this rank's pieces.
-        objects: By key, what is pickled.
-        paths: By key, where it comes in the nested dict that it is part of.
-        groups: Per optimizer and group, the names of the parameters.
-        read: By key, tensors made to read into: 1-D for parts.
-    """
-
-    tensors: dict[str, tuple[torch.Size, torch.dtype, list[_Piece]]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    groups: list[list[list[str]]] = field(default_factory=list)
-    read: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, path: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype, pieces: list[_Piece]) -> None:
-        """Adds a tensor."""
-        self.tensors[_key(path)] = shape, dtype, pieces
-        self.paths[_key(path)] = path
-
-    def add_whole(self, path: tuple[Any, ...], tensor: Tensor) -> None:
-        """Adds a tensor that this rank holds all of."""
-        self.add(path, tensor.shape, tensor.dtype, [_Piece((0,) * tensor.dim(), tensor.detach())])
-
-    def add_object(self, path: tuple[Any, ...], value: Any) -> None:
-        """Adds something that is no tensor."""
-        self.objects[_key(path)] = value
-        self.paths[_key(path)] = path
-
-    def piece(self, index: MetadataIndex) -> _Piece:
-        """The piece at an index."""
-        return next(it for it in self.tensors[index.fqn][2] if torch.Size(it.offsets) == index.offset)
-
-
-def _key(path: tuple[Any, ...]) -> str:
-    return ".".join(str(step) for step in path)
 
 
 def _memory_of(flat: Tensor, start: int, box: Box) -> Tensor:
     """A box's memory, of the box's shape, in the memory of the run that begins at ``start``."""
     memory = flat[box.at - start : box.at - start + box.numel].view([box.sizes[dim] for dim in box.order])
     return memory.permute([box.order.index(dim) for dim in range(len(box.order))])
-
-
-def _portable(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has what a method raises be of a class that the other ranks can unpickle, or they would wait for it for ever."""
-
-    @functools.wraps(method)
-    def raising(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            if type(error).__module__ == "builtins":
-                raise
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    return raising
 
 
 class ShardedCheckpoint:
@@ -172,7 +86,7 @@ class ShardedCheckpoint:
         """Saves into a directory, which comes into being when everything has been written."""
         partial = path.with_name(f"{path.name}.partial")
 
-        def contents() -> _Contents:
+        def contents() -> Contents:
             if self._collectives.rank == 0:
                 if path.exists() and not overwrite:
                     raise FileExistsError(
@@ -187,7 +101,7 @@ class ShardedCheckpoint:
         group = self._collectives.group
         try:
             self._together(
-                what, lambda: save({}, storage_writer=writer, planner=_SavePlanner(contents), process_group=group)
+                what, lambda: save({}, storage_writer=writer, planner=BoxSavePlanner(contents), process_group=group)
             )
         except BaseException:
             if self._collectives.rank == 0:
@@ -205,9 +119,9 @@ class ShardedCheckpoint:
             problem = str(error)
         self._raise_together(what, problem)
 
-    @_portable
-    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> _Contents:
-        contents = _Contents()
+    @portable
+    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> Contents:
+        contents = Contents()
         contents.groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
         first = self._collectives.rank == 0
         for name, value in self._module.state_dict(keep_vars=True).items():
@@ -227,7 +141,7 @@ class ShardedCheckpoint:
             contents.add_object(("extra",), dict(extra))
         return contents
 
-    def _add_optimizer(self, contents: _Contents, number: int, optimizer: Optimizer, first: bool) -> None:
+    def _add_optimizer(self, contents: Contents, number: int, optimizer: Optimizer, first: bool) -> None:
         self._prepare(optimizer)
         packed = optimizer.state_dict()
         sharded = packed.pop(SHARD_KEY, None) is not None
@@ -259,7 +173,7 @@ class ShardedCheckpoint:
             if state or packed:  # of optimizers that keep something of their own
                 contents.add_object(("optimizers", number, "others"), {"state": state, "entries": packed})
 
-    def _add_part(self, contents: _Contents, path: tuple[Any, ...], param: Tensor, flat: Tensor) -> None:
+    def _add_part(self, contents: Contents, path: tuple[Any, ...], param: Tensor, flat: Tensor) -> None:
         contents.add(path, param.shape, flat.dtype, self._pieces(param, flat))
 
     # -- loading -------------------------------------------------------------------------------------
@@ -270,7 +184,7 @@ class ShardedCheckpoint:
         self._raise_together(what, None if path.is_dir() else f"expected a directory, found none: {path}")
         if self._sharding is not None:
             self._sharding.wait()
-        planner = _LoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict))
+        planner = BoxLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict))
         self._together(
             what,
             lambda: load(
@@ -287,14 +201,14 @@ class ShardedCheckpoint:
             self._sharding.replaced()
         return planner.contents.objects.get("extra", {})
 
-    @_portable
-    def _contents_to_load(self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool) -> _Contents:
-        written = (metadata.planner_data or {}).get(_FORMAT) if isinstance(metadata.planner_data, dict) else None
+    @portable
+    def _contents_to_load(self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool) -> Contents:
+        written = (metadata.planner_data or {}).get(FORMAT_KEY) if isinstance(metadata.planner_data, dict) else None
         if written is None:
             raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
-        contents = _Contents()
+        contents = Contents()
         saved = metadata.state_dict_metadata
-        paths = {key: path for key, path in metadata.planner_data.items() if key != _FORMAT}
+        paths = {key: path for key, path in metadata.planner_data.items() if key != FORMAT_KEY}
         self._want_module(contents, {key: saved[key] for key, path in paths.items() if path[0] == "model"}, strict)
         if "extra" in saved:
             contents.add_object(("extra",), None)
@@ -311,7 +225,7 @@ class ShardedCheckpoint:
             self._want_optimizer(contents, number, optimizer, {path: saved[key] for key, path in mine.items()})
         return contents
 
-    def _want_module(self, contents: _Contents, saved: Mapping[str, Any], strict: bool) -> None:
+    def _want_module(self, contents: Contents, saved: Mapping[str, Any], strict: bool) -> None:
         present = self._module.state_dict(keep_vars=True)
         missing = [name for name in present if f"model.{name}" not in saved]
         unknown = sorted(key.removeprefix("model.") for key in saved.keys() - {f"model.{name}" for name in present})
@@ -341,7 +255,7 @@ class ShardedCheckpoint:
                 contents.add_whole(("model", name), value)
 
     def _want_optimizer(
-        self, contents: _Contents, number: int, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]
+        self, contents: Contents, number: int, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]
     ) -> None:
         prepared = self._prepare(optimizer)
         sharded = prepared is not None and self._sharding is not None
@@ -364,14 +278,14 @@ class ShardedCheckpoint:
                 per_element = path[4] != "step" and stored.size == param.shape
             dtype = stored.properties.dtype
             if part is not None and (per_element or self._must_be_per_element(param, str(path[4]), stored)):
-                flat = contents.read[_key(path)] = torch.empty(part[1] - part[0], dtype=dtype, device=param.device)
+                flat = contents.read[key_of(path)] = torch.empty(part[1] - part[0], dtype=dtype, device=param.device)
                 self._add_part(contents, path, param, flat)
                 continue
             if per_element:
                 whole = torch.empty_like(param, dtype=dtype, requires_grad=False)
             else:
                 whole = torch.empty(stored.size, dtype=dtype)
-            contents.read[_key(path)] = whole
+            contents.read[key_of(path)] = whole
             contents.add_whole(path, whole)
 
     def _must_be_per_element(self, param: Tensor, key: str, stored: TensorStorageMetadata) -> bool:
@@ -379,7 +293,7 @@ class ShardedCheckpoint:
         assert found is not None
         return is_per_element(key, torch.empty(stored.size, device="meta"), found[0])
 
-    def _apply(self, contents: _Contents, optimizers: Sequence[Optimizer]) -> None:
+    def _apply(self, contents: Contents, optimizers: Sequence[Optimizer]) -> None:
         """What has been read into tensors of its own gets to where it belongs."""
         for number, optimizer in enumerate(optimizers):
             described = optimizer.state_dict().get(SHARD_KEY)
@@ -425,15 +339,15 @@ class ShardedCheckpoint:
         found = self._sharding.find(param) if self._sharding is not None else None
         return None if found is None else (found[1].start, found[1].stop)
 
-    def _pieces(self, param: Tensor, flat: Tensor) -> list[_Piece]:
+    def _pieces(self, param: Tensor, flat: Tensor) -> list[Piece]:
         assert self._sharding is not None
         found = self._sharding.find(param)
         assert found is not None
         spec, part = found
         if spec.numel == 0:  # of which every rank has all; readers want to see it
-            return [_Piece((0,) * len(spec.shape), flat.new_empty(spec.shape))]
+            return [Piece((0,) * len(spec.shape), flat.new_empty(spec.shape))]
         boxes = boxes_of(spec.shape, spec.strides, part.start, part.stop)
-        return [_Piece(box.offsets, _memory_of(flat, part.start, box)) for box in boxes]
+        return [Piece(box.offsets, _memory_of(flat, part.start, box)) for box in boxes]
 
     def _groups(self, number: int, optimizer: Optimizer) -> list[list[str]]:
         """The names of each group's parameters."""
@@ -490,105 +404,3 @@ def _require_same_groups(number: int, saved: Sequence[Sequence[str]], mine: Sequ
                 f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, found "
                 f"{name!r} in {where} only"
             )
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Offers a rank's pieces. What several ranks offer is written by the one that has least to write."""
-
-    def __init__(self, contents: Callable[[], _Contents]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._make = contents
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._contents = self._make()
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        items: list[WriteItem] = []
-        for key, (shape, dtype, pieces) in self._contents.tensors.items():
-            for piece in pieces:
-                data = TensorWriteData(piece.chunk, TensorProperties(dtype=dtype), shape)
-                items.append(WriteItem(MetadataIndex(key, piece.offsets), WriteItemType.SHARD, tensor_data=data))
-        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._contents.objects]
-        self.plan = SavePlan(items, planner_data=(self._contents.paths, self._contents.groups))
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        # By key the path, as torch's own planner has it, for tools that put the nested dict together again.
-        planner_data: dict[str, Any] = {}
-        for plan in all_plans:
-            planner_data.update(plan.planner_data[0])
-        planner_data[_FORMAT] = {"version": 1, "groups": all_plans[0].planner_data[1]}
-        self.metadata = replace(metadata, planner_data=planner_data)
-        return [replace(plan, planner_data=None) for plan in plans], self.metadata
-
-    @_portable
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._contents.objects[write_item.index.fqn], stream)
-            return stream
-        return self._contents.piece(write_item.index).memory
-
-
-class _LoadPlanner(LoadPlanner):
-    """Has read what overlaps with a rank's pieces, into their memory."""
-
-    def __init__(self, contents: Callable[[Metadata], _Contents]) -> None:
-        self._make = contents
-        self.contents = _Contents()
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._metadata = metadata
-        self.contents = self._make(metadata)
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        nothing = torch.Size([])
-        for key, (_, _, pieces) in self.contents.tensors.items():
-            stored = self._metadata.state_dict_metadata[key]
-            assert isinstance(stored, TensorStorageMetadata)
-            for piece in pieces:
-                for number, chunk in enumerate(stored.chunks):
-                    common = overlap((piece.offsets, piece.memory.shape), (chunk.offsets, chunk.sizes))
-                    if common is not None:
-                        items.append(
-                            ReadItem(
-                                LoadItemType.TENSOR,
-                                MetadataIndex(key, piece.offsets),
-                                torch.Size(common.in_first),
-                                MetadataIndex(key, chunk.offsets, number),
-                                torch.Size(common.in_second),
-                                torch.Size(common.sizes),
-                            )
-                        )
-        for key in self.contents.objects:
-            index = MetadataIndex(key)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    @_portable
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
-        key = read_item.dest_index.fqn
-        self.contents.objects[key] = torch.load(value, map_location="cpu", weights_only=False)
-
-    @torch.no_grad()
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        memory = self.contents.piece(read_item.dest_index).memory
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            memory = memory.narrow(dim, offset, length)
-        return memory
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
