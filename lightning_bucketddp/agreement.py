@@ -9,7 +9,10 @@ Keys, below a prefix of the wrapper's own::
     failed/<pass>       the first rank whose backward raised in this pass; if all did, training may go on
     skipped/<step>      some rank went through this step without a backward
     ended/<pass>        some rank has ended training and will not come to this pass
+    update              for the parameters of which optimizer step, before which pass, some rank waits
+    updates/<pass>/<rank>  after how many steps of sharded optimizers a rank has ended training before this pass
     exchange            in which exchange of BatchNorm statistics, of which pass, some rank waits
+    here/<rank>         this rank has heard of a failure after which the ranks cannot go on together
     failed/for good     the first failure after which the ranks cannot go on together
 """
 
@@ -266,10 +269,41 @@ class Agreement:
         key = f"skipped/{step}"
         return int(self._store.get(key)) if self._store.check([key]) else None
 
-    def publish_end(self, pass_number: int) -> None:
-        """Tells ranks that come to a pass that this rank has ended training; a store that is gone is no error here."""
+    def publish_end(self, pass_number: int, updates: int) -> None:
+        """Tells ranks that come to a pass that this rank has ended training; a store that is gone is no error here.
+
+        Args:
+            pass_number: The pass.
+            updates: After how many steps of sharded optimizers.
+        """
         with suppress(RuntimeError):
+            self._store.set(f"updates/{pass_number}/{self.rank}", str(updates))
             self._store.compare_set(f"ended/{pass_number}", "", str(self.rank))
+
+    def ended_without_update(self, pass_number: int, updates: int) -> int | None:
+        """A rank that has ended training after fewer than ``updates`` steps of sharded optimizers, if there is one."""
+        for rank in range(self.world_size):
+            key = f"updates/{pass_number}/{rank}"
+            if self._store.check([key]) and int(self._store.get(key)) < updates:
+                return rank
+        return None
+
+    def publish_update(self, pass_number: int, updates: int, what: str) -> None:
+        """Tells the others that this rank waits for parameters.
+
+        Args:
+            pass_number: The pass that this rank comes to next.
+            updates: How many steps of sharded optimizers this rank has made.
+            what: For what it waits.
+        """
+        self._store.set("update", f"{pass_number} {updates} rank {self.rank} waits for {what}")
+
+    def update_beyond(self, pass_number: int, updates: int) -> str | None:
+        """Who waits for the parameters of a step that comes after the ``updates``-th, if a rank does."""
+        if not self._store.check(["update"]):
+            return None
+        its_pass, number, who = self._store.get("update").decode().split(" ", 2)
+        return who if int(its_pass) == pass_number and int(number) > updates else None
 
     def ended_before(self, pass_number: int) -> int | None:
         """A rank that has ended training and will not come to a pass, if there is one."""
@@ -301,6 +335,17 @@ class Agreement:
             return -1, ""
         its_pass, number, who = self._store.get("exchange").decode().split(" ", 2)
         return (int(number), who) if int(its_pass) == pass_number else (-1, "")
+
+    def silent_after_failure(self) -> list[int]:
+        """Says that this rank has heard of a failure, and gives the ranks that do not say so within a moment."""
+        keys = [f"here/{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(keys[self.rank], "")
+            with suppress(RuntimeError):
+                self._store.wait(keys, timedelta(seconds=4 * POLL_SECONDS))
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:  # the store goes with the rank that serves it
+            return []
 
     def failure(self, pass_number: int) -> str | None:
         """The first failure that concerns a pass, in words, if some rank published one."""

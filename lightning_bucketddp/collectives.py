@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import threading
 import time
 import weakref
@@ -451,13 +452,27 @@ class Collectives:
         work = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self._group, async_op=True)
         return gathered, self._started(work, None, tensor)
 
-    def exchange_objects(self, mine: Any) -> list[Any]:
-        """Every rank's object, by rank; objects are pickled."""
+    def exchange_objects(self, mine: Any, on_idle: Callable[[], None] | None = None) -> list[Any]:
+        """Every rank's object, by rank; objects are pickled.
+
+        Args:
+            mine: This rank's.
+            on_idle: As for :meth:`Pending.wait`; of no effect where the backend sends nothing from the CPU.
+        """
         if self.world_size == 1:
             return [mine]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, mine, group=self._group)
-        return found
+        if "cpu:gloo" not in dist.get_backend_config(self._group).split(","):
+            found: list[Any] = [None] * self.world_size
+            dist.all_gather_object(found, mine, group=self._group)
+            return found
+        packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes, pending = self.all_gather(torch.tensor([len(packed)]))
+        pending.wait(on_idle)
+        padded = packed.new_zeros(int(sizes.max()))
+        padded[: len(packed)] = packed
+        gathered, pending = self.all_gather(padded)
+        pending.wait(on_idle)
+        return [pickle.loads(it[: int(size)].numpy().tobytes()) for it, size in zip(gathered, sizes, strict=True)]
 
     def apart(self, timeout: timedelta | None = None) -> Collectives:
         """Collectives of the same ranks whose order has nothing to do with these ones'. All ranks must call this."""

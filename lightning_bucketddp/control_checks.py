@@ -48,7 +48,7 @@ class ControlChecks:
         if not control.agreed:
             self._failures.give_up(
                 f"{here} took pass {number} for different things: passes of different models, or with different "
-                "trainable parameters"
+                "trainable parameters, or after different steps of sharded optimizers"
             )
             raise RankMismatchError(self._failures.message)
         if control.ranks_out_of_data:  # those know nothing of steps and forwards

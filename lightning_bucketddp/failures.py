@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from zlib import crc32
 
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm_hooks import CommHookError
+
+
+_LOOK_FOR_STEPS = (
+    "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
+    "ranks are no longer the same; restart from a checkpoint"
+)
+
+
+_LOST = "could not reduce"
 
 
 class Failures:
@@ -20,6 +30,8 @@ class Failures:
         message: What every later use is to raise; empty while this rank has not given up.
         pass_number: The synchronised pass that this rank is in, or comes to next.
         exchanges: How many exchanges of BatchNorm statistics and of module buffers this rank has begun.
+        updates: How many steps of sharded optimizers this rank has made.
+        updated: A number that tells which buckets these have updated.
     """
 
     def __init__(self, agreement: Agreement, on_give_up: Callable[[], None]) -> None:
@@ -29,6 +41,8 @@ class Failures:
         self.message = ""
         self.pass_number = 0
         self.exchanges = 0
+        self.updates = 0
+        self.updated = 0
         self._ended = False
 
     def give_up(self, message: str, cause: str | None = None) -> None:
@@ -64,7 +78,14 @@ class Failures:
         """
         cause = self.published()
         if cause is not None:
-            raise PeerFailureError(self.cannot_complete(cause))
+            raise PeerFailureError(self.cannot_complete(cause + self._silent(cause)))
+
+    def _silent(self, cause: str) -> str:
+        """Which ranks are gone, as far as can be told, if one was found to be."""
+        if _LOST not in cause:
+            return ""
+        silent = self._agreement.silent_after_failure()
+        return f"; nothing is heard of rank(s) {', '.join(map(str, silent))}" if silent else ""
 
     def look_from_exchange(self, what: str) -> None:
         """Called now and then while this rank waits in an exchange that belongs to forward or backward.
@@ -81,7 +102,7 @@ class Failures:
     def publish_end(self) -> None:
         """Says that this rank has ended training: whoever comes to another pass waits in vain."""
         self._ended = True
-        self._agreement.publish_end(self.pass_number)
+        self._agreement.publish_end(self.pass_number, self.updates)
 
     def _cause_if_ended(self) -> str | None:
         # A rank that has said so itself runs what all run behind the end of training.
@@ -93,16 +114,78 @@ class Failures:
             'batches, which need uneven_inputs="world_size"'
         )
 
+    def note_update(self, buckets: Sequence[int]) -> None:
+        """A sharded optimizer has made a step on this rank.
+
+        Args:
+            buckets: The buckets whose parameters travel after it.
+        """
+        self.updates += 1
+        self.updated = crc32(repr((self.updated, self.pass_number, buckets)).encode())
+
+    def look_from_update(self, what: str) -> None:
+        """Called now and then while this rank waits for parameters.
+
+        Args:
+            what: Which.
+
+        Raises:
+            PeerFailureError: As :meth:`raise_if_published`.
+            RankMismatchError: If another rank has ended training without the step.
+        """
+        self.raise_if_published()
+        rank = self._agreement.ended_without_update(self.pass_number, self.updates)
+        if rank is not None:
+            cause = f"waits for {what} of optimizer step {self.updates}, and rank {rank} has ended training without it"
+            self.publish_for_good(cause)
+            raise RankMismatchError(f"rank {self._rank} {cause}: {_LOOK_FOR_STEPS}")
+        self._agreement.publish_update(self.pass_number, self.updates, f"{what} of optimizer step {self.updates}")
+
+    def _raise_if_behind(self) -> None:
+        ahead = self._agreement.update_beyond(self.pass_number, self.updates)
+        if ahead is not None:
+            cause = f"is in pass {self.pass_number} after {self.updates} optimizer steps, while {ahead}"
+            self.publish_for_good(cause)
+            raise RankMismatchError(f"rank {self._rank} {cause}: {_LOOK_FOR_STEPS}")
+
+    def look_from_layout(self) -> None:
+        """Called now and then while this rank waits for the others to lay out parameters, a pass having begun.
+
+        Raises:
+            PeerFailureError: As :meth:`raise_if_published`.
+            RankMismatchError: If another rank waits for the parameters of an optimizer step that this one has not made.
+        """
+        self.raise_if_published()
+        self._raise_if_behind()
+
+    def require_same_updates(self, everyone: Sequence[Sequence[int]]) -> None:
+        """Requires that the ranks' optimizers have made the same steps.
+
+        Args:
+            everyone: By rank, how many steps, and :attr:`updated`.
+
+        Raises:
+            RankMismatchError: If not.
+        """
+        other = next((rank for rank, it in enumerate(everyone) if it != everyone[0]), None)
+        if other is not None:
+            raise RankMismatchError(
+                f"rank {self._rank}: ranks come to pass {self.pass_number} after different optimizer steps, rank 0 "
+                f"after {everyone[0][0]} and rank {other} after {everyone[other][0]}: {_LOOK_FOR_STEPS}"
+            )
+
     def raise_if_missed(self) -> None:
         """Called now and then while this rank waits for gradients, with its backward behind it.
 
         Raises:
             PeerFailureError: If another rank has ended training.
-            RankMismatchError: If another rank waits in an exchange of this pass that this one has not come to.
+            RankMismatchError: If another rank waits in an exchange of this pass that this one has not come to, or for
+                the parameters of an optimizer step before it.
         """
         ended = self._cause_if_ended()
         if ended is not None:
             raise PeerFailureError(self.cannot_complete(ended))
+        self._raise_if_behind()
         missed = self._agreement.exchange_beyond(self.pass_number, self.exchanges)
         if missed is not None:
             cause = f"has ended its backward of pass {self.pass_number} while {missed}"
@@ -165,8 +248,8 @@ class Failures:
             cause = "another rank ended or did not get here in time; its output tells why"
             with suppress(RuntimeError):  # the store goes with the rank that serves it
                 cause = self.published() or self._cause_if_ended() or cause
-            self.give_up(
-                f"rank {self._rank}: reducing {awaited} failed in pass {self.pass_number}: {cause} ({error})",
-                cause=f"could not reduce {awaited}: {error}",
-            )
+            lost = f"{_LOST} {awaited}: {error}"
+            self.publish_for_good(lost)  # first: the others do not answer before they have heard of it
+            cause += self._silent(lost)
+            self.give_up(f"rank {self._rank}: reducing {awaited} failed in pass {self.pass_number}: {cause} ({error})")
             raise PeerFailureError(self.message) from error

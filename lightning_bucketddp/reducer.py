@@ -793,7 +793,9 @@ class Reducer:
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
-            fingerprint(self._agreement.number, self.pass_number, self._trainable.since_reduction),
+            fingerprint(
+                self._agreement.number, self.pass_number, self._trainable.since_reduction, self.failures.updated
+            ),
             self.checks.steps,
             self.checks.forwards,
             self.divisor.tokens,

@@ -101,6 +101,9 @@ class Shards(Protocol):
     def before_update(self) -> None:
         """Parameters are about to be updated: nothing may be on its way from them."""
 
+    def half_updated(self) -> None:
+        """A step raised, and has changed some of this rank's parts."""
+
     def updated(self, params: Iterable[Tensor]) -> None:
         """This rank's parts of all these parameters have their new values; all ranks do this together."""
 
@@ -168,6 +171,13 @@ class ShardedParams(SteppedParams):
                 del _attached[optimizer]
 
     # -- around a step -------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """As for any optimizer; if the step that raised has changed something, the ranks cannot go on together."""
+        changed = any((now := version_of(swap.stand_in)) is None or now != swap.version for swap in self._swaps)
+        super().restore()
+        if changed:
+            self._shards.half_updated()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bucketddp.agreement import PeerFailureError
 from lightning_bucketddp.collectives import Collectives, Pending
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gathered_later import Arrival
@@ -93,11 +94,29 @@ class Sharding:
         return in_memory_order(grad.detach(), self._slots.specs[slot])[part.start : part.stop]
 
     def before_update(self) -> None:
-        """Parameters are about to be updated: nothing may be on its way from them."""
+        """Parameters are about to be updated: nothing may be on its way from them.
+
+        Raises:
+            PeerFailureError: If the ranks cannot go on together.
+        """
+        if self._failures.message:
+            raise PeerFailureError(self._failures.message)
         self.wait()
         # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
         for slot, param in enumerate(self._slots.params):
             self._buffers.bring_back(slot, param)
+
+    def look_for_raised_steps(self) -> None:
+        """Finds steps that raised, of optimizers that somebody goes on with."""
+        for sharded in list(self._optimizers.values()):
+            sharded.restore()
+
+    def half_updated(self) -> None:
+        """An optimizer's step raised after it had changed some of this rank's parts: nobody else will get them."""
+        if self._collectives.world_size == 1 or self._failures.message:
+            return
+        cause = f"raised in optimizer.step() before pass {self._failures.pass_number}, with some parameters updated"
+        self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
 
     @torch.no_grad()
     def updated(self, params: Iterable[Tensor]) -> None:
@@ -118,22 +137,25 @@ class Sharding:
         self.wait()
         for param in self._slots.params:
             torch.autograd.graph.increment_version(param)  # masters follow, in the next step
-        self._send(set(range(len(self._runs.layout.buckets))))
+        self._send(range(len(self._runs.layout.buckets)))
 
     @torch.no_grad()
-    def _send(self, buckets: Iterable[int]) -> None:
+    def _send(self, chosen: Iterable[int]) -> None:
+        # The last bucket of backward is the first of forward.
+        buckets = sorted(chosen, reverse=True)
+        self._failures.note_update(buckets)
         if self._groups.shards == 1:
             return
-        # The last bucket of backward is the first of forward.
-        for index in sorted(buckets, reverse=True):
+        for index in buckets:
             pending = self._groups.gathering.all_gather_shards(self._buffers.flats[index])
             params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
             self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))
 
     def _wait_for(self, index: int, pending: Pending) -> None:
         names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
-        with self._failures.waiting_for(f"(gathering) the parameters {names[0]!r} to {names[-1]!r}"):
-            pending.wait(self._failures.raise_if_published)
+        what = f"the parameters {names[0]!r} to {names[-1]!r}"
+        with self._failures.waiting_for(f"(gathering) {what}"):
+            pending.wait(partial(self._failures.look_from_update, what))
         self._arrivals.pop(index, None)
 
     @property
@@ -188,6 +210,7 @@ class Sharding:
         self.wait()
         if layout == self._buffers.layout:
             return
+        self._require_same_updates()
         parts = parts_of(layout, self._groups.shards, self._groups.index)
         for optimizer in self._known_everywhere():
             sharded = self._optimizers[optimizer]
@@ -208,6 +231,14 @@ class Sharding:
         mine = {number: optimizer for optimizer, number in self._number_of.items()}
         everywhere = set.intersection(*map(set, self._collectives.exchange_objects(list(mine))))
         return [mine[number] for number in sorted(everywhere)]
+
+    def _require_same_updates(self) -> None:
+        """Requires that all ranks know the same optimizers, whose state is about to move."""
+        mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._runs.device)
+        with self._failures.waiting_for("what ranks have stepped on"):
+            gathered, pending = self._collectives.all_gather(mine)
+            pending.wait(self._failures.look_from_layout)
+            self._failures.require_same_updates(gathered.tolist())
 
     # -- whole state ---------------------------------------------------------------------------------
 
@@ -275,7 +306,9 @@ class Sharding:
             dtypes = {key: value.dtype for key, value in tensors.items()}
             mine.append(_Described(dtypes, others, master is not None))
         found: list[_Described | None] = [None] * len(params)
-        for of_rank in self._collectives.exchange_objects(mine):
+        with self._failures.waiting_for("(gathering) what is in the optimizer's state"):
+            everyone = self._collectives.exchange_objects(mine, self._failures.raise_if_published)
+        for of_rank in everyone:
             for at, it in enumerate(of_rank):
                 found[at] = found[at] or it
         return found

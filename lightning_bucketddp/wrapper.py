@@ -376,6 +376,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         joining = started and self._meet_joined_ranks(trains)
         if not trains:
             return self.module(*args, **kwargs)
+        if self._sharding is not None:
+            self._sharding.look_for_raised_steps()
         self._reducer.require_usable()
         self._reducer.note_forward()
         self._watch.look()

@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharded_runs": {"bucket_runs", "collectives", "layout", "shard_groups", "sharded_grad", "shards", "slots"},
     "sharded_params": {"layout", "master_params", "shards", "stepped_params"},
     "sharding": {
+        "agreement",
         "collectives",
         "failures",
         "gathered_later",

@@ -1,0 +1,162 @@
+"""A sharded optimizer whose ranks do not do the same: errors that say who and what, within seconds."""
+
+import os
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, declare_element_wise
+from tests.models import Branches, Fragile, batch, loss_of
+from tests.reference import largest_difference_between_ranks
+
+RunRanks = Callable[..., list[Any]]
+TINY = 0.0003
+SECONDS = 15  # far below the collectives' timeout
+
+
+@declare_element_wise
+class Breaking(torch.optim.SGD):
+    """Raises on demand, before or after it has updated."""
+
+    when: str | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        if self.when == "before":
+            raise ArithmeticError("no step today")
+        loss = super().step(closure)
+        if self.when == "after":
+            raise ArithmeticError("half a step today")
+        return loss
+
+
+def begin(module: nn.Module, **options: Any) -> tuple[BucketDDP, Breaking]:
+    torch.manual_seed(0)
+    ours = BucketDDP(module, shard_optimizer=True, **{"bucket_cap_mb": TINY, **options})
+    return ours, Breaking(ours.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(ours: BucketDDP, optimizer: Breaking, step: int, fail: bool = False, steps: bool = True) -> None:
+    inputs, target = batch(step, dist.get_rank())
+    loss_of(ours(inputs, fail=fail) if fail else ours(inputs), target).backward()
+    if steps:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def until_it_fails(odd: int, how: str, options: dict[str, Any]) -> tuple[str, str]:
+    """Rank ``odd`` does something else in step 3; the name and the words of what this rank got."""
+    ours, optimizer = begin(Fragile(), **options)
+    rank = dist.get_rank()
+    began = time.monotonic()
+    try:
+        for step in range(6):
+            mine = rank == odd and step == 3
+            if mine and how == "dies":
+                os._exit(7)
+            optimizer.when = {"raises in step": "before", "raises late in step": "after"}.get(how) if mine else None
+            try:
+                train(ours, optimizer, step, fail=mine and how == "raises in backward", steps=not mine or how != "skips")
+            except ArithmeticError:  # and goes on as if nothing had happened
+                optimizer.zero_grad()
+            if mine and how == "raises late in step":
+                optimizer.when = None
+        ours.wait_for_parameters()
+    except (PeerFailureError, RankMismatchError) as error:
+        assert time.monotonic() - began < SECONDS
+        with pytest.raises((PeerFailureError, RankMismatchError)):  # for good
+            train(ours, optimizer, 9)
+        return type(error).__name__, str(error)
+    return "nothing", str(largest_difference_between_ranks(ours.module))
+
+
+HOW: dict[str, tuple[str, Collection[str]]] = {
+    "skips": ("after 3 optimizer steps", ["rank 1", "optimizer step 4"]),
+    "raises in step": ("after 3 optimizer steps", ["rank 1", "optimizer step 4"]),
+    "raises late in step": ("rank 1 raised in optimizer.step()", []),
+    "raises in backward": ("rank 1", ["cannot be completed"]),
+    "dies": ("nothing is heard of rank(s) 1", []),
+}
+
+
+@pytest.mark.parametrize("how", list(HOW))
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_rank_does_something_else(run_ranks: RunRanks, how: str, grouped: bool) -> None:
+    world_size, options = (4, {"shard_group_size": 2}) if grouped else (3, {})
+    may_exit = [1] if how == "dies" else []
+    found = run_ranks(world_size, until_it_fails, 1, how, options, fresh=True, may_exit=may_exit, timeout=60)
+    words, more = HOW[how]
+    for rank, answer in enumerate(found):
+        if rank in may_exit:
+            assert answer is None
+            continue
+        name, message = answer
+        assert name in ("PeerFailureError", "RankMismatchError"), (rank, answer)
+        assert words in message, (rank, message)
+        assert all(it in message for it in more), (rank, message)
+
+
+def ended_early() -> str:
+    ours, optimizer = begin(Fragile())
+    train(ours, optimizer, 0)
+    train(ours, optimizer, 1, steps=dist.get_rank() != 1)
+    if dist.get_rank() == 1:
+        ours.end_training()
+        time.sleep(5)  # the process is there, and comes to nothing
+        return "rank 1 has ended training"
+    with pytest.raises((RankMismatchError, PeerFailureError)) as caught:
+        ours.wait_for_parameters()
+    return str(caught.value)
+
+
+def test_one_rank_ends_without_the_last_step(run_ranks: RunRanks) -> None:
+    for message in run_ranks(3, ended_early, fresh=True):
+        assert "rank 1 has ended training" in message
+
+
+def steps_nobody_waits_for(passes: int, words: str) -> None:
+    """Branches that the next pass does not use: no rank waits, but the pass tells."""
+    ours, _ = begin(Branches(), bucket_cap_mb=1e-6)
+    left, right = (Breaking(part.parameters(), lr=0.1) for part in (ours.module.left, ours.module.right))
+    for _ in range(passes):
+        ours(batch(0, 0)[0]).square().mean().backward()
+    order = [left, right] if dist.get_rank() else [left]
+    for optimizer in order:
+        optimizer.step()
+    with pytest.raises((RankMismatchError, PeerFailureError), match=words):
+        ours(batch(0, 0)[0], "left").square().mean().backward()
+
+
+def test_steps_that_nobody_waits_for_are_noticed(run_ranks: RunRanks) -> None:
+    run_ranks(2, steps_nobody_waits_for, 3, "after different steps of sharded optimizers", fresh=True)
+    run_ranks(2, steps_nobody_waits_for, 1, "optimizer step", fresh=True)  # before parameters are laid out anew
+
+
+def every_rank(options: dict[str, Any]) -> float:
+    """What happens on every rank is no reason to end."""
+    ours, optimizer = begin(Fragile(), **options)
+    for step in range(8):
+        fails = step in (2, 5)
+        try:
+            train(ours, optimizer, step, fail=fails, steps=step != 3)
+        except ArithmeticError:
+            optimizer.zero_grad()
+        if step == 4:
+            optimizer.when = "before"
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+            optimizer.when = None
+    values = float(sum(param.detach().double().sum() for param in ours.parameters()))
+    assert largest_difference_between_ranks(ours.module) == 0
+    ours.close()
+    return values
+
+
+def test_training_goes_on_where_every_rank_did_the_same(run_ranks: RunRanks) -> None:
+    assert len(set(run_ranks(4, every_rank, {"shard_group_size": 2}))) == 1
+    assert len(set(run_ranks(4, every_rank, {}))) == 1
