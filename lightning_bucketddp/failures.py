@@ -9,7 +9,6 @@ from zlib import crc32
 from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm_hooks import CommHookError
 
-
 _LOOK_FOR_STEPS = (
     "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
     "ranks are no longer the same; restart from a checkpoint"
@@ -148,8 +147,8 @@ class Failures:
             self.publish_for_good(cause)
             raise RankMismatchError(f"rank {self._rank} {cause}: {_LOOK_FOR_STEPS}")
 
-    def look_from_layout(self) -> None:
-        """Called now and then while this rank waits for the others to lay out parameters, a pass having begun.
+    def look_from_opening(self) -> None:
+        """Called now and then while this rank waits for the others to open the pass that it has come to.
 
         Raises:
             PeerFailureError: As :meth:`raise_if_published`.

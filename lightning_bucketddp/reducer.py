@@ -342,7 +342,7 @@ class Reducer:
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
             with self.failures.giving_up_on_errors():
-                changed = self._trainable.agree(trainable, self.pass_number, self.failures.raise_if_published)
+                changed = self._trainable.agree(trainable, self.pass_number, self.failures.look_from_opening)
         except PeerFailureError:
             raise
         except RuntimeError as error:

@@ -31,12 +31,14 @@ class ShardedRuns(BucketRuns):
         groups: Among whom shards are divided.
         before_layout: Called with the new layout when buckets are about to be laid out anew.
         on_layout: Called when they have been.
+        gather: Replaces all shards of a tensor by those of the ranks that have them, and waits for it.
         parts: This rank's part of each slot.
     """
 
     def __init__(self, groups: ShardGroups, *args: object, **options: object) -> None:
         self.before_layout: Callable[[Layout], None] = lambda layout: None
         self.on_layout: Callable[[Layout], None] = lambda layout: None
+        self.gather: Callable[[Tensor], None] = lambda flat: groups.inside.all_gather_shards(flat).wait()
         self.groups = groups
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
         self._settled = 0  # how many of the active buckets have been summed
@@ -237,21 +239,34 @@ class ShardedRuns(BucketRuns):
 
     def relayout(self) -> None:
         """Lays the buffers out by what the slot table knows now. All ranks must call this at the same point."""
-        self.before_layout(self._slots.plan())
+        layout = self._slots.plan()
+        self.before_layout(layout)
         self.before_gradients()
+        whole = self._whole_aside() if layout != self.layout else None
+        super().relayout()
+        if whole is not None:
+            self._set_aside.clear()
+            for slot, values in whole.items():
+                part = self.parts[slot]
+                if part.bucket not in self._set_aside:
+                    self._set_aside[part.bucket] = torch.zeros_like(self._shard(self._runs[part.bucket]))
+                self._aside_part(slot).copy_(values[part.start : part.stop])
+        self.on_layout(self.layout)
+
+    def _whole_aside(self) -> dict[int, Tensor]:
+        """By slot, all of what was set aside, 1-D in the order of memory."""
+        found: dict[int, Tensor] = {}
         for index, aside in list(self._set_aside.items()):
             run = self._runs[index]
             whole = torch.zeros_like(run.flat)
             self.groups.shard(whole).copy_(aside)
-            self.groups.inside.all_gather_shards(whole).wait()
+            self.gather(whole)
             for slot in run.slots:
                 if self._slots.params[slot].grad is not None:
                     place = self.layout.slots[slot]
                     begin = place.offset - self.layout.buckets[index].start
-                    self._buffers.views[slot].add_(whole.as_strided(place.spec.shape, place.spec.strides, begin))
-        self._set_aside.clear()
-        super().relayout()
-        self.on_layout(self.layout)
+                    found[slot] = whole[begin : begin + place.spec.numel]
+        return found
 
     def release(self) -> None:
         """Frees the buffers; what this rank does not hold of gradients is lost, and they with it."""

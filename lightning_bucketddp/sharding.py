@@ -70,6 +70,7 @@ class Sharding:
         self._lay_out(runs.layout)
         runs.before_layout = self._before_layout
         runs.on_layout = self._lay_out
+        runs.gather = self._gather_gradients
 
     # -- what a sharded optimizer asks ---------------------------------------------------------------
 
@@ -207,9 +208,9 @@ class Sharding:
 
     def _before_layout(self, layout: Layout) -> None:
         """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""
-        self.wait()
         if layout == self._buffers.layout:
             return
+        self.wait()
         self._require_same_updates()
         parts = parts_of(layout, self._groups.shards, self._groups.index)
         for optimizer in self._known_everywhere():
@@ -232,12 +233,16 @@ class Sharding:
         everywhere = set.intersection(*map(set, self._collectives.exchange_objects(list(mine))))
         return [mine[number] for number in sorted(everywhere)]
 
+    def _gather_gradients(self, flat: Tensor) -> None:
+        with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
+            self._groups.inside.all_gather_shards(flat).wait(self._failures.look_from_opening)
+
     def _require_same_updates(self) -> None:
         """Requires that all ranks know the same optimizers, whose state is about to move."""
         mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._runs.device)
         with self._failures.waiting_for("what ranks have stepped on"):
             gathered, pending = self._collectives.all_gather(mine)
-            pending.wait(self._failures.look_from_layout)
+            pending.wait(self._failures.look_from_opening)
             self._failures.require_same_updates(gathered.tolist())
 
     # -- whole state ---------------------------------------------------------------------------------

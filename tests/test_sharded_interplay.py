@@ -77,6 +77,7 @@ def accumulation(wrap: Wrap, set_to_none: bool = True, **options: Any) -> nn.Mod
     """Local passes, several synchronised passes before a step, gradients cleared or zeroed or neither."""
     ours = wrap(seeded(Mlp), **options)
     optimizer = adamw(ours.parameters())
+    scattered = ours._options.scatter_every_pass
     number = 0
     for step in range(9):
         for _ in range(1 + step % 3):
@@ -84,7 +85,9 @@ def accumulation(wrap: Wrap, set_to_none: bool = True, **options: Any) -> nn.Mod
                 if local and step % 2:
                     continue
                 with ours.no_sync() if local else nullcontext():
+                    before = ours.passes
                     mse(ours, number).backward()
+                    assert ours.passes - before == (not local or scattered)
                 number += 1
         optimizer.step()
         if step % 4:
@@ -176,6 +179,19 @@ def low_precision(wrap: Wrap, **options: Any) -> nn.Module:
 def powersgd(wrap: Wrap) -> nn.Module:
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
     return plain(wrap, sgd, comm_hook="powersgd", comm_hook_state=state)
+
+
+def divided(wrap: Wrap) -> nn.Module:
+    """Local passes before the buckets are laid out anew, and after."""
+    ours = wrap(seeded(Mlp), gradient_divide_by=5)
+    optimizer = adamw(ours.parameters())
+    for step in range(4):
+        for at in range(3):
+            with ours.no_sync() if at < 2 else nullcontext():
+                mse(ours, 3 * step + at).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours.module
 
 
 def by_tokens(wrap: Wrap, **options: Any) -> nn.Module:
@@ -319,7 +335,7 @@ TRAININGS: dict[str, tuple[Callable[..., nn.Module], float]] = {
     "hook_powersgd": (powersgd, 1e-4),
     "wire_bf16": (partial(plain, optimizer=sgd, wire_dtype="bfloat16"), 2e-2),
     "low_precision": (low_precision, 1e-5),
-    "divide_by_int": (partial(plain, gradient_divide_by=5), 1e-5),
+    "divide_by_int": (divided, 1e-5),
     "divide_by_tokens": (by_tokens, 1e-5),
     "max_abs_grad": (partial(plain, max_abs_grad=1e3), 1e-5),
     "uneven": (uneven, 1e-5),
