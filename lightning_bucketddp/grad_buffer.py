@@ -63,6 +63,18 @@ class GradBuffers:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]
 
+    def put_away(self) -> None:
+        """Gives the memory back until :meth:`take_out`; views must not be touched in between."""
+        for flat in self.flats:
+            flat.untyped_storage().resize_(0)
+
+    def take_out(self) -> None:
+        """Gets memory again, of zeros, after :meth:`put_away`; the tensors are those that they were."""
+        for flat in self.flats:
+            flat.untyped_storage().resize_(flat.nbytes)
+            flat.zero_()
+        self._addresses = [view.data_ptr() for view in self.views]
+
     def release(self) -> None:
         """Gives the memory back, as far as no ``.grad`` holds on to it."""
         self.views.clear()

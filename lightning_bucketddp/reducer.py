@@ -150,7 +150,7 @@ class Reducer:
         )
         runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         if options.shard_optimizer:
-            runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size))
+            runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size), options.scatter_every_pass)
         self._arrivals = Arrivals(self._on_gradient_of)
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
         self._runs.comm_hook = comm_hook

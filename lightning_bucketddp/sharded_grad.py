@@ -72,6 +72,11 @@ _ELEMENT_WISE = frozenset(
 )
 """What is as right on the rank's own part as on the whole, every rank doing the same."""
 
+_ABOUT_CALLS = frozenset(
+    ["requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"]
+)
+"""Those of them that do nothing to its values."""
+
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -85,17 +90,27 @@ class ShardedGrad(Tensor):
         own_part: The part of it that has: 1-D, possibly empty.
         param_name: The parameter's.
         sum_over_shards: Replaces a tensor by its sum over the ranks among which gradients are sharded.
+        has_no_rest: Whether there is no memory but that of the part: all elements of this tensor are one.
     """
 
     own_part: Tensor
     param_name: str
     sum_over_shards: Callable[[Tensor], None]
+    has_no_rest: bool
 
     @classmethod
-    def of(cls, view: Tensor, part: Tensor, name: str, sum_over_shards: Callable[[Tensor], None]) -> ShardedGrad:
+    def of(
+        cls,
+        view: Tensor,
+        part: Tensor,
+        name: str,
+        sum_over_shards: Callable[[Tensor], None],
+        has_no_rest: bool = False,
+    ) -> ShardedGrad:
         """The gradient that lies in ``view``."""
         grad = view.as_subclass(cls)
         grad.own_part, grad.param_name, grad.sum_over_shards = part, name, sum_over_shards
+        grad.has_no_rest = has_no_rest
         return grad
 
     @classmethod
@@ -108,6 +123,14 @@ class ShardedGrad(Tensor):
         if name == _UNSCALE:
             return _unscale(*args, **kwargs)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (
+            name in _ELEMENT_WISE
+            and name not in _ABOUT_CALLS
+            and (grad := _first(args)) is not None
+            and grad.has_no_rest
+        ):
+            func(*_parts(args), **kwargs)  # the rest of it takes up no memory
+            return args[0]
         if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in _ABOUT):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -123,6 +146,21 @@ def _first(values: Any) -> ShardedGrad | None:
         if isinstance(value, list | tuple | Mapping) and (found := _first(value)) is not None:
             return found
     return None
+
+
+def _parts(args: Sequence[Any]) -> list[Any]:
+    """Arguments with parts instead of the gradients, those that are lists of them included."""
+    found: list[Any] = []
+    for value in args:
+        if isinstance(value, ShardedGrad):
+            found.append(value.own_part)
+        elif isinstance(value, list | tuple):
+            found.append(_parts(value))
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise RuntimeError(_refusal(args, "an operation with a tensor of several elements"))
+        else:
+            found.append(value)
+    return found
 
 
 def _refusal(args: Sequence[Any], what: str) -> str:

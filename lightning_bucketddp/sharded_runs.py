@@ -24,6 +24,7 @@ class ShardedRuns(BucketRuns):
 
     Args:
         groups: Among whom shards are divided.
+        keep_shards: Whether what is published is the shard alone, whole buckets having memory during passes only.
         args: As for :class:`BucketRuns`.
         options: As for :class:`BucketRuns`.
 
@@ -35,11 +36,13 @@ class ShardedRuns(BucketRuns):
         parts: This rank's part of each slot.
     """
 
-    def __init__(self, groups: ShardGroups, *args: object, **options: object) -> None:
+    def __init__(self, groups: ShardGroups, keep_shards: bool, *args: object, **options: object) -> None:
         self.before_layout: Callable[[Layout], None] = lambda layout: None
         self.on_layout: Callable[[Layout], None] = lambda layout: None
         self.gather: Callable[[Tensor], None] = lambda flat: groups.inside.all_gather_shards(flat).wait()
         self.groups = groups
+        self._keep_shards = keep_shards
+        self._away = False
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
         self._settled = 0  # how many of the active buckets have been summed
         super().__init__(*args, **options)  # type: ignore[arg-type]
@@ -47,22 +50,60 @@ class ShardedRuns(BucketRuns):
     def _make_runs(self) -> None:
         super()._make_runs()
         self.parts = parts_of(self.layout, self.groups.shards, self.groups.index)
-        self._sharded = [
-            ShardedGrad.of(view, self.part(slot), self._slots.specs[slot].name, self._sum)
-            for slot, view in enumerate(self._buffers.views)
-        ]
+        self._shards: list[Tensor] = []
+        if self._keep_shards:
+            self._shards = [torch.zeros_like(self._shard(run)) for run in self._runs]
+        self._sharded = [self._make_sharded(slot) for slot in range(len(self.layout.slots))]
+
+    def _make_sharded(self, slot: int) -> ShardedGrad:
+        view, spec = self._buffers.views[slot], self._slots.specs[slot]
+        if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
+            view = view.new_zeros(()).expand(spec.shape)
+        return ShardedGrad.of(view, self.part(slot), spec.name, self._sum, has_no_rest=self._keep_shards)
 
     def _forget_runs(self) -> None:
         super()._forget_runs()
         self._sharded.clear()
+        self._shards.clear()
 
     def _sum(self, tensor: Tensor) -> None:
         self._collectives.all_reduce_sum(tensor).wait()
 
     def part(self, slot: int) -> Tensor:
-        """This rank's part of a slot's gradient, 1-D."""
+        """This rank's part of a slot's published gradient, 1-D."""
+        part = self.parts[slot]
+        if self._keep_shards:
+            return self._within(self._shards[part.bucket], slot)
+        return self._part_in_bucket(slot)
+
+    def _part_in_bucket(self, slot: int) -> Tensor:
         part = self.parts[slot]
         return self._runs[part.bucket].flat[part.at : part.at + part.stop - part.start]
+
+    def _within(self, shard: Tensor, slot: int) -> Tensor:
+        """A slot's part of a tensor that is this rank's shard of its bucket."""
+        part = self.parts[slot]
+        offset = part.at - self.groups.index * shard.numel()
+        return shard[offset : offset + part.stop - part.start]
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The view of each slot."""
+        self._require_memory()
+        return super().views
+
+    def _require_memory(self) -> None:
+        """Gives whole buckets their memory again."""
+        if self._away:
+            self._buffers.take_out()
+            self._away = False
+
+    def _put_away(self) -> None:
+        """Takes whole buckets their memory, unless gradients are in it."""
+        params, views = self._slots.params, self._buffers.views
+        if self._keep_shards and not any(params[slot].grad is view for slot, view in enumerate(views)):
+            self._buffers.put_away()
+            self._away = True
 
     def is_sharded(self, slot: int) -> bool:
         """Whether a slot's gradient is its published one, of which this rank holds its part."""
@@ -75,6 +116,7 @@ class ShardedRuns(BucketRuns):
 
     def before_gradients(self) -> None:
         """Sets published gradients aside, so that autograd adds to zeros, on every rank, what is to be reduced."""
+        self._require_memory()
         params = self._slots.params
         for run in self._runs:
             live = [slot for slot in run.slots if params[slot].grad is self._sharded[slot]]
@@ -89,10 +131,7 @@ class ShardedRuns(BucketRuns):
                 params[slot].grad = self._buffers.views[slot]
 
     def _aside_part(self, slot: int) -> Tensor:
-        part = self.parts[slot]
-        aside = self._set_aside[part.bucket]
-        offset = part.at - self.groups.index * aside.numel()
-        return aside[offset : offset + part.stop - part.start]
+        return self._within(self._set_aside[self.parts[slot].bucket], slot)
 
     def _give_back(self) -> None:
         """Publishes again what was set aside and to which nothing has been added."""
@@ -112,6 +151,7 @@ class ShardedRuns(BucketRuns):
 
     def zero(self) -> None:
         """Sets all gradients to zero, in the buffers."""
+        self._require_memory()
         self._set_aside.clear()
         super().zero()
 
@@ -127,6 +167,13 @@ class ShardedRuns(BucketRuns):
                 "its sharded one of an earlier pass, in a backward that did not come by an output of forward; clear "
                 "gradients before it, or call backward inside backward_pass()"
             )
+
+    def begin(
+        self, trainable: TrainableSet, reachable: set[int] | None, local: bool = False, in_order: bool = True
+    ) -> None:
+        """As for buckets that are not sharded."""
+        self._require_memory()
+        super().begin(trainable, reachable, local, in_order)
 
     def arrived(self, slot: int) -> BucketRun | None:
         """As for buckets that are not sharded."""
@@ -193,6 +240,7 @@ class ShardedRuns(BucketRuns):
         """Ends a synchronised pass."""
         super().end()
         self._give_back()
+        self._put_away()
 
     def _bind_main_grads(self) -> None:
         """Nothing: most of what a parameter would have as its ``main_grad`` has no meaning after a pass."""
@@ -208,7 +256,7 @@ class ShardedRuns(BucketRuns):
         if run.index in self._set_aside:
             for slot in run.slots:
                 if slot in self.contributing or slot in self._kept:  # else it was cleared in between
-                    self.part(slot).add_(self._aside_part(slot))
+                    self._part_in_bucket(slot).add_(self._aside_part(slot))
             del self._set_aside[run.index]
         for slot in run.slots:
             if slot in self.contributing:
@@ -218,14 +266,19 @@ class ShardedRuns(BucketRuns):
         return unused
 
     def _bind(self, slot: int) -> None:
-        self._buffers.bind(slot, self._slots.params[slot], self._sharded[slot])
+        self._publish_part(slot)
+
+    def _publish_part(self, slot: int) -> None:
+        if self._keep_shards:
+            self.part(slot).copy_(self._part_in_bucket(slot))
+        self._buffers.bind(slot, self._slots.params[slot], self._sharded[slot])  # gives a lost grad_dtype back
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """A parameter without a gradient here: the mean if another rank had one, else what was there before."""
         super().publish_unused(slot, used_elsewhere)
         grad = self._slots.params[slot].grad
         if grad is not None and self._buffers.holds(slot, grad):
-            self._slots.params[slot].grad = self._sharded[slot]
+            self._publish_part(slot)
 
     def drop(self) -> None:
         """Lets the gradients of a pass that failed be of no use, those of earlier passes included."""

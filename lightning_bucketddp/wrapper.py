@@ -168,9 +168,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             each rank averages its shard of the gradients with those that have the same one. Each node then holds all
             of the optimizer's state.
         scatter_every_pass: Whether passes inside :meth:`no_sync` (gradient accumulation) are reduce-scattered too, with
-            ``shard_optimizer``, and their results added up in the shard. More travels, behind backward as ever, and a
-            rank keeps no whole gradients from one pass to the next. By default local passes accumulate whole
-            gradients, and the sum is scattered once.
+            ``shard_optimizer``, and their results added up in the shard. More travels, behind backward as ever. Whole
+            gradients have memory from the beginning of a backward to its end alone, not during forward and the
+            optimizer's step; the shard has some besides. By default local passes accumulate whole gradients, and the
+            sum is scattered once.
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:

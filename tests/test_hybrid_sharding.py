@@ -67,7 +67,9 @@ def as_one_process(size: int, options: dict[str, Any], tolerance: float) -> list
     ours.load_optimizer_state_dict(sharded, saved)
     assert sum(state["exp_avg"].numel() for state in sharded.state.values()) == held
     ours.close()
-    torch.testing.assert_close(ours.optimizer_state_dict(sharded, every_rank=True), saved)  # for a checkpoint afterwards
+    torch.testing.assert_close(
+        ours.optimizer_state_dict(sharded, every_rank=True), saved
+    )  # for a checkpoint afterwards
     del ours
     gc.collect()
     assert len(dist.distributed_c10d._world.pg_map) == groups_before
@@ -117,3 +119,33 @@ def refusals() -> None:
 
 def test_what_does_not_divide_the_ranks_is_refused(run_ranks: RunRanks) -> None:
     run_ranks(3, refusals)
+
+
+def overflow_in_one_part(options: dict[str, Any]) -> list[float]:
+    """One element is infinite, which the ranks with its part see: none steps, and every scale shrinks."""
+    torch.manual_seed(0)
+    ours = BucketDDP(Mlp(), shard_optimizer=True, bucket_cap_mb=TINY, **options)
+    optimizer = adamw(ours.module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    scales = []
+    for step in range(6):
+        before = [param.detach().clone() for param in ours.parameters()]
+        inputs, target = batch(step, dist.get_rank())
+        scaler.scale(loss_of(ours(inputs), target)).backward()
+        whole = ours.module.head.weight.grad
+        if step == 2 and whole.own_part.numel():
+            whole.own_part[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(param, value) for param, value in zip(ours.parameters(), before, strict=True)]
+        assert all(same) if step == 2 else not any(same)
+        scales.append(scaler.get_scale())
+    assert largest_difference_between_ranks(ours.module) == 0
+    ours.close()
+    return scales
+
+
+def test_an_overflow_in_one_part_concerns_all(run_ranks: RunRanks) -> None:
+    assert run_ranks(4, overflow_in_one_part, {"shard_group_size": 2}) == [[64, 64, 32, 32, 32, 64]] * 4
+    assert run_ranks(4, overflow_in_one_part, {"scatter_every_pass": True}) == [[64, 64, 32, 32, 32, 64]] * 4

@@ -450,3 +450,36 @@ def test_local_passes_may_be_scattered_too(run_ranks: RunRanks) -> None:
 def test_same_training_in_groups_of_ranks(run_ranks: RunRanks) -> None:
     names = ["gan", "accumulation", "freezing", "low_precision", "used_on_one_rank", "uneven", "copies"]
     run_ranks(4, all_of, names, {"shard_group_size": 2})
+
+
+def only_shards() -> tuple[int, int]:
+    ours = BucketDDP(seeded(Mlp), shard_optimizer=True, scatter_every_pass=True)
+    optimizer = sgd(ours.parameters())
+    runs = ours._reducer.runs
+    for step in range(3):
+        with ours.no_sync():
+            mse(ours, step).backward()
+        assert all(flat.untyped_storage().nbytes() == 0 for flat in runs._buffers.flats)
+        mse(ours, step).backward()
+        norm = ours.grad_norm()
+        for param in ours.parameters():
+            param.grad.mul_(0.5)
+            param.grad *= 2
+        torch._foreach_mul_([param.grad for param in ours.parameters()], torch.tensor(3.0))
+        torch.testing.assert_close(ours.grad_norm(), 3 * norm)
+        for param in ours.parameters():
+            with pytest.raises(RuntimeError, match="is sharded"):
+                param.grad.mul_(torch.ones_like(param))
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(RuntimeError):  # nothing may be added to what has no memory
+        sum(param.sum() for param in ours.parameters()).backward()
+    held, numel = sum(shard.numel() for shard in runs._shards), ours.layout.nbytes // 4
+    ours.close()
+    return held, numel
+
+
+def test_only_shards_of_gradients_have_memory_between_passes(run_ranks: RunRanks) -> None:
+    for held, numel in run_ranks(3, only_shards, fresh=True):
+        assert held == numel // 3
