@@ -67,42 +67,45 @@ def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     elements = 0
     for name, options in OPTIMIZERS.items():
-        by_kind = found[name] = {}
-        for sharded in (False, True):
+        trained: dict[str, tuple[BucketDDP, TimedAdamW]] = {}
+        for kind, sharded in (("unsharded", False), ("sharded", True)):
             torch.manual_seed(0)
             layers = max(1, round(megaparameters * 1e6 / WIDTH**2))
             model = BucketDDP(mlp(WIDTH, layers).to(device), shard_optimizer=sharded)
-            optimizer = TimedAdamW(model.parameters(), lr=1e-4, **options)
+            trained[kind] = model, TimedAdamW(model.parameters(), lr=1e-4, **options)
             elements = sum(param.numel() for param in model.parameters())
-            by_kind["sharded" if sharded else "unsharded"] = _timed(model, optimizer, rounds, device)
+        found[name] = {kind: {UPDATE: [], STEP: [], ARRIVAL: []} for kind in trained}
+        for number in range(WARM_UP + rounds):
+            for kind in list(trained) if number % 2 else reversed(list(trained)):
+                for what, seconds in _seconds(*trained[kind], device).items():
+                    if number >= WARM_UP:
+                        found[name][kind][what].append(seconds)
+        for model, _ in trained.values():
             model.close()
     return {"elements": elements, "seconds": found}
 
 
-def _timed(model: BucketDDP, optimizer: TimedAdamW, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {UPDATE: [], STEP: [], ARRIVAL: []}
+def _seconds(model: BucketDDP, optimizer: TimedAdamW, device: torch.device) -> dict[str, float]:
+    """Of a step that ranks take one after the other, and of what comes after one that they take at once."""
+    times: dict[str, float] = {}
     inputs = torch.ones(1, WIDTH, device=device)
-    for number in range(WARM_UP + rounds):
-        for in_turns in (True, False):
-            model.wait_for_parameters()
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            dist.barrier()
-            for rank in range(dist.get_world_size()):
-                if rank == dist.get_rank():
-                    begin = _now(device)
-                    optimizer.step()  # gathers that it starts wait for the other ranks' steps
-                    stepped = _now(device)
-                if in_turns:
-                    dist.barrier()
-            if number < WARM_UP:
-                continue
+    for in_turns in (True, False):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        dist.barrier()
+        begin = stepped = 0.0
+        for rank in range(dist.get_world_size()):
+            if rank == dist.get_rank():
+                begin = _now(device)
+                optimizer.step()  # gathers that it starts wait for the other ranks' steps
+                stepped = _now(device)
             if in_turns:
-                times[UPDATE].append(optimizer.update_s)
-                times[STEP].append(stepped - begin)
-            else:
-                model.wait_for_parameters()
-                times[ARRIVAL].append(_now(device) - stepped)
+                dist.barrier()
+        model.wait_for_parameters()
+        if in_turns:
+            times |= {UPDATE: optimizer.update_s, STEP: stepped - begin}
+        else:
+            times[ARRIVAL] = _now(device) - stepped
     return times
 
 

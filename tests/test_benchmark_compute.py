@@ -1,4 +1,4 @@
-"""The benchmarks of real compute and of memory run, and show what they are to show."""
+"""The benchmarks of real compute, of memory and of optimizers run, and show what they are to show."""
 
 import re
 import subprocess
@@ -82,3 +82,28 @@ def test_gradients_take_their_size_and_a_bucket_at_most_where_ddp_takes_two_size
         assert found[4] == "the bound holds" or model == "shuffled"  # its order is not known in the first pass
         ours, unwrapped = (figures(part, "everything", peer)["sum"] for peer in ("bucketddp", "unwrapped"))
         assert ours <= unwrapped + bucket + 0.01
+
+
+def test_fp32_masters_reach_the_loss_of_fp32_and_bf16_alone_does_not() -> None:
+    text = printed("bf16_masters.py")
+    above = {
+        peer: figures(text, "peer", peer)["above fp32's"]
+        for peer in ("ddp, bf16-true", "bucketddp_sharded, bf16-true, fp32 masters")
+    }
+    assert abs(above["bucketddp_sharded, bf16-true, fp32 masters"]) < 0.01
+    assert above["ddp, bf16-true"] > 0.05
+
+
+def test_the_step_of_an_optimizer_is_timed_sharded_and_not() -> None:
+    text = printed("optimizer_step.py", "--worlds", "2")
+    rows = re.findall(
+        r"^(AdamW, .*?)  +2 +0\.500 +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE
+    )
+    assert [row[0] for row in rows] == ["AdamW, fused", "AdamW, a loop"], text
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+def test_the_state_of_sharded_optimizers_is_divided() -> None:
+    text = printed("memory.py", "--models", "mlp", "--peers", "bucketddp_sharded")
+    shares = re.findall(r"^bucketddp_sharded: the optimizer's state is ([\d.]+) of the unwrapped", text, re.MULTILINE)
+    assert [float(share) for share in shares] == [pytest.approx(0.5, rel=0.02)], text
