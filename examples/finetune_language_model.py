@@ -8,7 +8,8 @@ exist and are sent.
 
     python examples/finetune_language_model.py
     python examples/finetune_language_model.py --lora
-    python examples/finetune_language_model.py --strategy ddp     # the same in bf16 alone
+    python examples/finetune_language_model.py --strategy bucketddp_sharded  # masters and the rest of the state shared
+    python examples/finetune_language_model.py --strategy ddp                # the same in bf16 alone
     python examples/finetune_language_model.py --model gpt2 --lora --text notes.txt --lr 1e-3
 """
 
@@ -161,9 +162,13 @@ def main() -> None:
         return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
 
     def fit(model: LanguageModel, windows: Tensor, steps: int) -> pl.Trainer:
+        ours = {
+            "bucketddp": BucketDDPStrategy(grad_dtype=torch.float32),
+            "bucketddp_sharded": BucketDDPStrategy(grad_dtype=torch.float32, shard_optimizer=True),
+        }
         held_out, train = (DataLoader(TensorDataset(part), batch_size=16) for part in windows.tensor_split([128]))
         trainer = pl.Trainer(
-            strategy=BucketDDPStrategy(grad_dtype=torch.float32) if args.strategy == "bucketddp" else args.strategy,
+            strategy=ours.get(args.strategy, args.strategy),
             accelerator="auto" if on_accelerator else "cpu",
             devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
             precision="bf16-true",

@@ -102,9 +102,11 @@ def test_gan() -> None:
     assert number_after("generated", output) < number_after("noise", output) - 1, "of the distance to real digits"
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_finetune_language_model(lora: bool) -> None:
-    steps = ["--base-steps", "60", "--steps", "40"]
+@pytest.mark.parametrize(
+    ("lora", "strategy"), [(False, "bucketddp"), (True, "bucketddp"), (False, "bucketddp_sharded")]
+)
+def test_finetune_language_model(lora: bool, strategy: str) -> None:
+    steps = ["--base-steps", "60", "--steps", "40", "--strategy", strategy]
     output = run_example("finetune_language_model.py", "--devices", "2", *steps, *(["--lora"] if lora else []))
     base, tuned = (
         [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", part)] for part in output.split("fine-tuning")
