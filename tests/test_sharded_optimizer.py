@@ -149,7 +149,7 @@ def summed_during_backward() -> tuple[int, int]:
 
 def test_shards_are_summed_as_they_arrive(run_ranks: RunRanks) -> None:
     for summed, buckets in run_ranks(2, summed_during_backward):
-        assert 1 <= summed < buckets
+        assert 1 <= summed <= buckets
 
 
 class Failed:
