@@ -127,6 +127,8 @@ class Sharding:
             return
         self.wait()
         for slot in changed:
+            if self._runs.parts[slot].empty:  # else done before the step
+                self._buffers.bring_back(slot, self._slots.params[slot])
             if self._slots.params[slot].grad is not None:
                 torch.autograd.graph.increment_version(self._slots.params[slot])
                 for sharded in self._optimizers.values():
@@ -136,7 +138,8 @@ class Sharding:
     def replaced(self) -> None:
         """Sends all parameters, of which each rank has written its own parts. All ranks must call this alike."""
         self.wait()
-        for param in self._slots.params:
+        for slot, param in enumerate(self._slots.params):
+            self._buffers.bring_back(slot, param)
             torch.autograd.graph.increment_version(param)  # masters follow, in the next step
         self._send(range(len(self._runs.layout.buckets)))
 

@@ -138,7 +138,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def bring_back(self, slot: int, param: nn.Parameter) -> None:
-        """Takes a parameter in again whose data were replaced (``param.data = tensor``).
+        """Takes a parameter in again whose data were replaced (``param.data = tensor``, ``share_memory_()``).
 
         Raises:
             RuntimeError: If what it has now does not fit into its place.
@@ -152,6 +152,9 @@ class ParamBuffers:
                 f"{tuple(view.shape)}, {view.dtype} on {view.device}, found {tuple(param.shape)}, {param.dtype} on "
                 f"{param.device}; change the module before it is wrapped"
             )
+        if view.data_ptr() != self._addresses[slot]:  # its storage went elsewhere, into memory shared with a process
+            index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
+            view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
         view.copy_(param.data)
         param.data = view
 

@@ -455,3 +455,21 @@ def filtered() -> None:
 
 def test_a_filtered_state_dict_holds_its_tensors_only(run_ranks: RunRanks) -> None:
     run_ranks(2, filtered)
+
+
+def replaced_memory() -> None:
+    trainings = [Training("adamw", 0, shard_optimizer=shard) for shard in (True, False)]
+    for training in trainings:
+        training.run(0, 2)
+        training.values()  # all parameters have come
+        for param in training.module.parameters():
+            param.data = param.data.clone()
+        training.run(2, 4)
+        training.values()
+        training.module.share_memory()  # as sending a tensor to another process does
+        training.run(4, 6)
+    assert_close(*(training.end() for training in trainings))
+
+
+def test_parameters_whose_memory_was_replaced_are_taken_in_again(run_ranks: RunRanks) -> None:
+    run_ranks(3, replaced_memory)
