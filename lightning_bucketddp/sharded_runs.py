@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -123,12 +123,20 @@ class ShardedRuns(BucketRuns):
             if not live:
                 continue
             if run.index not in self._set_aside:
-                self._set_aside[run.index] = torch.zeros_like(self._shard(run))
+                self._set_aside[run.index] = self._new_aside(run, live)
             for slot in live:
                 self._aside_part(slot).copy_(self.part(slot))
             torch._foreach_zero_([self._buffers.views[slot] for slot in live])
             for slot in live:
                 params[slot].grad = self._buffers.views[slot]
+
+    def _new_aside(self, run: BucketRun, live: Sequence[int]) -> Tensor:
+        if not self._keep_shards:
+            return torch.zeros_like(self._shard(run))
+        for slot in run.slots:
+            if slot not in live:
+                self.part(slot).zero_()
+        return self._shards[run.index]  # stays where it is; what a pass reduces is in other memory
 
     def _aside_part(self, slot: int) -> Tensor:
         return self._within(self._set_aside[self.parts[slot].bucket], slot)
@@ -141,7 +149,8 @@ class ShardedRuns(BucketRuns):
                 if slot not in self.contributing and grad is not None and self._buffers.holds(slot, grad):
                     aside = self._aside_part(slot)
                     self.part(slot).copy_(aside)
-                    aside.zero_()
+                    if aside.data_ptr() != self.part(slot).data_ptr():
+                        aside.zero_()
                     self._slots.params[slot].grad = self._sharded[slot]
             if not any(slot in self.contributing for slot in self._runs[index].slots):
                 del self._set_aside[index]
