@@ -1,7 +1,7 @@
 """Step times of data-parallel training over a link of limited rate, all peers in one run.
 
-    sudo python benchmarks/link.py                                            # the reference case, about 10 minutes
-    sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 20 minutes
+    sudo python benchmarks/link.py                                            # the reference case, about 12 minutes
+    sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 24 minutes
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
 
 Two ranks, each in a network namespace of its own, joined by a virtual cable that is limited to a rate; real gloo. The
