@@ -102,6 +102,9 @@ class BucketDDPFabricStrategy(DDPStrategy):
             alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
             optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
             ``fabric.clip_gradients`` works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
+        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
+        scatter_every_pass: Whether each micro-batch of ``fabric.no_backward_sync`` is reduce-scattered, so that only a
+            shard is accumulated; by default the sum is scattered once.
 
     The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
 
@@ -144,6 +147,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
         comm_hook_state: Any = None,
         wire_dtype: torch.dtype | DtypeName | None = None,
         shard_optimizer: bool = False,
+        shard_group_size: int | None = None,
+        scatter_every_pass: bool = False,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -173,6 +178,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
             "sparse_parameters": sparse_parameters,
             "wire_dtype": wire_dtype,
             "shard_optimizer": shard_optimizer,
+            "shard_group_size": shard_group_size,
+            "scatter_every_pass": scatter_every_pass,
         }
         resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
         if comm_hook is not None:

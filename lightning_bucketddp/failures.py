@@ -113,13 +113,14 @@ class Failures:
             'batches, which need uneven_inputs="world_size"'
         )
 
-    def note_update(self, buckets: Sequence[int]) -> None:
-        """A sharded optimizer has made a step on this rank.
+    def note_update(self, buckets: Sequence[int], complete: bool) -> None:
+        """A sharded optimizer has made a step on this rank, or the first stages of one.
 
         Args:
             buckets: The buckets whose parameters travel after it.
+            complete: Whether the step is complete.
         """
-        self.updates += 1
+        self.updates += complete
         self.updated = crc32(repr((self.updated, self.pass_number, buckets)).encode())
 
     def look_from_update(self, what: str) -> None:

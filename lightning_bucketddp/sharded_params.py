@@ -18,19 +18,24 @@ from lightning_bucketddp.stepped_params import LEFT_OUT, SteppedParams, Swap, ve
 SHARD_KEY = "bucketddp_shard"
 """Entry of a sharded optimizer's own ``state_dict()``: which part of each parameter its state is for."""
 
-_ELEMENT_WISE: set[type] = {
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.ASGD,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.Rprop,
-}
+_TORCHS: frozenset[type] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adamax,
+        optim.ASGD,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+    }
+)
+"""Element-wise, and steps are counted by parameter."""
+
+_ELEMENT_WISE: set[type] = set(_TORCHS)
 _NOT_ELEMENT_WISE: dict[str, str] = {
     "LBFGS": "its directions are products of the whole gradient with earlier ones",
     "Adafactor": "it keeps sums over rows and columns of each parameter",
@@ -104,8 +109,11 @@ class Shards(Protocol):
     def half_updated(self) -> None:
         """A step raised, and has changed some of this rank's parts."""
 
-    def updated(self, params: Iterable[Tensor]) -> None:
+    def updated(self, params: Iterable[Tensor], complete: bool = True) -> None:
         """This rank's parts of all these parameters have their new values; all ranks do this together."""
+
+    def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The parameters in the order in which forward needs them, cut where they may be sent one after the other."""
 
 
 _attached: weakref.WeakKeyDictionary[Optimizer, ShardedParams] = weakref.WeakKeyDictionary()
@@ -138,6 +146,7 @@ class ShardedParams(SteppedParams):
         self._masters: dict[Tensor, _Master] = {}
         self._stand_ins: dict[Tensor, tuple[Tensor, nn.Parameter]] = {}  # by parameter: the memory, and the stand-in
         self._loading: dict[str, Any] = {}
+        self._sent: set[int] = set()  # ids of the parameters that are on their way while the others are stepped on
         self._hooks += [
             optimizer.register_state_dict_post_hook(self._mark_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -193,11 +202,44 @@ class ShardedParams(SteppedParams):
 
     def _swap_in(self, optimizer: Optimizer) -> None:
         self._shards.before_update()
+        self._sent.clear()
         super()._swap_in(optimizer)
+        if self._stepping:
+            self._step_on_first_stages(optimizer)
+
+    def _step_on_first_stages(self, optimizer: Optimizer) -> None:
+        """Steps on what forward needs first, so that it is on its way while the rest is stepped on.
+
+        Only where it is known that a step on some parameters, and then on the others, is a step on all of them: torch's
+        optimizers count steps by parameter. The step that was called goes on with what is left in the groups.
+        """
+        hooked = type(optimizer).step
+        step = getattr(hooked, "__wrapped__", None)  # functools' name for what the hooks are around
+        if step is None or not getattr(hooked, "hooked", False) or type(optimizer) not in _TORCHS:
+            return
+        stages = self._shards.in_stages([param for _, belonging in self._groups for param in belonging])
+        present = [list(group["params"]) for group in optimizer.param_groups]
+        by_param = {id(swap.param): swap for swap in self._swaps}
+        for stage in stages[:-1]:
+            swaps = [by_param[id(param)] for param in stage if id(param) in by_param]
+            chosen = {id(swap.stand_in) for swap in swaps}
+            for group, stand_ins in zip(optimizer.param_groups, present, strict=True):
+                group["params"][:] = [it for it in stand_ins if id(it) in chosen]
+            if chosen:
+                step(optimizer)
+            self._write_back(swaps)
+            self._sent.update(id(param) for param in stage)
+            self._shards.updated(stage, complete=False)
+        gone = {id(by_param[at].stand_in) for at in self._sent if at in by_param}
+        for group, stand_ins in zip(optimizer.param_groups, present, strict=True):
+            group["params"][:] = [it for it in stand_ins if id(it) not in gone]
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._groups:
+            return  # around a step within it, which has seen to everything
         super()._after_step(optimizer, args, kwargs)
-        self._shards.updated(params_of(optimizer))
+        sent, self._sent = self._sent, set()
+        self._shards.updated([param for param in params_of(optimizer) if id(param) not in sent])
 
     def _stand_in(self, param: Tensor, state: Any) -> Tensor | object | None:
         found = self._shards.find(param)
@@ -233,7 +275,7 @@ class ShardedParams(SteppedParams):
         return entry.tensor
 
     def _write_back(self, swaps: Sequence[Swap]) -> None:
-        stepped = [swap for swap in swaps if self._was_stepped(swap)]
+        stepped = [swap for swap in swaps if id(swap.param) not in self._sent and self._was_stepped(swap)]
         rounded = [swap for swap in stepped if swap.param in self._masters]
         by_dtype: dict[tuple[torch.dtype, torch.device], list[Swap]] = {}
         for swap in rounded:

@@ -118,6 +118,10 @@ class ShardedRuns(BucketRuns):
         """Sets published gradients aside, so that autograd adds to zeros, on every rank, what is to be reduced."""
         self._require_memory()
         params = self._slots.params
+        for index in self._set_aside:
+            for slot in self._runs[index].slots:
+                if params[slot].grad is None:  # cleared since, in a local pass's wake
+                    self._aside_part(slot).zero_()
         for run in self._runs:
             live = [slot for slot in run.slots if params[slot].grad is self._sharded[slot]]
             if not live:

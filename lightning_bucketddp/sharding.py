@@ -27,6 +27,10 @@ from lightning_bucketddp.slots import SlotTable
 _log = logging.getLogger("lightning_bucketddp")
 
 
+MAX_STAGES = 8
+"""In how many stages an optimizer steps at most, each of which is sent while the next is stepped on."""
+
+
 @dataclass(frozen=True)
 class _Described:
     """What is in one rank's state of one parameter, for all ranks to know.
@@ -120,12 +124,19 @@ class Sharding:
         self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
 
     @torch.no_grad()
-    def updated(self, params: Iterable[Tensor]) -> None:
-        """Sends the new values of parameters; whoever uses one waits for it. All ranks must call this alike."""
+    def updated(self, params: Iterable[Tensor], complete: bool = True) -> None:
+        """Sends the new values of parameters; whoever uses one waits for it. All ranks must call this alike.
+
+        Args:
+            params: The parameters.
+            complete: Whether nothing more comes of the same step.
+        """
         changed = [slot for param in params if (slot := self._slot_of.get(id(param))) is not None]
         if not changed:
             return
-        self.wait()
+        buckets = {self._runs.parts[slot].bucket for slot in changed}
+        for index in sorted(buckets & self._arrivals.keys()):
+            self._arrivals[index].wait()
         for slot in changed:
             if self._runs.parts[slot].empty:  # else done before the step
                 self._buffers.bring_back(slot, self._slots.params[slot])
@@ -133,7 +144,26 @@ class Sharding:
                 torch.autograd.graph.increment_version(self._slots.params[slot])
                 for sharded in self._optimizers.values():
                     sharded.synchronised(self._slots.params[slot])
-        self._send({self._runs.parts[slot].bucket for slot in changed})
+        self._send(buckets, complete)
+
+    def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The parameters in the order in which forward needs them, cut where they may be sent one after the other.
+
+        Each stage has some buckets, the first has one, so that it leaves soon. Parameters that are not sharded are in
+        none.
+        """
+        if self._groups.shards == 1:
+            return []
+        by_bucket: dict[int, list[Tensor]] = {}
+        for param in params:
+            if (slot := self._slot_of.get(id(param))) is not None:
+                by_bucket.setdefault(self._runs.parts[slot].bucket, []).append(param)
+        order = sorted(by_bucket, reverse=True)
+        if MAX_STAGES == 1:
+            return [list(params)]
+        at_least = -(-len(order) // MAX_STAGES)
+        stages = [order[:1], *(order[at : at + at_least] for at in range(1, len(order), at_least))]
+        return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
 
     def replaced(self) -> None:
         """Sends all parameters, of which each rank has written its own parts. All ranks must call this alike."""
@@ -144,10 +174,10 @@ class Sharding:
         self._send(range(len(self._runs.layout.buckets)))
 
     @torch.no_grad()
-    def _send(self, chosen: Iterable[int]) -> None:
+    def _send(self, chosen: Iterable[int], complete: bool = True) -> None:
         # The last bucket of backward is the first of forward.
         buckets = sorted(chosen, reverse=True)
-        self._failures.note_update(buckets)
+        self._failures.note_update(buckets, complete)
         if self._groups.shards == 1:
             return
         for index in buckets:

@@ -114,6 +114,9 @@ class BucketDDPStrategy(DDPStrategy):
             alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
             optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
             clipping works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
+        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
+        scatter_every_pass: Whether each micro-batch of ``accumulate_grad_batches`` is reduce-scattered, so that only a
+            shard is accumulated; by default the sum is scattered once.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out goes on with its last
             batch until the others have run out too, so that loops, hooks and collectives stay in step, but its
             gradients and module buffers do not count; what it logs does. Gradients are divided by the
@@ -165,6 +168,8 @@ class BucketDDPStrategy(DDPStrategy):
         comm_hook_state: Any = None,
         wire_dtype: torch.dtype | DtypeName | None = None,
         shard_optimizer: bool = False,
+        shard_group_size: int | None = None,
+        scatter_every_pass: bool = False,
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
     ) -> None:
         hook, hook_state = _one_hook(comm_hook, comm_hook_state, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
@@ -199,6 +204,8 @@ class BucketDDPStrategy(DDPStrategy):
             "sparse_parameters": sparse_parameters,
             "wire_dtype": wire_dtype,
             "shard_optimizer": shard_optimizer,
+            "shard_group_size": shard_group_size,
+            "scatter_every_pass": scatter_every_pass,
         }
         resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
         if hook is not None:

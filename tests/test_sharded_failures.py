@@ -29,7 +29,8 @@ class Breaking(torch.optim.SGD):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         if self.when == "before":
             raise ArithmeticError("no step today")
-        loss = super().step(closure)
+        update = torch.optim.SGD.step  # hooked if there ever was a plain one in this process: a step within the step
+        loss = getattr(update, "__wrapped__", update)(self, closure)
         if self.when == "after":
             raise ArithmeticError("half a step today")
         return loss

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, sharding
 from lightning_bucketddp.collectives import Pending
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
@@ -112,6 +112,42 @@ def test_closing_waits_for_parameters_and_leaves_whole_state_to_be_had(run_ranks
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_parity_with_one_process(run_ranks: RunRanks, world_size: int, optimizer: str) -> None:
     run_ranks(world_size, parity, "mlp", optimizer, 40, {"bucket_cap_mb": TINY}, None)
+
+
+def in_stages(optimizer: str) -> None:
+    """What forward needs first is on its way while the rest is stepped on; the bits are those of one step."""
+    trained = []
+    for most in (1, 3):
+        sharding.MAX_STAGES = most
+        ours = BucketDDP(seeded(MODELS["mlp"]), shard_optimizer=True, bucket_cap_mb=TINY)
+        stepper = OPTIMIZERS[optimizer](two_groups(ours.module))
+        scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.9)
+        counted: list[int] = []
+        stepper.register_step_post_hook(lambda *_, counted=counted: counted.append(len(counted)))
+        for step in range(4):
+            loss_of(ours, step, dist.get_rank()).backward()
+            sent: list[int] = []
+            shards = ours._sharding
+            assert shards is not None
+            send = shards._send
+            shards._send = lambda *given, sent=sent, send=send: (sent.append(len(given[0])), send(*given))  # type: ignore[method-assign]
+            stepper.step()
+            shards._send = send  # type: ignore[method-assign]
+            stepper.zero_grad()
+            scheduler.step()
+            assert len(ours.layout.buckets) > 3
+            assert len(sent) == (1 if most == 1 else most + 1)
+            assert sum(sent) == len(ours.layout.buckets)
+        assert len(counted) == 4, "whoever hooks steps sees one"
+        assert all(it["step"] == 4 for it in stepper.state.values() if "step" in it)
+        trained.append([param.detach().clone() for param in ours.module.parameters()])
+        ours.close()
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad", "nadam"])
+def test_steps_in_stages(run_ranks: RunRanks, optimizer: str) -> None:
+    run_ranks(2, in_stages, optimizer, fresh=True)
 
 
 @pytest.mark.parametrize("model", list(MODELS))
