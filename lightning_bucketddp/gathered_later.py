@@ -22,7 +22,7 @@ from torch import Tensor, nn
 _waits: dict[int, Callable[[], None]] = {}
 """By id of the parameter: waits for it, and for those that come with it, and makes them what they were."""
 
-_ABOUT = frozenset(
+ABOUT_A_TENSOR = frozenset(
     [
         "grad",
         "requires_grad",
@@ -44,6 +44,7 @@ _ABOUT = frozenset(
         "is_sparse",
         "is_quantized",
         "is_nested",
+        "is_mkldnn",
         "itemsize",
         "nbytes",
         "retains_grad",
@@ -117,7 +118,7 @@ class GatheredLater(nn.Parameter):
 def _is_about(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _ABOUT
+        return getattr(getattr(func, "__self__", None), "__name__", "") in ABOUT_A_TENSOR
     return name in _CALLS_ABOUT
 
 

@@ -8,32 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ABOUT = frozenset(
-    [
-        "requires_grad",
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_leaf",
-        "grad_fn",
-        "is_cpu",
-        "is_cuda",
-        "is_mps",
-        "is_xpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-        "is_mkldnn",
-        "grad",
-        "_base",
-        "_version",
-    ]
-)
+from lightning_bucketddp.gathered_later import ABOUT_A_TENSOR
+
 _ELEMENT_WISE = frozenset(
     [
         "zero_",
@@ -131,7 +107,7 @@ class ShardedGrad(Tensor):
         ):
             func(*_parts(args), **kwargs)  # the rest of it takes up no memory
             return args[0]
-        if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in _ABOUT):
+        if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "__repr__":

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "shards": {"layout"},
     "boxes": set(),
     "gathered_later": set(),
-    "sharded_grad": set(),
+    "sharded_grad": {"gathered_later"},
     "shard_groups": {"collectives"},
     "sharded_runs": {"bucket_runs", "collectives", "layout", "shard_groups", "sharded_grad", "shards", "slots"},
     "sharded_params": {"layout", "master_params", "shards", "stepped_params"},
