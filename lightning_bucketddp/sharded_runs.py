@@ -32,6 +32,7 @@ class ShardedRuns(BucketRuns):
         groups: Among whom shards are divided.
         before_layout: Called with the new layout when buckets are about to be laid out anew.
         on_layout: Called when they have been.
+        exchange: Gives every rank's list of numbers, by rank.
         gather: Replaces all shards of a tensor by those of the ranks that have them, and waits for it.
         parts: This rank's part of each slot.
     """
@@ -40,6 +41,7 @@ class ShardedRuns(BucketRuns):
         self.before_layout: Callable[[Layout], None] = lambda layout: None
         self.on_layout: Callable[[Layout], None] = lambda layout: None
         self.gather: Callable[[Tensor], None] = lambda flat: groups.inside.all_gather_shards(flat).wait()
+        self.exchange: Callable[[list[int]], list[list[int]]] = lambda mine: self._collectives.exchange_objects(mine)
         self.groups = groups
         self._keep_shards = keep_shards
         self._away = False
@@ -273,13 +275,10 @@ class ShardedRuns(BucketRuns):
             del self._set_aside[run.index]
         for slot in run.slots:
             if slot in self.contributing:
-                self._bind(slot)
+                self._publish_part(slot)
             else:
                 unused.append(slot)
         return unused
-
-    def _bind(self, slot: int) -> None:
-        self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
         if self._keep_shards:
@@ -322,11 +321,17 @@ class ShardedRuns(BucketRuns):
     def _whole_aside(self) -> dict[int, Tensor]:
         """By slot, all of what was set aside, 1-D in the order of memory."""
         found: dict[int, Tensor] = {}
-        for index, aside in list(self._set_aside.items()):
+        # Of all ranks: one that has cleared its gradients alone has to help the others with theirs.
+        everywhere = set().union(*self.exchange(sorted(self._set_aside)))
+        for index in sorted(everywhere):
             run = self._runs[index]
             whole = torch.zeros_like(run.flat)
-            self.groups.shard(whole).copy_(aside)
+            aside = self._set_aside.get(index)
+            if aside is not None:
+                self.groups.shard(whole).copy_(aside)
             self.gather(whole)
+            if aside is None:
+                continue
             for slot in run.slots:
                 if self._slots.params[slot].grad is not None:
                     place = self.layout.slots[slot]

@@ -75,6 +75,7 @@ class Sharding:
         runs.before_layout = self._before_layout
         runs.on_layout = self._lay_out
         runs.gather = self._gather_gradients
+        runs.exchange = self._exchange
 
     # -- what a sharded optimizer asks ---------------------------------------------------------------
 
@@ -159,8 +160,6 @@ class Sharding:
             if (slot := self._slot_of.get(id(param))) is not None:
                 by_bucket.setdefault(self._runs.parts[slot].bucket, []).append(param)
         order = sorted(by_bucket, reverse=True)
-        if MAX_STAGES == 1:
-            return [list(params)]
         at_least = -(-len(order) // MAX_STAGES)
         stages = [order[:1], *(order[at : at + at_least] for at in range(1, len(order), at_least))]
         return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
@@ -263,8 +262,12 @@ class Sharding:
     def _known_everywhere(self) -> list[Optimizer]:
         """The optimizers that nobody has dropped on any rank, in the order in which they were sharded."""
         mine = {number: optimizer for optimizer, number in self._number_of.items()}
-        everywhere = set.intersection(*map(set, self._collectives.exchange_objects(list(mine))))
+        everywhere = set.intersection(*map(set, self._exchange(list(mine))))
         return [mine[number] for number in sorted(everywhere)]
+
+    def _exchange(self, mine: list[int]) -> list[list[int]]:
+        with self._failures.waiting_for("what is laid out anew"):
+            return self._collectives.exchange_objects(mine, self._failures.look_from_opening)
 
     def _gather_gradients(self, flat: Tensor) -> None:
         with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
@@ -423,13 +426,15 @@ class Sharding:
     def full_grad(self, param: Tensor) -> Tensor | None:
         """A copy of a parameter's whole gradient. All ranks must call this; None if there is no gradient."""
         slot = self._slot_of.get(id(param))
-        if slot is None or not self._runs.is_sharded(slot):
+        mine = slot is not None and self._runs.is_sharded(slot)
+        if slot is None or not any(flag for (flag,) in self._exchange([int(mine)])):  # not by what this rank has alone
             return None if param.grad is None else param.grad.detach().clone()
         part = self._runs.parts[slot]
         bucket = self._runs.layout.buckets[part.bucket]
         whole = self._runs.part(slot)
         flat = torch.zeros(bucket.numel, dtype=whole.dtype, device=whole.device)
-        flat[part.at : part.at + part.stop - part.start].copy_(whole)
+        if mine:
+            flat[part.at : part.at + part.stop - part.start].copy_(whole)
         with self._failures.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
             self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
         place = self._runs.layout.slots[slot]

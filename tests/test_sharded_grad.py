@@ -176,6 +176,25 @@ def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks) -> None:
     run_ranks(2, cleared_in_between)
 
 
+def cleared_alone() -> list[Tensor | None]:
+    """One rank clears its gradients, the others do not, and buckets are laid out anew before they add more."""
+    ours, _ = pair()
+    backward([ours], 0)
+    backward([ours], 1)  # in the learned order
+    if dist.get_rank() == 0:
+        ours.zero_grad()
+    ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+    before = ours.layout
+    backward([ours], 2)
+    assert ours.layout != before
+    return [ours.full_grad(param) for param in ours.module.parameters()]
+
+
+def test_a_rank_that_clears_alone_does_not_stay_away(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, cleared_alone, fresh=True)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def without_root() -> None:
     ours, _ = pair()
     backward([ours])

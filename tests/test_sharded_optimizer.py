@@ -117,8 +117,10 @@ def test_parity_with_one_process(run_ranks: RunRanks, world_size: int, optimizer
 def in_stages(optimizer: str) -> None:
     """What forward needs first is on its way while the rest is stepped on; the bits are those of one step."""
     trained = []
+    cut = sharding.Sharding.in_stages
     for most in (1, 3):
         sharding.MAX_STAGES = most
+        sharding.Sharding.in_stages = cut if most > 1 else lambda self, params: []  # type: ignore[method-assign]
         ours = BucketDDP(seeded(MODELS["mlp"]), shard_optimizer=True, bucket_cap_mb=TINY)
         stepper = OPTIMIZERS[optimizer](two_groups(ours.module))
         scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.9)
