@@ -18,7 +18,14 @@ from lightning_bucketddp.schedule import CollectiveCost, Timeline, plan_for_unsu
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 
 WATCHED_PASSES = 3
-"""Passes with the default buckets whose times a plan is made from, and passes in which it is tried."""
+"""Passes with the default buckets whose times a plan is made from, and passes that buckets are tried for in a turn."""
+
+TURNS = 3
+"""How often candidates take turns: what else goes on in a machine changes more from one second to another than a
+comparison may be wrong by. Of all passes with the same buckets the shortest counts, which was disturbed least."""
+
+CLEARLY_WORSE = 1.15
+"""How many times as long as the best of the others candidates take that get no further turn."""
 
 MAX_PIECES = 512
 """Of how many pieces a plan is made at most: parameters that are small and follow each other count as one."""
@@ -42,8 +49,8 @@ class Candidate:
 
     Attributes:
         timeline: A simulated pass with them.
-        seconds: How long a pass took with them: backward on the slowest rank, and what came after it on the rank that
-            waited least, the others having been there too early. None as long as they have not been tried.
+        seconds: How long the shortest pass with them took: backward on the slowest rank, and what came after it on the
+            rank that waited least, the others having been there too early. None as long as they have not been tried.
     """
 
     timeline: Timeline
@@ -74,11 +81,15 @@ class BucketPlan:
     chosen: Literal["default", "planned", "largest"]
 
     @property
+    def candidates(self) -> dict[_Name, Candidate]:
+        """Those that there are, by name."""
+        found: dict[_Name, Candidate] = {"default": self.default, "planned": self.planned}
+        return found if self.largest is None else {**found, "largest": self.largest}
+
+    @property
     def in_use(self) -> Candidate:
         """The chosen buckets."""
-        found = {"default": self.default, "planned": self.planned, "largest": self.largest}[self.chosen]
-        assert found is not None
-        return found
+        return self.candidates[self.chosen]
 
     def __str__(self) -> str:
         per_second = 8 / self.cost.seconds_per_byte / 1e9 if self.cost.seconds_per_byte else float("inf")
@@ -113,9 +124,10 @@ class _Watched:
         self.plan: BucketPlan | None = None
         self.slots: frozenset[int] = frozenset()  # whose buckets are planned
         # Behind which of these slots buckets end, by candidate: as they were before (by the default rule, or a plan for
-        # another set), and those yet to be tried; the first of these is being tried.
+        # another set), and those to be tried.
         self.ends: dict[_Name, frozenset[int]] = {}
-        self.to_try: list[_Name] = []
+        self.turn = 0
+        self.to_try: list[_Name] = []  # in this turn; the first is being tried
         self.decided = False
 
 
@@ -126,13 +138,17 @@ class Planner:
         slots: The slots, which are told where buckets end.
         collectives: The group.
         cost: What an all-reduce costs, as measured at set-up; None if nothing is to be planned.
+        turns: How often candidates are tried.
 
     Attributes:
         last: The plan that was made or judged last.
         news: The same if it was decided on in the last pass, for good.
     """
 
-    def __init__(self, slots: SlotTable, collectives: Collectives, cost: CollectiveCost | None) -> None:
+    def __init__(
+        self, slots: SlotTable, collectives: Collectives, cost: CollectiveCost | None, turns: int | None = None
+    ) -> None:
+        self._turns = TURNS if turns is None else turns
         self._slots = slots
         self._collectives = collectives
         self._cost = cost
@@ -221,7 +237,10 @@ class Planner:
         count = len(self._slots)
         found = [times.seconds() for times in passes]
         mine = [_median([seconds[slot] for seconds in found if slot in seconds]) for slot in range(count)]
-        *ready, backward_end, not_exposed = slowest(self._collectives, mine + _ends_of(passes), device, on_idle)
+        backward, after = _ends_of(passes)
+        middle = [_median(backward), _median(after)]
+        both = slowest(self._collectives, mine + middle + backward + after, device, on_idle)
+        ready, (backward_end, not_exposed), ends = both[:count], both[count : count + 2], both[count + 2 :]
         ready = [backward_end if at < 0 else at for at in ready]
         seconds = backward_end - not_exposed
 
@@ -238,7 +257,7 @@ class Planner:
             buckets = sorted([*cut, *rest], key=lambda slots: position[slots[-1]])
             return Candidate(_simulated(buckets, ready, layout, cost, backward_end))
 
-        default = Candidate(_simulated(members, ready, layout, cost, backward_end), seconds)
+        default = Candidate(_simulated(members, ready, layout, cost, backward_end), _shortest(ends))
         decided = torch.zeros(count + 1, dtype=torch.int64)  # ends of the plan, and whether to try the largest buckets
         if self._collectives.rank == 0:
             for run in runs:
@@ -275,11 +294,17 @@ class Planner:
         device: torch.device,
         on_idle: Callable[[], None],
     ) -> bool:
-        backward_end, not_exposed = slowest(self._collectives, _ends_of(passes), device, on_idle)
-        seconds = backward_end - not_exposed  # of the same bits on every rank
+        backward, after = _ends_of(passes)
+        seconds = _shortest(slowest(self._collectives, backward + after, device, on_idle))  # the same on every rank
         tried = watched.to_try.pop(0)
-        found = replace(plan.planned if tried == "planned" else plan.largest or plan.default, seconds=seconds)
-        plan = replace(plan, planned=found) if tried == "planned" else replace(plan, largest=found)
+        before = plan.candidates[tried]
+        found = replace(before, seconds=seconds if before.seconds is None else min(seconds, before.seconds))
+        plan = replace(plan, **{tried: found})  # type: ignore[arg-type]
+        if not watched.to_try:
+            watched.turn += 1
+            contenders = _contenders(plan)
+            if watched.turn < self._turns and len(contenders) > 1:
+                watched.to_try = contenders
         plan = replace(plan, chosen=watched.to_try[0] if watched.to_try else _best_of(plan))
         watched.plan = self.last = plan
         return self._use(watched, plan.chosen)
@@ -297,14 +322,27 @@ def _best_of(plan: BucketPlan) -> _Name:
     return best
 
 
-def _ends_of(passes: list[ReadyTimes]) -> list[float]:
-    """When backward had ended, and what the pass took after that, negated.
+def _contenders(plan: BucketPlan) -> list[_Name]:
+    """The candidates that have been tried and may be the best."""
+    seconds = {name: it.seconds for name, it in plan.candidates.items() if it.seconds is not None}
+    least = min(seconds.values())
+    return [name for name, taken in seconds.items() if taken <= least * CLEARLY_WORSE]
+
+
+def _ends_of(passes: list[ReadyTimes]) -> tuple[list[float], list[float]]:
+    """When backward had ended in each pass, and what the pass took after that, negated.
 
     The largest of the negated is the least: a rank that is there before the others waits for them, not for the wire.
     """
     backward = [times.seconds_of_backward() for times in passes]
     after = [times.seconds_of_pass() - end for times, end in zip(passes, backward, strict=True)]
-    return [_median(backward), -_median(after)]
+    return backward, [-seconds for seconds in after]
+
+
+def _shortest(ends: Sequence[float]) -> float:
+    """How long the shortest pass took, by what :func:`_ends_of` gives, of all ranks together."""
+    half = len(ends) // 2
+    return min(backward - after for backward, after in zip(ends[:half], ends[half:], strict=True))
 
 
 def calibrated(cost: CollectiveCost, simulated: Timeline, seconds: float) -> CollectiveCost:

@@ -189,7 +189,8 @@ class Reducer:
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
         self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
-        self._planner = Planner(self._slots, collectives, cost)
+        # With shards, the optimizers' state moves between ranks whenever buckets change.
+        self._planner = Planner(self._slots, collectives, cost, turns=1 if options.shard_optimizer else None)
 
         self._layouts = 1
         self._local_passes = 0  # since the last reduction

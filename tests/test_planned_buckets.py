@@ -42,15 +42,17 @@ def one(ready: Any, nbytes: Any, cost: Any, fallback: Any) -> tuple[int, ...]:
     return (len(ready),)
 
 
-def with_plan(plans: Any, *pass_seconds: float, most_layers: int | None = None) -> None:
+def with_plan(plans: Any, *pass_seconds: float, most_layers: int | None = None, turns: int = 1) -> None:
     """Lets rank 0 plan like this, and passes take that long with the buckets before, the planned and the largest ones.
 
     Args:
         plans: Instead of the planning.
         pass_seconds: The last stays so.
         most_layers: How many are in the largest buckets; None if those are not to be tried.
+        turns: How often candidates are tried.
     """
     planner.plan_for_unsure_cost = plans
+    planner.TURNS = turns
     planner.MAX_TRIAL = math.inf if most_layers else 0.0
     planner.MAX_DEFAULT_BUCKET_BYTES = LAYER_BYTES * (most_layers or LAYERS)  # type: ignore[attr-defined]
     taken = [0]
@@ -147,6 +149,39 @@ def test_the_largest_buckets_are_tried_too(
     assert buckets[:TOLD] == [1] * TOLD
     assert buckets[TOLD:-2] == [2 * LAYERS] * WATCHED_PASSES + [LAYERS // 2] * WATCHED_PASSES
     assert buckets[-2:] == [count] * 2
+
+
+def in_turns(seconds: list[float]) -> tuple[list[int], BucketPlan | None]:
+    with_plan(one_per_piece, *seconds, most_layers=2, turns=3)
+    module = deep()
+    ours = BucketDDP(copy.deepcopy(module), bucket_cap_mb="auto")
+    return train(ours, module, TOLD + (len(seconds) - 1) * WATCHED_PASSES + 2), ours.bucket_plan
+
+
+DEFAULT, PLANNED, LARGEST = 1, 2 * LAYERS, LAYERS // 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried", "chosen"),
+    [
+        # The largest ones were disturbed in two turns of three; the default ones get no third.
+        ([1.0, 1.1, 1.1, 1.0, 0.9, 0.8, 0.9, 1.1], [PLANNED, LARGEST, DEFAULT, *[PLANNED, LARGEST] * 2], "largest"),
+        # The largest ones get no second turn, the planned ones no third.
+        ([1.0, 1.1, 1.2, 0.9, 1.1, 0.8], [PLANNED, LARGEST, DEFAULT, PLANNED], "default"),
+        ([1.0, 0.8, 1.2], [PLANNED, LARGEST], "planned"),
+    ],
+)
+def test_candidates_take_turns_and_the_shortest_pass_counts(
+    run_ranks: RunRanks, seconds: list[float], tried: list[int], chosen: str
+) -> None:
+    (buckets, plan), other = run_ranks(2, in_turns, seconds, fresh=True)
+    assert plan is not None
+    assert (buckets, plan) == other
+    assert plan.chosen == chosen
+    count = {"default": DEFAULT, "planned": PLANNED, "largest": LARGEST}[chosen]
+    wanted = [DEFAULT] * TOLD + [count for count in tried for _ in range(WATCHED_PASSES)]
+    assert buckets[: len(wanted)] == wanted
+    assert set(buckets[len(wanted) :]) == {count}
 
 
 def only_largest() -> tuple[list[int], BucketPlan | None]:
