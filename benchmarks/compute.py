@@ -38,6 +38,8 @@ from wrapped import Wrapping, bucketddp, ddp, local_pass, try_wrap, unwrapped
 
 RANKS = 2
 WARM_UP = 12
+PLANNED_AFTER = 30
+"""Passes until planned buckets have been decided on, at most."""
 """Steps without accumulation before anything counts: wrappers learn orders, plan buckets and make optimizer state."""
 BLOCK_PASSES = 3
 """How many passes a peer has in its turn, unless a step has more."""
@@ -134,7 +136,7 @@ def _measure(workload: Workload, accumulation: int, rounds: int, device: torch.d
     notes: list[str] = []
     peers = [peer for wrapping in wrappings() if (peer := _make(workload, wrapping, device, notes)) is not None]
     for peer in peers:
-        for _ in range(WARM_UP):
+        for _ in range(PLANNED_AFTER if "auto" in peer.wrapping.name else WARM_UP):
             _step(peer, 1, device)
         if accumulation > 1:
             _step(peer, accumulation, device)

@@ -159,9 +159,9 @@ def peers() -> list[Peer]:
         *(Peer(f"ddp, best flags, {cap} MiB", _ddp(**_BEST_FLAGS, bucket_cap_mb=cap)) for cap in (1, 2, 4, 8)),
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
-        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=12),
+        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=30),
         Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
-        Peer('bucketddp_sharded, "auto"', _ours(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=12),
+        Peer('bucketddp_sharded, "auto"', _ours(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=30),
         *_plain_peers(),
     ]
 
@@ -200,13 +200,13 @@ def _plain_peers() -> list[Peer]:
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=bucketddp()),
-        Peer('BucketDDP, "auto"', None, wrap=bucketddp(bucket_cap_mb="auto"), warm_up=12),
+        Peer('BucketDDP, "auto"', None, wrap=bucketddp(bucket_cap_mb="auto"), warm_up=30),
         Peer("BucketDDP, sharded", None, wrap=bucketddp(shard_optimizer=True)),
         Peer(
-            'BucketDDP, sharded, "auto"', None, wrap=bucketddp(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=12
+            'BucketDDP, sharded, "auto"', None, wrap=bucketddp(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=30
         ),
         *(
-            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=12)
+            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=30)
             for slower, factor in (("slower", 10.0), ("faster", 0.1))
         ),
     ]
