@@ -24,6 +24,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
+CACHED_NUMEL = 65536
+"""Elements that are worked on at a time where several operations follow each other: 256 KiB of fp32."""
+
 WIRE_DTYPES = (torch.bfloat16, torch.float16)
 """In which gradients may travel while they are summed in fp32."""
 
@@ -372,10 +375,7 @@ class Collectives:
         if travels_in is flat.dtype is not wire_dtype and not on_gloo:  # gloo's takes longer than its all-reduce
             return self._reduce_scatter_by_the_backend(flat, shard, length)
         if travels_in is flat.dtype is torch.float32 and flat.numel() == length * self.world_size:
-            received = torch.empty_like(flat)
-            work = dist.all_to_all_single(received, flat, group=self._group, async_op=True)
-            parts = received.view(self.world_size, length)
-            return self._started(work, lambda: _mean_of(parts, shard), flat)
+            return self._reduce_scatter_by_all_to_all(flat, shard, length)
         work, _, mean = self._exchange_shards(flat, length, travels_in)
         return self._started(work, lambda: shard.copy_(mean()[: shard.numel()]), flat)
 
@@ -400,6 +400,19 @@ class Collectives:
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         work = _reduce_scatter(result, whole, op=op, group=self._group, async_op=True)
         return self._started(work, lambda: (shard.copy_(result[: shard.numel()]), whole), flat)
+
+    def _reduce_scatter_by_all_to_all(self, flat: Tensor, shard: Tensor, length: int) -> Pending:
+        counts = [length] * self.world_size
+        sent = flat
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        if self.rank in (0, self.world_size - 1):  # what this rank would send to itself can be left out
+            counts[self.rank] = 0
+            sent = flat[length:] if self.rank == 0 else flat[:-length]
+            others = list(range(self.world_size - 1))
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, counts, counts, group=self._group, async_op=True)
+        parts = received.view(-1, length)
+        return self._started(work, lambda: _average_with([parts[row] for row in others], shard), flat)
 
     def _exchange_shards(
         self, flat: Tensor, length: int, dtype: torch.dtype
@@ -522,12 +535,13 @@ class Collectives:
         return Pending(work, after, tensor.device.type == "cpu", self.leave_behind, second)
 
 
-def _mean_of(parts: Tensor, out: Tensor) -> None:
-    """Writes the mean over the first dimension to ``out``; part by part takes half as long as ``torch.sum``."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-    out.mul_(1.0 / len(parts))
+def _average_with(others: Sequence[Tensor], mine: Tensor) -> None:
+    """Replaces ``mine`` (1-D) by the mean of it and the others, in stretches short enough for caches."""
+    for start in range(0, len(mine), CACHED_NUMEL):
+        stretch = mine[start : start + CACHED_NUMEL]
+        for other in others:
+            stretch.add_(other[start : start + CACHED_NUMEL])
+        stretch.mul_(1.0 / (len(others) + 1))
 
 
 def _real(flat: Tensor) -> Tensor:
