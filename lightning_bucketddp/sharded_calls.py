@@ -196,7 +196,7 @@ class ShardedCalls:
             ValueError: If an optimizer holds parameters that are not the module's.
             RuntimeError: If anything else went wrong on some rank; says where and what.
         """
-        self._sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
+        self.sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
 
     def load_sharded(
         self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
@@ -220,16 +220,15 @@ class ShardedCalls:
             ValueError: If names, shapes or parameter groups differ; names the first.
             RuntimeError: If anything else went wrong on some rank; says where and what.
         """
-        return self._sharded_checkpoint().load(Path(path), optimizers, strict)
+        if self.closed:
+            raise RuntimeError("expected an open BucketDDP, found one after close(); load before that")
+        return self.sharded_checkpoint().load(Path(path), optimizers, strict)
 
-    def _sharded_checkpoint(self) -> ShardedCheckpoint:
+    def sharded_checkpoint(self) -> ShardedCheckpoint:
+        """What saves and loads the module and its optimizers in parts."""
         # Not imported before it is needed: torch.distributed.checkpoint takes as long as the rest of this package.
         from lightning_bucketddp.sharded_checkpoint import ShardedCheckpoint
 
-        if self.closed:
-            raise RuntimeError(
-                "expected an open BucketDDP, found a closed one, which knows of no parts; save before close()"
-            )
         return ShardedCheckpoint(self.module, self._collectives, self._sharding, self.prepare_optimizer)
 
     @property

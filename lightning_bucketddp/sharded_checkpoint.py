@@ -144,8 +144,13 @@ class ShardedCheckpoint:
     def _add_optimizer(self, contents: Contents, number: int, optimizer: Optimizer, first: bool) -> None:
         self._prepare(optimizer)
         packed = optimizer.state_dict()
-        sharded = packed.pop(SHARD_KEY, None) is not None
+        packed.pop(SHARD_KEY, None)
         masters = packed.pop(STATE_DICT_KEY, {})
+        known = self._sharding.sharded(optimizer) if self._sharding is not None else None
+        sharded = known is not None
+        if known is not None:  # whose hooks may be gone, training having ended
+            params = enumerate(params_of(optimizer))
+            masters = {index: master for index, param in params if (master := known.master(param)) is not None}
         state = dict(packed.pop("state"))
         for index, param in enumerate(params_of(optimizer)):
             name = self._names[id(param)]
@@ -178,13 +183,15 @@ class ShardedCheckpoint:
 
     # -- loading -------------------------------------------------------------------------------------
 
-    def load(self, path: Path, optimizers: Sequence[Optimizer], strict: bool) -> dict[str, Any]:
+    def load(
+        self, path: Path, optimizers: Sequence[Optimizer], strict: bool, with_module: bool = True
+    ) -> dict[str, Any]:
         """Loads from a directory; gives what the caller had added."""
         what = f"loading from {path}"
         self._raise_together(what, None if path.is_dir() else f"expected a directory, found none: {path}")
         if self._sharding is not None:
             self._sharding.wait()
-        planner = BoxLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict))
+        planner = BoxLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict, with_module))
         self._together(
             what,
             lambda: load(
@@ -202,14 +209,18 @@ class ShardedCheckpoint:
         return planner.contents.objects.get("extra", {})
 
     @portable
-    def _contents_to_load(self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool) -> Contents:
+    def _contents_to_load(
+        self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool, with_module: bool
+    ) -> Contents:
         written = (metadata.planner_data or {}).get(FORMAT_KEY) if isinstance(metadata.planner_data, dict) else None
         if written is None:
             raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
         contents = Contents()
         saved = metadata.state_dict_metadata
         paths = {key: path for key, path in metadata.planner_data.items() if key != FORMAT_KEY}
-        self._want_module(contents, {key: saved[key] for key, path in paths.items() if path[0] == "model"}, strict)
+        if with_module:
+            of_module = {key: saved[key] for key, path in paths.items() if path[0] == "model"}
+            self._want_module(contents, of_module, strict)
         if "extra" in saved:
             contents.add_object(("extra",), None)
         if not optimizers:

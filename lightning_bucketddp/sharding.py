@@ -85,8 +85,12 @@ class Sharding:
         return None if slot is None else (self._slots.specs[slot], self._runs.parts[slot])
 
     def param_part(self, param: Tensor) -> Tensor:
-        """The memory of this rank's part of a parameter, 1-D."""
-        return self._buffers.part(self._runs.parts[self._slot_of[id(param)]])
+        """The memory of this rank's part of a parameter, 1-D; a copy of it when parameters have left the buffers."""
+        slot = self._slot_of[id(param)]
+        part = self._runs.parts[slot]
+        if self._buffers.flats:
+            return self._buffers.part(part)
+        return in_memory_order(param.detach(), self._slots.specs[slot])[part.start : part.stop].clone()
 
     def grad_part(self, param: Tensor) -> Tensor | None:
         """This rank's part of a parameter's gradient, 1-D; None if the parameter has no gradient."""

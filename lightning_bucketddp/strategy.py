@@ -31,6 +31,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_bucketddp.checkpoint_directories import (
+    is_checkpoint_directory,
+    load_optimizers,
+    load_weights,
+    save_parts,
+)
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
 from lightning_bucketddp.common_end import CommonEnd
@@ -117,6 +123,10 @@ class BucketDDPStrategy(DDPStrategy):
         shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
         scatter_every_pass: Whether each micro-batch of ``accumulate_grad_batches`` is reduce-scattered, so that only a
             shard is accumulated; by default the sum is scattered once.
+        state_dict_type: How checkpoints are saved: ``"full"``, one file that any strategy loads, or ``"sharded"``, a
+            directory to which every rank writes its own parts, so that nothing is put together on one of them
+            (``torch.distributed.checkpoint``'s format; torch's ``dcp_to_torch_save`` makes a file of it). Either is
+            loaded whatever is chosen, at any number of ranks.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out goes on with its last
             batch until the others have run out too, so that loops, hooks and collectives stay in step, but its
             gradients and module buffers do not count; what it logs does. Gradients are divided by the
@@ -170,6 +180,7 @@ class BucketDDPStrategy(DDPStrategy):
         shard_optimizer: bool = False,
         shard_group_size: int | None = None,
         scatter_every_pass: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
     ) -> None:
         hook, hook_state = _one_hook(comm_hook, comm_hook_state, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
@@ -220,6 +231,10 @@ class BucketDDPStrategy(DDPStrategy):
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
                 "divided by"
             )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f'expected state_dict_type to be "full" or "sharded", found {state_dict_type!r}')
+        self._state_dict_type = state_dict_type
+        self._resumed_from: Path | None = None  # a directory that optimizers are yet to be loaded from
         self._uneven_inputs = uneven_inputs
         self._wrapper_options: dict[str, Any] = {
             **options,
@@ -298,7 +313,7 @@ class BucketDDPStrategy(DDPStrategy):
             self.model = self.lightning_module
             self._stop_clipping()
             self._stop_clipping = _nothing
-            if self._wrapper_options["shard_optimizer"] and not self._interrupted():
+            if self._in_parts():
                 self._ended = wrapper  # the Trainer's optimizers are still looked at, by trainer.save_checkpoint()
         self._evened_loader = None
         if self._common_end is not None:
@@ -323,6 +338,11 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return obj if self._interrupted() else super().broadcast(obj, src)
+
+    def _in_parts(self) -> bool:
+        """Whether a wrapper is needed to save what is in parts, or in the form of parts, when training has ended."""
+        in_parts = self._wrapper_options["shard_optimizer"] or self._state_dict_type == "sharded"
+        return in_parts and not self._interrupted()
 
     def _interrupted(self) -> bool:
         """Whether callbacks are being told of an exception; where they save a checkpoint the other ranks may not be."""
@@ -525,6 +545,8 @@ class BucketDDPStrategy(DDPStrategy):
         have come here: then it is what this rank has.
         """
         wrapper = self.bucket_ddp or self._ended
+        if self._state_dict_type == "sharded" and not self._interrupted():
+            return {}
         if wrapper is None or not self._wrapper_options["shard_optimizer"]:
             return super().optimizer_state(optimizer)
         if isinstance(optimizer, LightningOptimizer):
@@ -544,15 +566,45 @@ class BucketDDPStrategy(DDPStrategy):
     ) -> None:
         assert self.lightning_module is not None
         add_trainable(checkpoint, self.lightning_module)
+        if self._state_dict_type == "sharded" and not self._interrupted():  # then the others may not be there
+            if storage_options is not None:
+                raise TypeError(
+                    f'expected no storage_options with state_dict_type="sharded", found {storage_options!r}: no '
+                    "CheckpointIO is used"
+                )
+            wrapper = self.bucket_ddp or self._ended
+            path = Path(self.broadcast(filepath))
+            save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers)
+            return
         if self._wrapper_options["shard_optimizer"] and self.is_global_zero:
             checkpoint = without_spare_memory(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._resumed_from = None
+        path = Path(self.broadcast(checkpoint_path))
+        if not is_checkpoint_directory(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if weights_only:
+            raise ValueError(
+                f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: what is not a "
+                "tensor is pickled there"
+            )
+        assert self.lightning_module is not None
+        checkpoint = load_weights(path, self.lightning_module, self.bucket_ddp)
+        self._resumed_from = path
+        return checkpoint
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         restore_trainable(checkpoint, self.lightning_module)
-        super().load_optimizer_state_dict(checkpoint)
+        if self._resumed_from is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        assert self.bucket_ddp is not None
+        load_optimizers(self._resumed_from, self.bucket_ddp, self.optimizers)
 
     # -- registry ------------------------------------------------------------------------------------
 

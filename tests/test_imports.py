@@ -147,7 +147,9 @@ ALLOWED: dict[str, set[str]] = {
     "strategy_common": set(),
     "spare_memory": set(),
     "shard_clipping": {"wrapper", LIGHTNING},
+    "checkpoint_directories": {"collectives", "sharded_checkpoint", "wrapper", LIGHTNING},
     "strategy": {
+        "checkpoint_directories",
         "collectives",
         "comm_hooks",
         "common_end",

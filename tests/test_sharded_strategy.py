@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
@@ -56,17 +57,18 @@ def log_norm(self: Citizen, optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def everything_sharded(module: Any) -> Iterator[None]:
+def everything_sharded(module: Any, **options: Any) -> Iterator[None]:
     """The strategies that a test module makes are sharded, and its models do not look at gradients."""
+    sharded_so = partial(sharded, **options)
     patches: list[tuple[Any, str, Any]] = [
         (Regression, "_grads", lambda self: {}),
         (Citizen, "on_before_optimizer_step", log_norm),
-        (lightning_models, "ours", sharded),
+        (lightning_models, "ours", sharded_so),
     ]
     if hasattr(module, "ours"):
-        patches.append((module, "ours", sharded))
+        patches.append((module, "ours", sharded_so))
     if hasattr(module, "STRATEGIES"):
-        patches.append((module, "STRATEGIES", {**module.STRATEGIES, "ours": sharded}))
+        patches.append((module, "STRATEGIES", {**module.STRATEGIES, "ours": sharded_so}))
     if hasattr(module, "BucketDDPFabricStrategy"):
         patches.append((module, "BucketDDPFabricStrategy", partial(BucketDDPFabricStrategy, shard_optimizer=True)))
     if hasattr(module, "last"):  # rank 0 alone has the optimizer's state
@@ -86,6 +88,13 @@ def with_shards(module: str, job: str, *args: Any) -> Any:
     """A job of another test module, sharded."""
     owner = importlib.import_module(f"tests.{module}")
     with everything_sharded(owner):
+        return getattr(owner, job)(*args)
+
+
+def with_parts(module: str, job: str, *args: Any) -> Any:
+    """The same, with checkpoints that are directories."""
+    owner = importlib.import_module(f"tests.{module}")
+    with everything_sharded(owner, state_dict_type="sharded"):
         return getattr(owner, job)(*args)
 
 
@@ -152,6 +161,19 @@ def test_resumed_fine_tuning(
 ) -> None:
     args = (callback, {"every_n_train_steps": 5}, 5, precision, str(tmp_path))
     assert run_ranks(2, with_shards, "test_callbacks", "resumed", *args) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("callback", "precision"), [(Backbone, "32-true"), (Relay, "bf16-true")])
+def test_fine_tuning_resumed_from_a_directory(
+    run_ranks: RunRanks, callback: type[BaseFinetuning], precision: str, tmp_path: Path
+) -> None:
+    args = (callback, {"every_n_train_steps": 5}, 5, precision, str(tmp_path))
+    assert run_ranks(2, with_parts, "test_callbacks", "resumed", *args) == [0.0, 0.0]
+    assert (tmp_path / "at-step=5.ckpt" / ".metadata").is_file()
+
+
+def test_a_search_that_saves_and_loads_a_directory_leaves_no_trace(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(2, with_parts, "test_callbacks", "find_rate", str(tmp_path)) == [0.0, 0.0]
 
 
 def test_the_learning_rate_is_found_as_with_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -308,7 +330,14 @@ def whole_run(kind: str, epochs: int, load: str | None, save: str | None) -> dic
     """Weights after a number of epochs; ``kind`` may end in ``low`` for bf16 with masters."""
     low = kind.endswith("low")
     masters = {"grad_dtype": "float32"} if low else {}
-    strategies = {"ddp": lightning_models.ddp, "ours": lightning_models.ours, "sharded": sharded}
+    in_parts = {"state_dict_type": "sharded"}
+    strategies = {
+        "ddp": lightning_models.ddp,
+        "ours": lightning_models.ours,
+        "sharded": sharded,
+        "ours-parts": partial(lightning_models.ours, **in_parts),
+        "sharded-parts": partial(sharded, **in_parts),
+    }
     model = Whole(low)
     options = {"precision": "bf16-true"} if low else {}
     runs = trainer(strategies[kind.split(" ")[0]](**masters), max_epochs=epochs, **options)
@@ -348,6 +377,108 @@ def test_training_goes_on_at_another_world_size(
     ]
     if "low" in first:
         assert len(state["master_params"]) == len(resumed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "worlds"),
+    [
+        ("sharded-parts", "sharded", (3, 2)),
+        ("sharded-parts low", "sharded low", (2, 3)),
+        ("ours-parts", "sharded-parts", (1, 2)),
+        ("sharded-parts", "ours", (2, 1)),
+    ],
+    ids=str,
+)
+def test_training_goes_on_from_a_directory(
+    run_ranks: RunRanks, first: str, second: str, worlds: tuple[int, int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "first.ckpt"
+    undisturbed = run_ranks(1, whole_run, "ours low" if "low" in first else "ours", 4, None, None)[0]
+    run_ranks(worlds[0], whole_run, first, 2, None, str(folder))
+    assert (folder / ".metadata").is_file()
+    resumed = run_ranks(worlds[1], whole_run, second, 4, str(folder), None)[0]
+    tolerance = 2e-2 if "low" in first else 1e-5
+    torch.testing.assert_close(resumed, undisturbed, rtol=tolerance, atol=tolerance)
+    one_file = tmp_path / "one.pt"
+    dcp_to_torch_save(folder, one_file)
+    saved = torch.load(one_file, weights_only=False)
+    Whole("low" in first).load_state_dict(saved["model"])
+    assert saved["extra"]["epoch"] == 2
+    (state,) = saved["optimizers"]
+    assert all(state["state"][name]["exp_avg"].shape == value.shape for name, value in saved["model"].items())
+
+
+class Adds(pl.Callback):
+    """Puts something else into checkpoints."""
+
+    def on_save_checkpoint(self, runs: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {key: value + 1 for key, value in checkpoint["state_dict"].items()}
+
+
+class Scored(Quiet):
+    """Logs the losses of training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+
+def kept_and_evaluated(folder: str) -> tuple[list[str], str, list[float], list[str]]:
+    """The checkpoints that are kept, the best of them, what evaluation makes of the last, and what is refused."""
+    saves = pl.callbacks.ModelCheckpoint(folder, "{step}", "loss", every_n_train_steps=1, save_last=True)
+    runs = trainer(sharded(state_dict_type="sharded"), callbacks=[saves], enable_checkpointing=True)
+    model = Scored()
+    runs.fit(model, data(6))
+    last = f"{folder}/last.ckpt"
+    scores = []
+    for strategy in (sharded(state_dict_type="sharded"), lightning_models.ours()):
+        again = Scored()
+        (logged,) = trainer(strategy).validate(again, data(), ckpt_path=last, verbose=False)
+        close_to(again, model)
+        scores.append(logged["score"])
+    said = []
+
+    def refused(*kinds: type[Exception], attempt: Callable[[], None]) -> None:
+        with pytest.raises(kinds) as caught:
+            attempt()
+        said.append(str(caught.value))
+
+    def fit(*callbacks: pl.Callback, **options: Any) -> None:
+        trainer(sharded(state_dict_type="sharded"), callbacks=[*callbacks]).fit(Scored(), data(), **options)
+
+    saving = pl.callbacks.ModelCheckpoint(f"{folder}/changed", every_n_train_steps=1)
+    refused(
+        ValueError,
+        attempt=lambda: trainer(
+            sharded(state_dict_type="sharded"), callbacks=[Adds(), saving], enable_checkpointing=True
+        ).fit(Scored(), data()),
+    )
+    refused(ValueError, attempt=lambda: fit(ckpt_path=last, weights_only=True))
+    refused(TypeError, attempt=lambda: runs.save_checkpoint(f"{folder}/other", storage_options={"any": 1}))
+    runs.save_checkpoint(f"{folder}/weights", weights_only=True)
+    refused(KeyError, attempt=lambda: fit(ckpt_path=f"{folder}/weights"))
+    kept = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    return kept, Path(saves.best_model_path).name, scores, said
+
+
+def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(run_ranks: RunRanks, tmp_path: Path) -> None:
+    both = run_ranks(2, kept_and_evaluated, str(tmp_path), fresh=True)
+    assert both[0] == both[1]
+    kept, best, scores, said = both[0]
+    assert kept == sorted(["last.ckpt", best, "weights"]), "others were removed"
+    assert scores[0] == pytest.approx(scores[1])
+    changed, untrusted, stored, resumed = said
+    assert "another tensor as 'net." in changed
+    assert "weights_only" in untrusted
+    assert "storage_options" in stored
+    assert "only the model" in resumed
 
 
 class Adapted(Quiet):
