@@ -173,12 +173,18 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
 
 
 def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
-    """Step time relative to ddp's over the rate and over the ratio."""
+    """Step time relative to ddp's over the rate and over the ratio, as far as there are several."""
     pyplot = plots()
-    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 3.8))
     rates = {case.rate: it for case, it in found.items() if _is(case.ratio, 1.0)}
     ratios = {case.ratio: it for case, it in found.items() if _is(case.rate, REFERENCE_RATE)}
-    for panel, by_x in zip(panels, (rates, ratios), strict=True):
+    over_ratio = f"time of backward / of an all-reduce, at {REFERENCE_RATE:g} Gbit/s"
+    drawn = [(rates, "rate of the link in Gbit/s, at ratio 1"), (ratios, over_ratio)]
+    drawn = [(by_x, label) for by_x, label in drawn if len(by_x) > 1] or drawn
+    figure, (panels,) = pyplot.subplots(
+        1, len(drawn), sharey=True, squeeze=False, figsize=(max(6, 4.5 * len(drawn)), 3.8)
+    )
+    for panel, (by_x, label) in zip(panels, drawn, strict=True):
+        panel.set_xlabel(label)
         xs = sorted(by_x)
         for peer in next(iter(found.values())).steps:
             values = [paired_ratio(by_x[x].steps[peer], by_x[x].steps[SHIPPED]) for x in xs]
@@ -191,8 +197,6 @@ def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
         panel.set_xticks(xs, [f"{x:.2g}" for x in xs])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].set_xlabel("rate of the link in Gbit/s, at ratio 1")
-    panels[1].set_xlabel(f"time of backward / of an all-reduce, at {REFERENCE_RATE:g} Gbit/s")
     panels[0].set_ylabel("step time / that of ddp as shipped")
     figure.suptitle("Step time relative to ddp's: lower is better")
     figure.tight_layout()
