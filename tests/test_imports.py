@@ -22,6 +22,11 @@ ALLOWED: dict[str, set[str]] = {
     "link_cost": {"collectives", "schedule"},
     "planner": {"collectives", "layout", "link_cost", "ready_times", "schedule", "slots"},
     "nested": set(),
+    "scattering": set(),
+    "parallel_apply": {"scattering"},
+    "flat_copies": {"layout"},
+    "module_copies": set(),
+    "replicas": {"flat_copies", "module_copies", "nested", "parallel_apply", "scattering"},
     "turns": set(),
     "gradient_checks": set(),
     "collectives": set(),
@@ -242,5 +247,10 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert issubclass(torch.nn.SyncBatchNorm, torch.nn.modules.batchnorm._BatchNorm)
     param = torch.nn.Parameter(torch.ones(1))
     assert isinstance(param._version, int)
+    assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) >= 1
+    assert callable(torch._foreach_add_)
+    assert callable(torch.nn.Module._replicate_for_data_parallel)
+    assert torch.nn.parameter.is_lazy(torch.nn.UninitializedParameter())
+    assert isinstance(torch._dynamo.OptimizedModule, type)
     param.register_post_accumulate_grad_hook(lambda _: None)
     assert len(param._post_accumulate_grad_hooks) == 1

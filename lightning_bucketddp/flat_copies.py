@@ -1,0 +1,253 @@
+"""Copies of tensors on other devices that move in one piece, and whose gradients come home in one piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.layout import ALIGNMENT_BYTES, contiguous_strides, is_dense
+
+_storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
+"""How many tensors hold on to a storage. Private; without it copies get new memory each time."""
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where tensors of one dtype lie in a flat tensor, each with its own shape and strides.
+
+    Attributes:
+        dtype: Their dtype.
+        names: What they are called in errors.
+        shapes: Their shapes.
+        strides: Their strides, if they are dense, and contiguous ones otherwise.
+        offsets: Where each begins, in elements; a multiple of 64 bytes.
+        numel: Elements of the flat tensor, padding included.
+    """
+
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> FlatLayout:
+        """The layout of ``tensors``, all of one dtype, in their order."""
+        dtype = tensors[0].dtype
+        unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += math.ceil(tensor.numel() / unit) * unit
+        strides = [
+            tensor.stride() if is_dense(tensor.shape, tensor.stride()) else contiguous_strides(tensor.shape)
+            for tensor in tensors
+        ]
+        shapes = tuple(tensor.shape for tensor in tensors)
+        return cls(dtype, tuple(names), shapes, tuple(map(tuple, strides)), tuple(offsets), end)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Every tensor's part of a flat tensor."""
+        return [flat.as_strided(*where) for where in zip(self.shapes, self.strides, self.offsets, strict=True)]
+
+
+class _FlatCopy:
+    """One copy of all tensors of a layout, whose memory serves again for the next values once nobody needs the last."""
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+        self._made = False
+        self._own_users = 0
+
+    def writable(self) -> None:
+        """Takes new memory if a graph or anybody else still holds on to the values that are in it."""
+        if self._made and self._users() == self._own_users:
+            return
+        with torch.inference_mode(False):  # memory made in inference mode could not be trained on later
+            self.flat = torch.zeros(self._layout.numel, dtype=self._layout.dtype, device=self._device)
+            self.views = self._layout.views(self.flat)
+        self._own_users = self._users()
+        self._made = True
+
+    def _users(self) -> int:
+        return -1 if _storage_use_count is None else _storage_use_count(self.flat.untyped_storage()._cdata)
+
+    def seen(self) -> list[Tensor]:
+        """The tensors, as new objects that count the changes made to them each on its own."""
+        return [view.data for view in self.views]
+
+
+class FlatCopies:
+    """Copies, for several replicas, of tensors of one dtype on one device.
+
+    Args:
+        tensors: The tensors.
+        names: What they are called in errors.
+        devices: Where each replica's copies are.
+        groups: Positions in ``tensors`` of those whose gradients come home together. By default all.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        devices: Sequence[torch.device],
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._names = list(names)
+        self._home = tensors[0].device
+        self._layout = FlatLayout.of(tensors, names)
+        self._copies = [_FlatCopy(self._layout, device) for device in devices]
+        self._away = [device != self._home for device in devices]
+        self._staged: _FlatCopy | None = None
+        self._groups = [list(range(len(tensors)))] if groups is None else [list(group) for group in groups]
+        self._trainable: list[bool] = []
+        self._edges: list[tuple[list[int], FlatLayout]] = []
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+        """Copies the present values of ``tensors`` for the first ``count`` replicas.
+
+        What :meth:`write` returned before must not be held on to by whoever called, for its memory to be used again.
+
+        Returns:
+            For each replica its tensors, without gradient edges.
+        """
+        source = list(tensors)
+        staged = False
+        for copy, away in zip(self._copies[:count], self._away, strict=False):
+            copy.writable()
+            if not away:
+                torch._foreach_copy_(copy.views, source)
+                continue
+            if not staged:
+                if self._staged is None:
+                    self._staged = _FlatCopy(self._layout, self._home)
+                    self._staged.writable()
+                torch._foreach_copy_(self._staged.views, source)
+                staged = True
+            assert self._staged is not None
+            copy.flat.copy_(self._staged.flat, non_blocking=True)
+        return [copy.seen() for copy in self._copies[:count]]
+
+    def with_edges(self, tensors: Sequence[Tensor], written: list[list[Tensor]]) -> None:
+        """Replaces those of ``written`` whose original requires grad by ones with a gradient edge to it."""
+        trainable = [tensor.requires_grad for tensor in tensors]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            live = [[index for index in group if trainable[index]] for group in self._groups]
+            self._edges = [
+                (group, FlatLayout.of([tensors[i] for i in group], [self._names[i] for i in group]))
+                for group in live
+                if group
+            ]
+        for group, layout in self._edges:
+            copies = [replica[index] for replica in written for index in group]
+            outputs = iter(_Copied.apply(layout, self._home, copies, *(tensors[index] for index in group)))
+            for replica in written:
+                for index in group:
+                    replica[index] = next(outputs)
+
+
+class _Copied(torch.autograd.Function):
+    """The identity from tensors to copies of them; its backward adds the copies' gradients up."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: FlatLayout, home: torch.device, copies: list[Tensor], *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.home = layout, home
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads):
+            raise RuntimeError(
+                f"the gradients of the replicas of {_some(ctx.layout.names)} are to be added up in a way that can be "
+                "differentiated again, which is not possible; call backward without create_graph=True, or compute what "
+                "needs second derivatives on the module itself rather than on replicas"
+            )
+        count = len(ctx.layout.names)
+        by_replica = [grads[start : start + count] for start in range(0, len(grads), count)]
+        with torch.no_grad():
+            return None, None, None, *reduce_add(by_replica, ctx.layout, ctx.home)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def reduce_add(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
+    """The sums of the replicas' gradients, on ``home``, as views of one flat tensor.
+
+    Args:
+        grads: For each replica, the gradients of the tensors of ``layout``; None for those that it did not use.
+        layout: What the gradients belong to.
+        home: Where the sums go.
+
+    Returns:
+        For each tensor the sum, None if no replica used it. Sparse if all its gradients are.
+
+    Raises:
+        RuntimeError: If a gradient has another shape or dtype than what it belongs to.
+    """
+    _require_fit(grads, layout)
+    dense = [[None if grad is None or _is_sparse(grad) else grad for grad in replica] for replica in grads]
+    sums = _sum_dense(dense, layout, home)
+    for replica in grads:
+        for index, grad in enumerate(replica):
+            if grad is not None and _is_sparse(grad):
+                there, grad = sums[index], grad.to(home)
+                sums[index] = grad if there is None else there + grad
+    return sums
+
+
+def _is_sparse(grad: Tensor) -> bool:
+    return grad.layout is not torch.strided
+
+
+def _require_fit(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout) -> None:
+    for replica, row in enumerate(grads):
+        for index, grad in enumerate(row):
+            if grad is not None and (grad.shape != layout.shapes[index] or grad.dtype is not layout.dtype):
+                raise RuntimeError(
+                    f"cannot add up the gradients of {layout.names[index]!r}: expected {tuple(layout.shapes[index])}, "
+                    f"{layout.dtype}, found {tuple(grad.shape)}, {grad.dtype} from copy {replica}"
+                )
+
+
+def _sum_dense(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
+    rows = [row for row in grads if any(grad is not None for grad in row)]
+    if not rows:
+        return [None] * len(layout.names)
+    rows.sort(key=lambda row: _device_of(row) != home)  # what is at home is added up there, the rest comes after
+    total: Tensor | None = None
+    views: list[Tensor] = []
+    for row in rows:
+        present = [index for index, grad in enumerate(row) if grad is not None]
+        here = [grad for grad in row if grad is not None]
+        if total is not None and here[0].device == home:
+            torch._foreach_add_([views[index] for index in present], here)
+            continue
+        complete = len(present) == len(row)
+        make = torch.empty if complete else torch.zeros
+        flat = make(layout.numel, dtype=layout.dtype, device=here[0].device)
+        parts = layout.views(flat)
+        torch._foreach_copy_([parts[index] for index in present], here)
+        flat = flat.to(home)
+        if total is None:
+            total, views = flat, layout.views(flat)
+        else:
+            total.add_(flat)
+    used = [any(row[index] is not None for row in rows) for index in range(len(views))]
+    return [view if was_used else None for view, was_used in zip(views, used, strict=True)]
+
+
+def _device_of(row: Sequence[Tensor | None]) -> torch.device:
+    return next(grad for grad in row if grad is not None).device

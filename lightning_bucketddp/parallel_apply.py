@@ -1,0 +1,146 @@
+"""Modules called at the same time, a thread each, as if the caller had called them one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_bucketddp.scattering import Device, as_device
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Calls every module with its inputs, all at the same time.
+
+    The first module is called in the caller's thread and each of the others in one of its own, with the
+    caller's grad mode, inference mode, autocast state, default device, context variables and current streams. Modes of
+    torch that are kept per thread and have no public way out of it (hooks for saved tensors, function and dispatch
+    modes) hold for the first module alone.
+
+    Args:
+        modules: The modules.
+        inputs: For each the tuple or list of its arguments, or its only argument.
+        kwargs: For each its keyword arguments.
+        devices: For each the device that is current while it runs. By default the caller's.
+
+    Returns:
+        What each module returned.
+
+    Raises:
+        ValueError: If there are not as many inputs, kwargs or devices as modules.
+        BaseException: The first module's that raised any, by its place and not by time, after all modules have ended;
+            with its own traceback and a note that says which module it was.
+    """
+    for what, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
+        if given is not None and len(given) != len(modules):
+            raise ValueError(f"expected {what} for each of the {len(modules)} modules, found {len(given)}")
+    if not modules:
+        return []
+    places = [as_device(device) for device in devices] if devices is not None else [None] * len(modules)
+    calls = [
+        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index])
+        for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
+    ]
+    state = _ThreadState()
+    threads: list[threading.Thread] = []
+    try:
+        for call in calls[1:]:
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(call.run_within, state), name=f"replica-{call.index}")
+            thread.start()
+            threads.append(thread)
+        calls[0].run()
+    finally:
+        for thread in threads:
+            thread.join()
+    for call in calls:
+        if call.error is not None:
+            raise call.described_error()
+    return [call.result for call in calls]
+
+
+class _Call:
+    """One module's call: what it is called with, and what came of it."""
+
+    def __init__(
+        self, module: nn.Module, inputs: Any, kwargs: Mapping[str, Any], index: int, device: torch.device | None
+    ) -> None:
+        self.module = module
+        self.inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        self.kwargs = kwargs
+        self.index = index
+        self.device = device
+        self.stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with _current(self.device, self.stream):
+                self.result = self.module(*self.inputs, **self.kwargs)
+        except BaseException as error:  # whatever it is, the others are waited for
+            self.error = error
+
+    def run_within(self, state: _ThreadState) -> None:
+        with state.applied():
+            self.run()
+
+    def described_error(self) -> BaseException:
+        assert self.error is not None
+        where = "" if self.device is None else f" on {self.device}"
+        note = f"raised in replica {self.index}{where}"
+        if hasattr(self.error, "add_note"):  # from Python 3.11 on
+            self.error.add_note(note)
+        return self.error
+
+
+def _is_accelerator(device: torch.device | None) -> bool:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and accelerator is not None and device.type == accelerator.type
+
+
+@contextlib.contextmanager
+def _current(device: torch.device | None, stream: torch.Stream | None) -> Iterator[None]:
+    if stream is None or device is None:
+        yield
+        return
+    with torch.accelerator.device_index(device.index), stream:
+        yield
+
+
+class _ThreadState:
+    """What torch keeps per thread and a caller expects to hold in all of them."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.default_device = torch.get_default_device()
+        types = {"cpu"}
+        if (accelerator := torch.accelerator.current_accelerator()) is not None:
+            types.add(accelerator.type)
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(types)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            for kind, dtype, enabled in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
+            yield

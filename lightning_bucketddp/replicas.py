@@ -1,0 +1,249 @@
+"""Copies of a module inside one process, and a forward that splits a batch over them.
+
+PyTorch's C++ ``torch::nn::parallel`` is the model: replicas have gradient edges to the original, into which their
+gradients are summed. Here replicas are kept between steps and only filled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.flat_copies import FlatCopies
+from lightning_bucketddp.module_copies import HELD, ModuleCopy, ModuleTree, require_copyable
+from lightning_bucketddp.nested import move_to
+from lightning_bucketddp.parallel_apply import parallel_apply
+from lightning_bucketddp.scattering import Device, as_device, as_devices, gather, scatter
+
+__all__ = ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
+
+
+class Replicas:
+    """A module's replicas on some devices, kept between steps.
+
+    A replica on a device where the original's parameters are (``share=True``) holds the very same Parameter objects:
+    it takes no memory, nothing is copied, and the autograd engine adds the gradients up. On other devices it holds
+    copies, moved and reduced in one piece per dtype, with gradient edges to the originals.
+
+    The first replica on the device of a module buffer shares it with the original, so that running statistics persist;
+    the others have copies, fresh at each :meth:`refresh`. Buffers that require grad are treated as parameters are.
+
+    Args:
+        module: The original.
+        devices: One per replica; the same one may come several times.
+        groups: Lists of the original's parameters whose gradients come home together, as soon as those of all replicas
+            that were used are there; parameters in none make one more group. By default there is one group.
+        share: Whether replicas on the original's device share its parameters.
+
+    Attributes:
+        module: The original.
+        devices: The devices.
+
+    Raises:
+        ValueError: If there is no device, if a group names a parameter that the module does not have, or for lazy
+            modules that have seen no batch.
+        TypeError: For scripted and compiled modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device],
+        groups: Iterable[Sequence[Tensor]] | None = None,
+        share: bool = True,
+    ) -> None:
+        self.module = module
+        self.devices = as_devices(devices)
+        self._groups = None if groups is None else [list(group) for group in groups]
+        self._share = share
+        self._build()
+
+    def _build(self) -> None:
+        require_copyable(self.module)
+        self._tree = ModuleTree(self.module)
+        self._copies = [ModuleCopy(self._tree) for _ in self.devices]
+        self._needs_grad: list[bool] = []
+
+    def _plan(self) -> None:
+        """Decides which tensors each replica shares, and puts the others together into what moves in one piece."""
+        tree = self._tree
+        self._needs_grad = [
+            is_param or tensor.requires_grad for tensor, is_param in zip(tree.tensors, tree.is_param, strict=True)
+        ]
+        group_of = self._group_of()
+        pieces: dict[tuple[Any, ...], list[int]] = {}
+        for position, tensor in enumerate(tree.tensors):
+            pieces.setdefault((tensor.device, tensor.dtype, self._needs_grad[position]), []).append(position)
+        self._pieces: list[tuple[list[int], list[int], FlatCopies]] = []
+        for (home, _, needs_grad), positions in pieces.items():
+            if needs_grad:
+                copied = [index for index, device in enumerate(self.devices) if device != home or not self._share]
+            else:
+                first = self.devices.index(home) if home in self.devices else None
+                copied = [index for index in range(len(self.devices)) if index != first]
+            if not copied:
+                continue
+            grouped: dict[int, list[int]] = {}
+            for place, position in enumerate(positions):
+                grouped.setdefault(group_of.get(position, -1), []).append(place)
+            copies = FlatCopies(
+                [tree.tensors[position] for position in positions],
+                [tree.names[position] for position in positions],
+                [self.devices[index] for index in copied],
+                list(grouped.values()),
+            )
+            self._pieces.append((positions, copied, copies))
+
+    def _group_of(self) -> dict[int, int]:
+        position_of = {id(tensor): position for position, tensor in enumerate(self._tree.tensors)}
+        group_of: dict[int, int] = {}
+        for number, group in enumerate(self._groups or ()):
+            for param in group:
+                if id(param) not in position_of:
+                    raise ValueError(
+                        f"expected groups of the module's parameters, found one of shape {tuple(param.shape)} in group "
+                        f"{number} that it does not have; make new Replicas when parameters are replaced"
+                    )
+                group_of[position_of[id(param)]] = number
+        return group_of
+
+    def refresh(self, count: int | None = None) -> list[nn.Module]:
+        """Brings the first ``count`` replicas up to date with the original.
+
+        Attributes, ``train()``/``eval()``, values and ``requires_grad`` are the original's now; what the replicas' last
+        forward set on them is gone. With gradients disabled the copies have no gradient edges.
+
+        Returns:
+            The replicas; the same objects each time unless the module's structure has changed.
+
+        Raises:
+            ValueError: If ``count`` is not between 1 and the number of devices.
+        """
+        count = len(self.devices) if count is None else count
+        if not 1 <= count <= len(self.devices):
+            raise ValueError(f"expected between 1 and {len(self.devices)} replicas, found {count}")
+        if not self._tree.still_holds():
+            self._build()
+        tree = self._tree
+        needs_grad = [p or tensor.requires_grad for tensor, p in zip(tree.tensors, tree.is_param, strict=True)]
+        if needs_grad != self._needs_grad:
+            self._plan()
+        copies = self._copies[:count]
+        for copy in copies:
+            copy.renew()
+        held: list[list[Tensor] | None] = [None] * count
+        for positions, copied, flat_copies in self._pieces:
+            present = [index for index in copied if index < count]
+            if not present:
+                continue
+            sources = [tree.tensors[position] for position in positions]
+            written = flat_copies.write(sources, len(present))
+            if torch.is_grad_enabled():
+                flat_copies.with_edges(sources, written)
+            for index, tensors in zip(present, written, strict=True):
+                mine = held[index]
+                if mine is None:
+                    mine = held[index] = list(tree.tensors)
+                for position, tensor in zip(positions, tensors, strict=True):
+                    mine[position] = tensor
+        for copy, others in zip(copies, held, strict=True):
+            if others is not None:
+                copy.hold(others)
+        return [copy.root for copy in copies]
+
+
+def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
+    """Replicas of a module, one per device, whose gradients are summed into the module's; see :class:`Replicas`."""
+    return Replicas(module, devices).refresh()
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    devices: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Calls ``module`` on a batch that is split over devices: scatter, replicate, apply in parallel, gather.
+
+    Gradients are *summed* into the module's parameters, so a loss that is a mean over the gathered output has the
+    gradients that it has on one device. The replicas are kept with the module for the next call, and are dropped with
+    it; copies and pickles of the module do not have them. Calls from several threads, or one inside the other, are
+    fine: they use replicas of their own.
+
+    With one device the module and the inputs are moved there, and the module is called itself.
+
+    Args:
+        module: The module, on any device.
+        inputs: A tuple of its arguments, or its only argument. None for none.
+        devices: The devices; the same one may come several times. By default all accelerators.
+        output_device: Where the output goes. By default the first device.
+        dim: The dimension of the batch.
+        module_kwargs: Keyword arguments, scattered too.
+
+    Raises:
+        RuntimeError: If no devices are given and there is no accelerator.
+        BaseException: What the first replica that failed raised, after all have ended.
+    """
+    targets = _all_accelerators() if devices is None else as_devices(devices)
+    output_target = targets[0] if output_device is None else as_device(output_device)
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    kwargs = dict(module_kwargs or {})
+    if len(targets) == 1:
+        module.to(targets[0])
+        args, kwargs = move_to((args, kwargs), targets[0])
+        return move_to(module(*args, **kwargs), output_target)
+    scattered = scatter((args, kwargs), targets, dim) if args or kwargs else [(args, kwargs)]
+    count = len(scattered)
+    with _replicas_of(module, targets) as replicas:
+        outputs = parallel_apply(
+            replicas.refresh(count),
+            [args for args, _ in scattered],
+            [kwargs for _, kwargs in scattered],
+            targets[:count],
+        )
+    return gather(outputs, output_target, dim)
+
+
+def _all_accelerators() -> tuple[torch.device, ...]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        raise RuntimeError(
+            "expected at least one accelerator to be available, as no devices were given, found none; pass devices, "
+            "for example devices=['cpu', 'cpu']"
+        )
+    return tuple(torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
+
+
+class _Held:
+    """The replicas that a module holds between calls; nothing in the module's copies and pickles."""
+
+    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...]) -> None:
+        self.replicas = Replicas(module, devices)
+        self.in_use = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def _replicas_of(module: nn.Module, devices: tuple[torch.device, ...]) -> Iterator[Replicas]:
+    held = module.__dict__.get(HELD)
+    if held is None or held.replicas.module is not module or held.replicas.devices != devices:
+        held = module.__dict__[HELD] = _Held(module, devices)
+    if not held.in_use.acquire(blocking=False):
+        yield Replicas(module, devices)
+        return
+    try:
+        yield held.replicas
+    finally:
+        held.in_use.release()

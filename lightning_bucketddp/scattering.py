@@ -1,0 +1,198 @@
+"""Batches split over devices, and outputs of several devices put together again; differentiable both ways."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+Device = torch.device | str | int
+
+
+def as_device(device: Device) -> torch.device:
+    """``device`` with its index, so that it compares equal to a tensor's: ``"cuda"`` is the current CUDA device.
+
+    Args:
+        device: A device, its name, or the index of an accelerator.
+
+    Raises:
+        ValueError: If an index is given and there is no accelerator.
+    """
+    if isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ValueError(
+                f"expected a device by name or as torch.device, as this machine has no accelerator, found the index "
+                f"{device}; the CPU is torch.device('cpu')"
+            )
+        return torch.device(accelerator.type, device)
+    found = torch.device(device)
+    if found.type in ("cpu", "meta"):
+        return torch.device(found.type)
+    if found.index is None:
+        return torch.device(found.type, torch.get_device_module(found).current_device())
+    return found
+
+
+def as_devices(devices: Sequence[Device]) -> tuple[torch.device, ...]:
+    """``devices``, each as :func:`as_device`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not devices:
+        raise ValueError("expected at least one device, found none")
+    return tuple(as_device(device) for device in devices)
+
+
+def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
+    """Splits every tensor in ``inputs`` along ``dim`` and puts the chunks on ``devices``, as :func:`torch.chunk` does.
+
+    Tuples, lists, dicts, named tuples and dataclasses are rebuilt around the chunks. What is not a tensor, and tensors
+    of no dimension, go to every device. Gradients flow back into the tensors that were split.
+
+    Args:
+        inputs: Tensors in nested containers.
+        devices: Where the chunks go; the same one may come several times.
+        dim: The dimension of the batch.
+
+    Returns:
+        What each device gets. Fewer than devices where a batch makes fewer chunks (5 samples on 4 devices: 2, 2 and 1);
+        as many as devices where there is no tensor to split. Tensors without samples make as many chunks as the rest.
+
+    Raises:
+        ValueError: If tensors make different numbers of chunks, as samples of the others would be dropped; if a tensor
+            has no dimension ``dim``; for packed sequences.
+    """
+    targets = as_devices(devices)
+    counts: dict[int, Tensor] = {}
+    _count_chunks(inputs, len(targets), dim, counts)
+    if len(counts) > 1:
+        (few, first), (many, second) = sorted(counts.items())[:2]
+        raise ValueError(
+            f"expected tensors with one number of samples along dimension {dim}, found shapes {tuple(first.shape)} and "
+            f"{tuple(second.shape)}, which make {few} and {many} chunks for {len(targets)} devices; pad them, or pass "
+            "what is not split by sample as something other than a tensor"
+        )
+    count = next(iter(counts), len(targets))
+    return _scatter(inputs, targets[:count], dim)
+
+
+def _count_chunks(value: Any, most: int, dim: int, counts: dict[int, Tensor]) -> None:
+    """Notes in ``counts`` into how many chunks each tensor with samples splits, with one such tensor."""
+    if isinstance(value, Tensor):
+        if value.dim() and _size(value, dim):
+            counts.setdefault(-(-_size(value, dim) // -(-_size(value, dim) // most)), value)
+    elif isinstance(value, PackedSequence):
+        raise ValueError(
+            "expected tensors in containers, found a PackedSequence, whose samples lie interleaved and cannot be "
+            "split; pass the padded sequences with their lengths and pack them in forward"
+        )
+    else:
+        for item in _items(value):
+            _count_chunks(item, most, dim, counts)
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"expected tensors with a dimension {dim} to split, found one of shape {tuple(tensor.shape)}")
+    return tensor.size(dim)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if _is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return []
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]:
+    if isinstance(value, Tensor):
+        chunks = value.chunk(len(targets), dim) if value.dim() else [value] * len(targets)
+        return [chunk.to(device, non_blocking=True) for chunk, device in zip(chunks, targets, strict=True)]
+    parts = [_scatter(item, targets, dim) for item in _items(value)]
+    return [_rebuild(value, [part[index] for part in parts]) for index in range(len(targets))]
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """A container like ``value`` with other items; ``value`` itself if it is none."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, list | tuple):
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        rebuilt = copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            rebuilt[key] = item  # type: ignore[index]
+        return rebuilt
+    if _is_dataclass(value):
+        rebuilt = copy.copy(value)
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(rebuilt, name, item)
+        return rebuilt
+    return value
+
+
+def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
+    """Puts the outputs of several replicas together on one device; the reverse of :func:`scatter`.
+
+    Tensors are concatenated along ``dim``; those of no dimension, as losses are, make a vector with one element per
+    replica (without the warning that torch gives: it is what is wanted, and it is said here). Containers are rebuilt
+    around the results. Other values must be the same in all outputs.
+
+    Args:
+        outputs: One output per replica.
+        device: Where the result goes.
+        dim: The dimension of the batch.
+
+    Raises:
+        ValueError: If the outputs differ in their structure, or in values that are not tensors.
+    """
+    if not outputs:
+        raise ValueError("expected at least one output to gather, found none")
+    target = as_device(device)
+    return _gather(list(outputs), target, dim, "output")
+
+
+def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
+    first = outputs[0]
+    _require_same(outputs, path, "type", type)
+    if isinstance(first, Tensor):
+        _require_same(outputs, path, "dtype", lambda tensor: tensor.dtype)
+        _require_same(outputs, path, "number of dimensions", lambda tensor: tensor.dim())
+        moved = [tensor.to(target, non_blocking=target.type != "cpu") for tensor in outputs]
+        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+    if isinstance(first, Mapping):
+        _require_same(outputs, path, "set of keys", lambda mapping: set(mapping))
+        items = [_gather([output[key] for output in outputs], target, dim, f"{path}[{key!r}]") for key in first]
+        return _rebuild(first, items)
+    if isinstance(first, list | tuple) or _is_dataclass(first):
+        _require_same(outputs, path, "length", lambda output: len(_items(output)))
+        columns = zip(*(_items(output) for output in outputs), strict=True)
+        return _rebuild(first, [_gather(list(column), target, dim, f"{path}[{i}]") for i, column in enumerate(columns)])
+    _require_same(outputs, path, "value", lambda output: output)
+    return first
+
+
+def _require_same(outputs: list[Any], path: str, what: str, of: Callable[[Any], Any]) -> None:
+    expected = of(outputs[0])
+    for replica, output in enumerate(outputs):
+        found = of(output)
+        if found is not expected and found != expected:
+            raise ValueError(
+                f"cannot gather {path}: expected the same {what} from every replica, found {expected!r} in replica 0 "
+                f"and {found!r} in replica {replica}"
+            )
