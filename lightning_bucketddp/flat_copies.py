@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,13 @@ from lightning_bucketddp.layout import ALIGNMENT_BYTES, contiguous_strides, is_d
 
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors hold on to a storage. Private; without it copies get new memory each time."""
+
+_BEFORE_ALL_OTHERS = 2**63 - 1
+"""The engine runs, of the nodes that are ready, the one with the largest number, which otherwise is the youngest. Nodes
+that are made before forward would run after all of backward, and no gradient would come home before. Setting the number
+is private; without it all is right, and late."""
+
+_kind = operator.attrgetter("dtype", "device", "shape")
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,17 @@ class FlatCopies:
         self._away = [device != self._home for device in devices]
         self._staged: _FlatCopy | None = None
         self._groups = [list(range(len(tensors)))] if groups is None else [list(group) for group in groups]
+        self._kinds = self._kinds_of(tensors)
         self._trainable: list[bool] = []
         self._edges: list[tuple[list[int], FlatLayout]] = []
+
+    @staticmethod
+    def _kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
+        return [*map(_kind, tensors), *map(Tensor.stride, tensors)]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors are of the same dtypes, devices, shapes and strides still."""
+        return self._kinds_of(tensors) == self._kinds
 
     @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
@@ -163,6 +180,8 @@ class _Copied(torch.autograd.Function):
     def forward(ctx: Any, layout: FlatLayout, home: torch.device, copies: list[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.home = layout, home
+        if hasattr(ctx, "_set_sequence_nr"):
+            ctx._set_sequence_nr(_BEFORE_ALL_OTHERS)
         return tuple(copies)
 
     @staticmethod
@@ -239,12 +258,12 @@ def _sum_dense(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, hom
         make = torch.empty if complete else torch.zeros
         flat = make(layout.numel, dtype=layout.dtype, device=here[0].device)
         parts = layout.views(flat)
-        torch._foreach_copy_([parts[index] for index in present], here)
-        flat = flat.to(home)
+        torch._foreach_copy_(parts if complete else [parts[index] for index in present], here)
+        moved = flat.to(home)
         if total is None:
-            total, views = flat, layout.views(flat)
+            total, views = moved, parts if moved is flat else layout.views(moved)
         else:
-            total.add_(flat)
+            total.add_(moved)
     used = [any(row[index] is not None for row in rows) for index in range(len(views))]
     return [view if was_used else None for view, was_used in zip(views, used, strict=True)]
 

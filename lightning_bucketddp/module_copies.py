@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ _OWN_WAY = "_replicate_for_data_parallel"
 
 HELD = "_bucketddp_replicas"
 """The attribute under which a module holds its replicas between steps; replicas have none of their own."""
+
+_Entries = list[tuple[str, int]]
 
 
 class ModuleTree:
@@ -28,20 +33,20 @@ class ModuleTree:
         tensors: Its parameters and module buffers, each once.
         names: What they are called.
         is_param: Which of them are parameters.
-        slots: Per module, the names of its parameters and module buffers with their positions in ``tensors``.
+        slots: Per module, the names of its parameters and of its buffers with their positions in ``tensors``.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.modules())
+        self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.is_param: list[bool] = []
-        self.slots: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = []
+        self.slots: list[tuple[_Entries, _Entries]] = []
         positions: dict[int, int] = {}
         for prefix, part in module.named_modules():
-            own: list[list[tuple[str, int]]] = []
-            for entries, is_param in ((part._parameters, True), (part._buffers, False)):
-                own.append([])
+            self.modules.append(part)
+            own: tuple[_Entries, _Entries] = [], []
+            for kind, entries in enumerate((part._parameters, part._buffers)):
                 for name, tensor in entries.items():
                     if tensor is None:
                         continue
@@ -49,59 +54,68 @@ class ModuleTree:
                     if position == len(self.tensors):
                         self.tensors.append(tensor)
                         self.names.append(f"{prefix}.{name}" if prefix else name)
-                        self.is_param.append(is_param)
-                    own[-1].append((name, position))
-            self.slots.append((own[0], own[1]))
-        self._entries = list(self._present_entries())
-        self._kinds = [_kind(tensor) for tensor in self.tensors]
+                        self.is_param.append(kind == 0)
+                    own[kind].append((name, position))
+            self.slots.append(own)
+        self._found = self._entries()
 
-    def _present_entries(self) -> Iterable[Any]:
+    def _entries(self) -> tuple[list[int], list[str], list[Any]]:
+        dicts: list[Any] = []
         for part in self.modules:
-            yield from part._modules.values()
-            yield from part._parameters.values()
-            yield from part._buffers.values()
-            yield from part._modules
-            yield from part._parameters
-            yield from part._buffers
+            attributes = part.__dict__
+            dicts += attributes["_modules"], attributes["_parameters"], attributes["_buffers"]
+        sizes, names = list(map(len, dicts)), list(chain.from_iterable(dicts))
+        return sizes, names, list(chain.from_iterable(map(dict.values, dicts)))
 
     def still_holds(self) -> bool:
-        """Whether submodules and tensors are the same still, under the same names and of the same kind."""
-        present = list(self._present_entries())
-        return (
-            len(present) == len(self._entries)
-            and all(map(operator.is_, present, self._entries))
-            and [_kind(tensor) for tensor in self.tensors] == self._kinds
-        )
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+        """Whether submodules and tensors are the same objects still, under the same names."""
+        sizes, names, values = self._entries()
+        return sizes == self._found[0] and names == self._found[1] and all(map(operator.is_, values, self._found[2]))
 
 
 class ModuleCopy:
     """One replica: a copy of every module object of a tree.
 
     Its modules are of the same classes and have the attributes that the originals have at the last :meth:`renew`, as
-    the replicas of torch.nn.DataParallel; hooks are shared.
+    the replicas of torch.nn.DataParallel. Beyond what those do, methods, hooks and plain attributes that lead to
+    modules or tensors of the original (``self.act = self.net.forward``, ``self.stages = [self.a, self.b]``) lead to the
+    replica's, as far as they were there when the replica was made.
 
     Args:
         tree: The original.
+        replaced: Positions of the tensors of which the replica has others than the original.
     """
 
-    def __init__(self, tree: ModuleTree) -> None:
+    def __init__(self, tree: ModuleTree, replaced: Iterable[int]) -> None:
         self._tree = tree
         self._copies = [object.__new__(type(original)) for original in tree.modules]
-        by_id = {id(original): copy for original, copy in zip(tree.modules, self._copies, strict=True)}
+        self._by_id: dict[int, Any] = {
+            id(original): copy for original, copy in zip(tree.modules, self._copies, strict=True)
+        }
         self._children = [
-            {name: None if child is None else by_id[id(child)] for name, child in original._modules.items()}
+            {name: None if child is None else self._by_id[id(child)] for name, child in original._modules.items()}
             for original in tree.modules
         ]
-        self._own_way = [
-            getattr(type(original), _OWN_WAY, None)
-            not in (None, getattr(nn.Module, _OWN_WAY, None), getattr(GraphModule, _OWN_WAY, None))
-            for original in tree.modules
+        usual = {getattr(kind, _OWN_WAY, None) for kind in (nn.Module, GraphModule)}  # torch.fx compiles each copy anew
+        self._own_way = [getattr(type(original), _OWN_WAY, None) not in usual for original in tree.modules]
+        self._replaced = set(replaced)
+        self._slots = [
+            (index, [[(name, at) for name, at in entries if at in self._replaced] for entries in slots])
+            for index, slots in enumerate(tree.slots)
+            if any(at in self._replaced for entries in slots for _, at in entries)
         ]
-        self._by_id = by_id
+        tensors = {id(tree.tensors[position]): None for position in self._replaced}
+        self._module_aliases = self._aliases(self._by_id)
+        self._tensor_aliases = self._aliases(tensors)
+
+    def _aliases(self, replacements: Mapping[int, Any]) -> list[tuple[int, str]]:
+        """The attributes, by number of the module, that lead to something that is to be replaced."""
+        return [
+            (index, name)
+            for index, original in enumerate(self._tree.modules)
+            for name, value in original.__dict__.items()
+            if name not in ("_modules", "_parameters", "_buffers") and _leads_to(value, replacements)
+        ]
 
     @property
     def root(self) -> nn.Module:
@@ -119,23 +133,67 @@ class ModuleCopy:
             attributes["_modules"] = children.copy()
             attributes["_is_replica"] = True
             attributes.pop(HELD, None)
-            copy.__dict__ = attributes
+            object.__setattr__(copy, "__dict__", attributes)
+        self._redirect(self._module_aliases, self._by_id)
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Puts other tensors in the place of the original's.
 
         Args:
-            tensors: As ``tree.tensors``.
+            tensors: As ``tree.tensors``; only those at the positions that are to be replaced are looked at.
         """
-        for copy, (params, buffers) in zip(self._copies, self._tree.slots, strict=True):
+        for index, (params, buffers) in self._slots:
+            attributes = self._copies[index].__dict__
             if params:
-                entries: dict[str, Any] = copy._parameters
+                entries = attributes["_parameters"]
                 for name, position in params:
                     entries[name] = tensors[position]
             if buffers:
-                entries = copy._buffers
+                entries = attributes["_buffers"]
                 for name, position in buffers:
                     entries[name] = tensors[position]
+        if self._tensor_aliases:
+            originals = self._tree.tensors
+            self._redirect(
+                self._tensor_aliases, {id(originals[position]): tensors[position] for position in self._replaced}
+            )
+
+    def _redirect(self, aliases: Sequence[tuple[int, str]], replacements: Mapping[int, Any]) -> None:
+        for index, name in aliases:
+            attributes = self._copies[index].__dict__
+            if name in attributes:
+                attributes[name] = _redirected(attributes[name], replacements)
+
+
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if type(value) not in _CONTAINERS:
+        return (value,)
+    return value.values() if isinstance(value, dict) else value
+
+
+def _leads_to(value: Any, replacements: Mapping[int, Any]) -> bool:
+    return any(
+        id(item) in replacements or (isinstance(item, MethodType) and id(item.__self__) in replacements)
+        for item in _items(value)
+    )
+
+
+def _redirected(value: Any, replacements: Mapping[int, Any]) -> Any:
+    """``value``, or what a container holds, replaced if it is, or is a method of, one of what is to be replaced."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _redirected_item(item, replacements)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_redirected_item(item, replacements) for item in value)
+    return _redirected_item(value, replacements)
+
+
+def _redirected_item(item: Any, replacements: Mapping[int, Any]) -> Any:
+    if isinstance(item, MethodType) and id(item.__self__) in replacements:
+        return MethodType(item.__func__, replacements[id(item.__self__)])
+    return replacements.get(id(item), item)
 
 
 def require_copyable(module: nn.Module) -> None:
@@ -155,10 +213,10 @@ def require_copyable(module: nn.Module) -> None:
         if isinstance(part, torch._dynamo.OptimizedModule) or part.__dict__.get("_compiled_call_impl") is not None:
             raise TypeError(
                 f"expected modules that are not compiled, found that {where} is, and its compiled code is bound to the "
-                "original's parameters; replicate the module and compile functions that it calls instead"
+                "original's parameters; replicate the module before it is compiled"
             )
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if nn.parameter.is_lazy(tensor):
+            if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise ValueError(
                     f"expected initialised parameters, found {f'{name}.{key}' if name else key!r} that waits for its "
                     "first batch; call the module once before it is replicated"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def parallel_apply(
         _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index])
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
-    state = _ThreadState()
+    state = _ThreadState(place.type for place in places if place is not None)
     threads: list[threading.Thread] = []
     try:
         for call in calls[1:]:
@@ -63,9 +64,11 @@ def parallel_apply(
     finally:
         for thread in threads:
             thread.join()
-    for call in calls:
-        if call.error is not None:
-            raise call.described_error()
+    failed = next((call for call in calls if call.error is not None), None)
+    if failed is not None:
+        error = failed.take_error()
+        del calls, failed  # else the traceback, which holds this frame, would keep every replica's results alive
+        raise error
     return [call.result for call in calls]
 
 
@@ -85,6 +88,7 @@ class _Call:
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        """Calls the module and keeps what it returns or raises."""
         try:
             with _current(self.device, self.stream):
                 self.result = self.module(*self.inputs, **self.kwargs)
@@ -92,16 +96,20 @@ class _Call:
             self.error = error
 
     def run_within(self, state: _ThreadState) -> None:
+        """As :meth:`run`, in a thread that takes over another's state."""
         with state.applied():
             self.run()
 
-    def described_error(self) -> BaseException:
-        assert self.error is not None
-        where = "" if self.device is None else f" on {self.device}"
-        note = f"raised in replica {self.index}{where}"
-        if hasattr(self.error, "add_note"):  # from Python 3.11 on
-            self.error.add_note(note)
-        return self.error
+    def take_error(self) -> BaseException:
+        """The error, with a note that says where it was raised."""
+        error, self.error = self.error, None
+        assert error is not None
+        note = f"raised in replica {self.index}" + ("" if self.device is None else f" on {self.device}")
+        if sys.version_info >= (3, 11):
+            error.add_note(note)
+        elif len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]}\n{note}",)
+        return error
 
 
 def _is_accelerator(device: torch.device | None) -> bool:
@@ -119,13 +127,17 @@ def _current(device: torch.device | None, stream: torch.Stream | None) -> Iterat
 
 
 class _ThreadState:
-    """What torch keeps per thread and a caller expects to hold in all of them."""
+    """What torch keeps per thread and a caller expects to hold in all of them.
 
-    def __init__(self) -> None:
+    Args:
+        device_types: Types of the devices in use, besides the CPU and the accelerator.
+    """
+
+    def __init__(self, device_types: Iterable[str]) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
-        types = {"cpu"}
+        types = {"cpu", *filter(torch.amp.is_autocast_available, device_types)}
         if (accelerator := torch.accelerator.current_accelerator()) is not None:
             types.add(accelerator.type)
         self.autocast = [
@@ -135,6 +147,7 @@ class _ThreadState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
+        """Holds it in another thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

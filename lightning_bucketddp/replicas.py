@@ -7,6 +7,7 @@ gradients are summed. Here replicas are kept between steps and only filled anew.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -59,58 +60,92 @@ class Replicas:
     ) -> None:
         self.module = module
         self.devices = as_devices(devices)
-        self._groups = None if groups is None else [list(group) for group in groups]
+        self._groups = [list(group) for group in groups or ()]
         self._share = share
         self._build()
+        own = set(map(id, self._tree.tensors))
+        for number, group in enumerate(self._groups):
+            for param in group:
+                if id(param) not in own:
+                    raise ValueError(
+                        f"expected groups of the module's parameters, found in group {number} a tensor of shape "
+                        f"{tuple(param.shape)} that it does not have"
+                    )
 
     def _build(self) -> None:
+        """Looks at the module's structure, and decides which tensors each replica shares or has copies of."""
         require_copyable(self.module)
         self._tree = ModuleTree(self.module)
-        self._copies = [ModuleCopy(self._tree) for _ in self.devices]
-        self._needs_grad: list[bool] = []
+        self._plan()
 
     def _plan(self) -> None:
-        """Decides which tensors each replica shares, and puts the others together into what moves in one piece."""
         tree = self._tree
-        self._needs_grad = [
-            is_param or tensor.requires_grad for tensor, is_param in zip(tree.tensors, tree.is_param, strict=True)
-        ]
+        self._buffers = [position for position, is_param in enumerate(tree.is_param) if not is_param]
+        self._kinds = self._present_kinds()
         group_of = self._group_of()
         pieces: dict[tuple[Any, ...], list[int]] = {}
+        singles: list[int] = []
         for position, tensor in enumerate(tree.tensors):
-            pieces.setdefault((tensor.device, tensor.dtype, self._needs_grad[position]), []).append(position)
-        self._pieces: list[tuple[list[int], list[int], FlatCopies]] = []
-        for (home, _, needs_grad), positions in pieces.items():
-            if needs_grad:
-                copied = [index for index, device in enumerate(self.devices) if device != home or not self._share]
+            if _moves_in_pieces(tensor):
+                key = (tensor.device, tensor.dtype, self._trains(position))
+                pieces.setdefault(key, []).append(position)
             else:
-                first = self.devices.index(home) if home in self.devices else None
-                copied = [index for index in range(len(self.devices)) if index != first]
+                singles.append(position)
+        self._pieces: list[tuple[list[int], list[int], FlatCopies]] = []
+        for positions in pieces.values():
+            copied = self._copied(positions[0])
             if not copied:
                 continue
-            grouped: dict[int, list[int]] = {}
+            groups: dict[int, list[int]] = {}
             for place, position in enumerate(positions):
-                grouped.setdefault(group_of.get(position, -1), []).append(place)
+                groups.setdefault(group_of.get(position, -1), []).append(place)
             copies = FlatCopies(
                 [tree.tensors[position] for position in positions],
                 [tree.names[position] for position in positions],
                 [self.devices[index] for index in copied],
-                list(grouped.values()),
+                list(groups.values()),
             )
             self._pieces.append((positions, copied, copies))
+        self._singles = [(position, copied) for position in singles if (copied := self._copied(position))]
+        replaced: list[list[int]] = [[] for _ in self.devices]
+        for positions, copied, _ in self._pieces:
+            for index in copied:
+                replaced[index] += positions
+        for position, copied in self._singles:
+            for index in copied:
+                replaced[index].append(position)
+        self._copies = [ModuleCopy(tree, positions) for positions in replaced]
+
+    def _trains(self, position: int) -> bool:
+        return self._tree.is_param[position] or self._tree.tensors[position].requires_grad
+
+    def _copied(self, position: int) -> list[int]:
+        """The replicas that have a tensor of their own in the place of one of the original's."""
+        home = self._tree.tensors[position].device
+        if self._trains(position):
+            return [index for index, device in enumerate(self.devices) if device != home or not self._share]
+        first = self.devices.index(home) if home in self.devices else None
+        return [index for index in range(len(self.devices)) if index != first]
+
+    def _present_kinds(self) -> list[Any]:
+        """What decides, besides the structure, whether a tensor is shared."""
+        tensors = self._tree.tensors
+        return [*map(_device, tensors), *(tensors[position].requires_grad for position in self._buffers)]
+
+    def _plan_holds(self) -> bool:
+        if self._present_kinds() != self._kinds:
+            return False
+        tensors = self._tree.tensors
+        return all(copies.fit([tensors[position] for position in positions]) for positions, _, copies in self._pieces)
 
     def _group_of(self) -> dict[int, int]:
         position_of = {id(tensor): position for position, tensor in enumerate(self._tree.tensors)}
-        group_of: dict[int, int] = {}
-        for number, group in enumerate(self._groups or ()):
-            for param in group:
-                if id(param) not in position_of:
-                    raise ValueError(
-                        f"expected groups of the module's parameters, found one of shape {tuple(param.shape)} in group "
-                        f"{number} that it does not have; make new Replicas when parameters are replaced"
-                    )
-                group_of[position_of[id(param)]] = number
-        return group_of
+        return {
+            position_of[id(param)]: number
+            for number, group in enumerate(self._groups)
+            for param in group
+            if id(param) in position_of
+        }
 
     def refresh(self, count: int | None = None) -> list[nn.Module]:
         """Brings the first ``count`` replicas up to date with the original.
@@ -129,32 +164,52 @@ class Replicas:
             raise ValueError(f"expected between 1 and {len(self.devices)} replicas, found {count}")
         if not self._tree.still_holds():
             self._build()
-        tree = self._tree
-        needs_grad = [p or tensor.requires_grad for tensor, p in zip(tree.tensors, tree.is_param, strict=True)]
-        if needs_grad != self._needs_grad:
+        elif not self._plan_holds():
             self._plan()
         copies = self._copies[:count]
         for copy in copies:
             copy.renew()
+        originals = self._tree.tensors
         held: list[list[Tensor] | None] = [None] * count
         for positions, copied, flat_copies in self._pieces:
             present = [index for index in copied if index < count]
             if not present:
                 continue
-            sources = [tree.tensors[position] for position in positions]
+            sources = [originals[position] for position in positions]
             written = flat_copies.write(sources, len(present))
             if torch.is_grad_enabled():
                 flat_copies.with_edges(sources, written)
             for index, tensors in zip(present, written, strict=True):
                 mine = held[index]
                 if mine is None:
-                    mine = held[index] = list(tree.tensors)
+                    mine = held[index] = list(originals)
                 for position, tensor in zip(positions, tensors, strict=True):
                     mine[position] = tensor
+        for position, copied in self._singles:
+            for index in copied:
+                if index < count:
+                    mine = held[index]
+                    if mine is None:
+                        mine = held[index] = list(originals)
+                    mine[position] = _copied_alone(originals[position], self.devices[index], self._trains(position))
         for copy, others in zip(copies, held, strict=True):
             if others is not None:
                 copy.hold(others)
         return [copy.root for copy in copies]
+
+
+_device = operator.attrgetter("device")
+
+
+def _moves_in_pieces(tensor: Tensor) -> bool:
+    """Whether a tensor is plain memory, which subclasses, sparse and quantized tensors are not."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _copied_alone(tensor: Tensor, device: torch.device, trains: bool) -> Tensor:
+    """A copy on a device; with a gradient edge, if gradients are enabled, where it is one to train."""
+    source = tensor if trains else tensor.detach()
+    return source.clone() if source.device == device else source.to(device)
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:

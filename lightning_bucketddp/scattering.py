@@ -35,7 +35,9 @@ def as_device(device: Device) -> torch.device:
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
     if found.index is None:
-        return torch.device(found.type, torch.get_device_module(found).current_device())
+        accelerator = torch.accelerator.current_accelerator()
+        mine = accelerator is not None and accelerator.type == found.type
+        return torch.device(found.type, torch.accelerator.current_device_index() if mine else 0)
     return found
 
 
@@ -100,7 +102,7 @@ def _count_chunks(value: Any, most: int, dim: int, counts: dict[int, Tensor]) ->
 
 def _size(tensor: Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"expected tensors with a dimension {dim} to split, found one of shape {tuple(tensor.shape)}")
+        raise ValueError(f"expected tensors with a dimension {dim}, found one of shape {tuple(tensor.shape)}")
     return tensor.size(dim)
 
 
@@ -169,10 +171,10 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
     first = outputs[0]
-    _require_same(outputs, path, "type", type)
+    _require_same(outputs, path, "type", lambda output: Tensor if isinstance(output, Tensor) else type(output))
     if isinstance(first, Tensor):
         _require_same(outputs, path, "dtype", lambda tensor: tensor.dtype)
-        _require_same(outputs, path, "number of dimensions", lambda tensor: tensor.dim())
+        _require_same(outputs, path, f"shape but for dimension {dim}", lambda tensor: _shape_without(tensor, dim))
         moved = [tensor.to(target, non_blocking=target.type != "cpu") for tensor in outputs]
         return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
     if isinstance(first, Mapping):
@@ -187,12 +189,28 @@ def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> An
     return first
 
 
+def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    if not tensor.dim():
+        return ()
+    _size(tensor, dim)
+    shape = list(tensor.shape)
+    shape[dim] = -1
+    return tuple(shape)
+
+
 def _require_same(outputs: list[Any], path: str, what: str, of: Callable[[Any], Any]) -> None:
     expected = of(outputs[0])
     for replica, output in enumerate(outputs):
         found = of(output)
-        if found is not expected and found != expected:
+        if found is not expected and not _equal(found, expected):
             raise ValueError(
                 f"cannot gather {path}: expected the same {what} from every replica, found {expected!r} in replica 0 "
                 f"and {found!r} in replica {replica}"
             )
+
+
+def _equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except (TypeError, ValueError, RuntimeError):  # arrays of any kind compare element by element
+        return False

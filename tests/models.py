@@ -309,3 +309,124 @@ class AllKinds(nn.Module):
         return (
             (self.first(x) * self.scale + torch.tanh(self.last(x)) * self.one) @ torch.full((11, 3), 0.1) @ self.frozen
         )
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its weights beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.view(-1, 2, 4))[0][:, -1])
+
+
+class Containers(nn.Module):
+    """Parameters in lists and dicts, and one that is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.randn(8)), "shift": nn.Parameter(torch.randn(8))})
+        self.waves = nn.Parameter(torch.randn(8, 4, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.listed:
+            x = torch.tanh(x @ weight)
+        x = x * self.named["scale"] + self.named["shift"]
+        return (x.to(self.waves.dtype) @ self.waves).abs().to(x.dtype)
+
+
+class Reparametrized(nn.Module):
+    """Weights that are computed: by parametrizations, and by hooks before forward, of which one keeps buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotated = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.bounded = nn.utils.spectral_norm(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bounded(torch.tanh(self.scaled(torch.tanh(self.rotated(x)))))
+
+
+class Bits(nn.Module):
+    """An embedding with sparse gradients, read by which inputs are positive, and by name an output layer."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.bits = nn.Embedding(16, 8, sparse=sparse)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, tied: bool = False) -> Tensor:
+        x = torch.tanh(self.bits(2 * torch.arange(8) + (x > 0)).sum(1))
+        return self.head(x @ self.bits.weight.T @ self.bits.weight if tied else x)
+
+
+class TrainedBuffer(nn.Module):
+    """A buffer that requires grad, one that counts, one that is sparse and one that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("prompt", torch.ones(8, requires_grad=True))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("graph", torch.eye(8).to_sparse())
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.sparse.mm(self.graph, torch.tanh(self.linear(x) * self.prompt).T).T[:, :4]
+
+
+class Aliases(nn.Module):
+    """Submodules and parameters that are reached by plain attributes, a method of another module and a hook too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.stages = [self.first, torch.tanh, self.second]
+        self.by_name = {"head": self.second}
+        self.first_again = self.first.forward
+        self.weights = tuple(self.parameters())
+        self.seen: Tensor | None = None
+        self.first.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        self.seen = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for stage in self.stages:
+            out = stage(out)
+        assert self.seen is not None
+        out = out + self.by_name["head"](self.seen) + self.second(self.first_again(x))
+        return out + sum(weight.square().sum() for weight in self.weights) * x[:, :4]
+
+
+class Attention(nn.Module):
+    """Attention within each sample, which reads its projections as functions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 2, 4)
+        return self.head(self.attention(x, x, x)[0].sum(1))
+
+
+REPLICATED: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "containers": Containers,
+    "reparametrized": Reparametrized,
+    "sparse": Bits,
+    "trained_buffer": TrainedBuffer,
+    "aliases": Aliases,
+    "attention": Attention,
+    "all_kinds": AllKinds,
+}
+"""Modules that are easily copied wrongly."""

@@ -249,6 +249,7 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert isinstance(param._version, int)
     assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) >= 1
     assert callable(torch._foreach_add_)
+    assert hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
     assert callable(torch.nn.Module._replicate_for_data_parallel)
     assert torch.nn.parameter.is_lazy(torch.nn.UninitializedParameter())
     assert isinstance(torch._dynamo.OptimizedModule, type)

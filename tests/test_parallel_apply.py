@@ -1,0 +1,158 @@
+"""Modules are called at the same time as if the caller had called them; errors reach the caller."""
+
+import contextvars
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.replicas import parallel_apply
+
+COLOUR = contextvars.ContextVar("COLOUR", default="none")
+
+
+class Calls(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def each(count: int, function: Callable[..., Any]) -> list[nn.Module]:
+    return [Calls(function) for _ in range(count)]
+
+
+def test_arguments_reach_their_modules_and_results_come_in_order() -> None:
+    modules = each(3, lambda *args, **kwargs: (args, kwargs))
+    found = parallel_apply(modules, [(1, 2), [3], 4], [{"a": 1}, {}, {"b": 2}], ["cpu"] * 3)
+    assert found == [((1, 2), {"a": 1}), ((3,), {}), ((4,), {"b": 2})]
+    assert parallel_apply([], []) == []
+
+
+def test_modules_run_at_the_same_time_in_threads_that_end() -> None:
+    before = threading.enumerate()
+    barrier = threading.Barrier(3, timeout=30)
+
+    def meet(index: int) -> int:
+        barrier.wait()
+        return threading.get_ident()
+
+    found = parallel_apply(each(3, meet), [0, 1, 2])
+    assert len(set(found)) == 3
+    assert found[0] == threading.get_ident(), "the first runs in the caller's thread"
+    assert threading.enumerate() == before
+
+
+def told_of_state() -> dict[str, Any]:
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "cache": torch.is_autocast_cache_enabled(),
+        "device": torch.empty(1).device,
+        "dtype": torch.empty(1).dtype,
+        "colour": COLOUR.get(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        lambda: torch.device("meta"),
+    ],
+)
+def test_the_callers_state_holds_in_every_thread(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    token, dtype = COLOUR.set("blue"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with context():
+            expected = told_of_state()
+            found = parallel_apply(each(3, told_of_state), [()] * 3)
+        assert found == [expected] * 3
+        after = parallel_apply(each(3, told_of_state), [()] * 3)
+        assert after == [told_of_state()] * 3, "threads leave nothing behind"
+    finally:
+        torch.set_default_dtype(dtype)
+        COLOUR.reset(token)
+
+
+class OwnError(Exception):
+    """With a constructor that cannot be called with a message alone."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+
+
+def test_the_first_replicas_error_comes_with_its_own_traceback_after_all_have_ended() -> None:
+    before = threading.enumerate()
+    second_failed = threading.Event()
+    ended = []
+
+    def the_line_that_fails(index: int) -> int:
+        if index == 1:
+            assert second_failed.wait(30)
+            raise OwnError(7, "odd")
+        if index == 2:
+            second_failed.set()
+            raise ArithmeticError("earlier in time, later in place")
+        ended.append(index)
+        return index
+
+    with pytest.raises(OwnError) as caught:
+        parallel_apply(each(4, the_line_that_fails), [0, 1, 2, 3], devices=["cpu"] * 4)
+    assert sorted(ended) == [0, 3], "the others were waited for"
+    assert threading.enumerate() == before, "a thread is left"
+    assert caught.value.code == 7
+    assert "the_line_that_fails" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "raised in replica 1 on cpu" in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_error_in_the_callers_own_replica_waits_for_the_others() -> None:
+    begun, ended = threading.Event(), []
+
+    def run(index: int) -> None:
+        if index == 0:
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+        begun.set()
+        ended.append(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel_apply(each(2, run), [0, 1])
+    assert ended == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": [1]}, "inputs for each of the 2 modules, found 1"),
+        ({"inputs": [1, 2], "kwargs": [{}]}, "kwargs for each of the 2 modules, found 1"),
+        ({"inputs": [1, 2], "devices": ["cpu"] * 3}, "devices for each of the 2 modules, found 3"),
+    ],
+)
+def test_counts_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parallel_apply(each(2, lambda value: value), **given)
+
+
+def test_a_tensor_is_one_argument_and_not_many() -> None:
+    def shape(x: Tensor) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    assert parallel_apply(each(2, shape), list(torch.ones(2, 3, 4))) == [(3, 4)] * 2
