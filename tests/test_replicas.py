@@ -225,27 +225,28 @@ def test_replicas_at_home_share_parameters_and_others_have_one_piece_of_memory_p
     assert second.norm.running_mean is not module.norm.running_mean
 
 
-def order_of_gradients(groups: bool) -> list[str]:
+def end_of_backward(groups: bool) -> list[str]:
+    """The last six of: a layer of some replica is reached, a layer's summed gradient has come home."""
     order: list[str] = []
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)).double()
     lists = [list(layer.parameters()) for layer in module][1:] if groups else None  # the first is in none
     modules = replicas_of(module, COPIED, groups=lists).refresh()
     for number, layer in enumerate(module):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: order.append(f"home: {n}"))
-    for index, replica in enumerate(modules):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: order.append(f"{n} home"))
+    total = torch.zeros((), dtype=torch.double)
+    for replica, x in zip(modules, data(0, 6)[0].chunk(3), strict=True):
         for number, layer in enumerate(replica):
-            layer.weight.register_hook(lambda _, n=number, index=index: order.append(f"replica {index}: {n}"))
-    sum(replica(x).sum() for replica, x in zip(modules, data(0, 6)[0].chunk(3), strict=True)).backward()
-    return order
+            x = layer(x)
+            x.register_hook(lambda _, n=number: order.append(f"{n} reached"))
+        total = total + x.sum()
+    total.backward()
+    assert len(order) == 3 * 3 + 3
+    return order[-6:]
 
 
 def test_gradients_come_home_group_by_group_while_backward_still_runs() -> None:
-    order = order_of_gradients(groups=True)
-    for number in (2, 1):
-        last = max(order.index(f"replica {index}: {number}") for index in range(3))
-        assert order[last + 1] == f"home: {number}", order
-    assert order[-1] == "home: 0"
-    assert {entry[:4] for entry in order_of_gradients(groups=False)[-3:]} == {"home"}
+    assert end_of_backward(groups=True) == ["2 reached", "2 home", "1 reached", "1 home", "0 reached", "0 home"]
+    assert all(entry.endswith("home") for entry in end_of_backward(groups=False)[-3:])
 
 
 def test_the_sum_of_gradients_cannot_be_differentiated_and_says_so() -> None:
