@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +181,8 @@ class _Copied(torch.autograd.Function):
     def forward(ctx: Any, layout: FlatLayout, home: torch.device, copies: list[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.home = layout, home
+        # Of the streams of several devices the engine restores one in the thread that runs this node's backward.
+        ctx.streams = _current_streams({*(copy.device for copy in copies[:: len(tensors)]), home})
         if hasattr(ctx, "_set_sequence_nr"):
             ctx._set_sequence_nr(_BEFORE_ALL_OTHERS)
         return tuple(copies)
@@ -194,8 +197,20 @@ class _Copied(torch.autograd.Function):
             )
         count = len(ctx.layout.names)
         by_replica = [grads[start : start + count] for start in range(0, len(grads), count)]
-        with torch.no_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for stream in ctx.streams:
+                stack.enter_context(stream)
             return None, None, None, *reduce_add(by_replica, ctx.layout, ctx.home)
+
+
+def _current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    accelerator = torch.accelerator.current_accelerator()
+    return [
+        torch.accelerator.current_stream(device)
+        for device in devices
+        if accelerator is not None and device.type == accelerator.type
+    ]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -203,7 +218,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def reduce_add(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
-    """The sums of the replicas' gradients, on ``home``, as views of one flat tensor.
+    """The sums of the replicas' gradients, on ``home``; those of other devices come in one piece each.
 
     Args:
         grads: For each replica, the gradients of the tensors of ``layout``; None for those that it did not use.
@@ -243,29 +258,54 @@ def _require_fit(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout) -
 
 def _sum_dense(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
     rows = [row for row in grads if any(grad is not None for grad in row)]
-    if not rows:
-        return [None] * len(layout.names)
-    rows.sort(key=lambda row: _device_of(row) != home)  # what is at home is added up there, the rest comes after
-    total: Tensor | None = None
-    views: list[Tensor] = []
-    for row in rows:
+    here = [row for row in rows if _device_of(row) == home]
+    moved = [_moved_home(row, layout, home) for row in rows if _device_of(row) != home]
+    if not moved:
+        return _sum_at_home(here) if here else [None] * len(layout.names)
+    for flat in moved[1:]:
+        moved[0].add_(flat)
+    views = layout.views(moved[0])
+    for row in here:
         present = [index for index, grad in enumerate(row) if grad is not None]
-        here = [grad for grad in row if grad is not None]
-        if total is not None and here[0].device == home:
-            torch._foreach_add_([views[index] for index in present], here)
-            continue
-        complete = len(present) == len(row)
-        make = torch.empty if complete else torch.zeros
-        flat = make(layout.numel, dtype=layout.dtype, device=here[0].device)
-        parts = layout.views(flat)
-        torch._foreach_copy_(parts if complete else [parts[index] for index in present], here)
-        moved = flat.to(home)
-        if total is None:
-            total, views = moved, parts if moved is flat else layout.views(moved)
-        else:
-            total.add_(moved)
-    used = [any(row[index] is not None for row in rows) for index in range(len(views))]
-    return [view if was_used else None for view, was_used in zip(views, used, strict=True)]
+        torch._foreach_add_([views[index] for index in present], [grad for grad in row if grad is not None])
+    return [view if any(row[index] is not None for row in rows) else None for index, view in enumerate(views)]
+
+
+def _moved_home(row: Sequence[Tensor | None], layout: FlatLayout, home: torch.device) -> Tensor:
+    """One replica's gradients, zeros where there is none, in one flat tensor on ``home``."""
+    here = [grad for grad in row if grad is not None]
+    make = torch.empty if len(here) == len(row) else torch.zeros
+    flat = make(layout.numel, dtype=layout.dtype, device=here[0].device)
+    parts = [part for part, grad in zip(layout.views(flat), row, strict=True) if grad is not None]
+    torch._foreach_copy_(parts, here)
+    return flat.to(home)
+
+
+def _sum_at_home(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """The sums of gradients that are where they are wanted: the first ones are passed on as they are."""
+    sums = list(rows[0])
+    made: set[int] = set()
+    for row in rows[1:]:
+        into: list[tuple[Tensor, Tensor]] = []
+        beside: list[tuple[int, Tensor, Tensor]] = []
+        for index, grad in enumerate(row):
+            total = sums[index]
+            if grad is None:
+                continue
+            if total is None:
+                sums[index] = grad
+            elif index in made:
+                into.append((total, grad))
+            else:
+                beside.append((index, total, grad))
+        if into:
+            torch._foreach_add_([total for total, _ in into], [grad for _, grad in into])
+        if beside:  # what the engine passed in may be somebody else's too
+            results = torch._foreach_add([total for _, total, _ in beside], [grad for _, _, grad in beside])
+            for (index, _, _), result in zip(beside, results, strict=True):
+                sums[index] = result
+                made.add(index)
+    return sums
 
 
 def _device_of(row: Sequence[Tensor | None]) -> torch.device:

@@ -32,7 +32,12 @@ class Replicas:
     copies, moved and reduced in one piece per dtype, with gradient edges to the originals.
 
     The first replica on the device of a module buffer shares it with the original, so that running statistics persist;
-    the others have copies, fresh at each :meth:`refresh`. Buffers that require grad are treated as parameters are.
+    the others have copies, fresh at each :meth:`refresh`. Where no replica is on that device, what forward does to
+    buffers is lost. Buffers that require grad are treated as parameters are.
+
+    Memory of copies is used again at the next :meth:`refresh`, unless a graph whose backward is still to come, or
+    somebody else, holds on to it. Replicas of one device draw random numbers from one generator, at the same time: with
+    dropout, which of them gets which differs from run to run.
 
     Args:
         module: The original.

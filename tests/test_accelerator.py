@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
 from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
+from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, Outputs, batch, build, loss_of
 from tests.reference import largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -639,3 +640,85 @@ def test_gradients_exist_once_in_the_devices_memory(run_ranks: RunRanks) -> None
     assert peaks["unwrapped"] >= 2 * LAYERS * LAYER_BYTES
     assert peaks["bucketddp"] <= peaks["unwrapped"] + 1.5 * LAYER_BYTES, peaks
     assert peaks["ddp"] >= peaks["unwrapped"] + (LAYERS - 2) * LAYER_BYTES, peaks
+
+
+# -- replicas inside one process ---------------------------------------------------------------------
+
+
+def _several() -> list[torch.device]:
+    """All accelerators; the CPU beside it where there is one alone, for copies to go from one device to another."""
+    count = torch.accelerator.device_count()
+    found = [torch.device(DEVICE.type, index) for index in range(count)]
+    return found if count > 1 else [*found, torch.device("cpu")]
+
+
+def _replicated(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return REPLICATED[name]() if name in REPLICATED else build(name)
+
+
+@pytest.mark.parametrize("home_first", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "shared_weights", "checkpoint_reentrant", "containers", "sparse", "attention"])
+def test_replicas_on_several_devices_have_the_gradients_of_one(name: str, share: bool, home_first: bool) -> None:
+    devices = _several() if home_first else _several()[::-1]
+    module, reference = (_replicated(name).to(_several()[0]) for _ in range(2))
+    replicas = Replicas(module, devices, share=share)
+    for number in range(3):
+        inputs, target = on_device(number, 0, 4 * len(devices))
+        clear(module, reference)
+        parts = scatter((inputs,), devices)
+        outputs = parallel_apply(replicas.refresh(len(parts)), parts, devices=devices)
+        assert [output.device for output in outputs] == devices
+        loss_of(gather(outputs, _several()[0]), target).backward()
+        loss_of(reference(inputs), target).backward()
+        for (label, param), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None, label
+            assert other.grad is not None, label
+            assert param.grad.device == param.device
+            torch.testing.assert_close(param.grad.to_dense(), other.grad.to_dense(), rtol=1e-3, atol=1e-4)
+        with torch.no_grad():
+            for net in (module, reference):
+                for param in net.parameters():
+                    assert param.grad is not None
+                    param -= 0.1 * param.grad.to_dense()
+
+
+@cuda
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_data_parallel_equals_torchs(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices, found {torch.cuda.device_count()}")
+    devices = list(range(count))
+    for name in ("mlp", "conv_batchnorm_channels_last", "shared_weights", "mixed_dtypes"):
+        module, reference = (build(name).to("cuda:0") for _ in range(2))
+        for number in range(2):
+            inputs, target = batch(number, 0, 4 * count + 1)
+            clear(module, reference)
+            output = data_parallel(module, inputs, devices)
+            expected = torch.nn.parallel.data_parallel(reference, inputs.to("cuda:0"), devices)
+            torch.testing.assert_close(output, expected)
+            assert not isinstance(output, Outputs)
+            loss_of(output, target.to("cuda:0")).backward()
+            loss_of(expected, target.to("cuda:0")).backward()
+            same_grads(module, reference, rtol=1e-2, atol=1e-4)
+            for key, value in module.state_dict().items():
+                torch.testing.assert_close(value, reference.state_dict()[key])
+
+
+@cuda
+def test_each_replica_runs_with_its_device_and_the_callers_stream_current() -> None:
+    class Where(nn.Module):
+        def forward(self, x: Tensor) -> tuple[int, int, bool, torch.dtype]:
+            index = torch.cuda.current_device()
+            enabled = torch.is_autocast_enabled("cuda")
+            return index, torch.cuda.current_stream().cuda_stream, enabled, torch.get_autocast_dtype("cuda")
+
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = devices if len(devices) > 1 else devices * 2
+    stream = torch.cuda.Stream(devices[0])
+    with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16):
+        found = parallel_apply([Where() for _ in devices], [torch.ones(1)] * len(devices), devices=devices)
+    for device, (index, current, enabled, dtype) in zip(devices, found, strict=True):
+        assert (index, enabled, dtype) == (device.index, True, torch.bfloat16)
+        assert (current == stream.cuda_stream) == (device == devices[0])

@@ -64,6 +64,16 @@ def check_accelerator(lines: list[str]) -> None:
             assert float(ratio) == 1 if peer == "unwrapped" else float(ratio) > 0
 
 
+def check_replicas(lines: list[str]) -> None:
+    models, ways = ("gpt", "resnet", "many small", "wide mlp"), ("per tensor", "in chunks", "kept", "kept, shared")
+    for model, count, way in product(models, (2, 3), ways):
+        [[replicate_ms, reduce_ms, both_ms, ratio]] = rows(lines, f"{model}, {count}: {way}")
+        assert float(replicate_ms) > 0
+        assert float(reduce_ms) > 0
+        assert float(both_ms) > 0
+        assert (float(ratio) == 1) if way == "in chunks" else float(ratio) > 0
+
+
 @pytest.mark.slow
 def test_quick_runs() -> None:
     saved = sorted(RESULTS.iterdir())
@@ -71,9 +81,10 @@ def test_quick_runs() -> None:
         ["benchmarks/overhead.py", "--quick"],
         ["benchmarks/overhead.py", "--quick", "--profile", "--ranks", "1", "--parameters", "50"],
         ["benchmarks/accelerator.py", "--quick"],
+        ["benchmarks/replicas.py", "--quick", "--devices", "2", "3"],
     ]
     printed = [out.splitlines() for out, _ in run_processes(commands, PYTHONPATH=str(ROOT))]
-    for check, lines in zip((check_overhead, check_profile, check_accelerator), printed, strict=True):
+    for check, lines in zip((check_overhead, check_profile, check_accelerator, check_replicas), printed, strict=True):
         check(lines)
     assert sorted(RESULTS.iterdir()) == saved, "a quick run saved something"
 
