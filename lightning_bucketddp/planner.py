@@ -163,6 +163,14 @@ class Planner:
         """Whether the present pass is watched."""
         return self._times is not None
 
+    def will_watch(self, trainable: TrainableSet) -> bool:
+        """Whether the next synchronised pass is to be watched, if it is one of a trainable set."""
+        # Sets that shape no buckets share theirs with others.
+        if self._cost is None or not self._slots.shapes_buckets(trainable):
+            return False
+        watched = self._watched.get(trainable)
+        return watched is None or not watched.decided
+
     def begin(self, trainable: TrainableSet, learning: bool, device: torch.device) -> None:
         """A synchronised pass begins.
 
@@ -172,12 +180,8 @@ class Planner:
             device: Where the gradients are.
         """
         self._times = self._present = None
-        # Sets that shape no buckets share theirs with others.
-        if self._cost is None or learning or not self._slots.shapes_buckets(trainable):
-            return
-        watched = self._watched.setdefault(trainable, _Watched(trainable))
-        if not watched.decided:
-            self._present = watched
+        if not learning and self.will_watch(trainable):
+            self._present = self._watched.setdefault(trainable, _Watched(trainable))
             self._times = ReadyTimes(device)
 
     def busy(self) -> bool:

@@ -192,6 +192,9 @@ class Reducer:
         # With shards, the optimizers' state moves between ranks whenever buckets change.
         self._planner = Planner(self._slots, collectives, cost, turns=1 if options.shard_optimizer else None)
 
+        self._groups: list[list[Tensor]] = []
+        self._groups_of: tuple[Layout, bool] | None = None
+
         self._layouts = 1
         self._local_passes = 0  # since the last reduction
         self._notes: PassNotes | None = None
@@ -227,6 +230,20 @@ class Reducer:
     def views(self) -> dict[str, Tensor]:
         """Each slot's view into its gradient buffer, by parameter name."""
         return {spec.name: view for spec, view in zip(self._slots.specs, self._runs.views, strict=False)}
+
+    def arriving_together(self) -> list[list[Tensor]]:
+        """Parameters whose gradients may as well come together in the next pass, grouped: those of each bucket.
+
+        Each alone if the pass is to show when they come. The same list as long as nothing changes.
+        """
+        alone = self._learner.learning or self._planner.will_watch(self._slots.trainable_now())
+        if self._groups_of != (self.layout, alone):
+            params = self._slots.params
+            slots = [[slot] for slot in range(len(self._slots))]
+            buckets = slots if alone else [bucket.slots for bucket in self.layout.buckets]
+            self._groups = [[params[slot] for slot in bucket] for bucket in buckets]
+            self._groups_of = self.layout, alone
+        return self._groups
 
     def unbind_main_grads(self) -> None:
         """Takes ``main_grad`` away from the parameters, until the next training forward."""

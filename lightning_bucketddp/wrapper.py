@@ -48,6 +48,7 @@ from lightning_bucketddp.options import (
 )
 from lightning_bucketddp.planner import BucketPlan
 from lightning_bucketddp.reducer import Reducer
+from lightning_bucketddp.replicated_forward import ReplicatedForward, replicated_forward, warn_of_replicas
 from lightning_bucketddp.schedule import CollectiveCost
 from lightning_bucketddp.shard_groups import require_divides
 from lightning_bucketddp.sharded_calls import ShardedCalls
@@ -99,9 +100,14 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         module: The module; the same on every rank but for the values, which are taken from rank 0. Parameters and
             module buffers named in its attribute ``_ddp_params_and_buffers_to_ignore`` (torch's) are left alone.
         device_ids: None, or the one device that holds the parameters: arguments of ``forward`` are then moved there.
-            None for modules on the CPU or on several devices.
-        output_device: Accepted for torch DDP's sake; outputs stay where the module puts them.
-        dim: Accepted for torch DDP's sake; of no use with one device per process.
+            None for modules on the CPU or on several devices. Several devices, the first of which holds the module, as
+            in torch DDP of 2020: each ``forward`` divides its arguments between replicas of the module there, which
+            run in threads, and joins what they return. Gradients are those of the same loss on one device; of module
+            buffers the first replica's updates last. ``"cpu"`` or an accelerator may be named several times. For
+            debuggers, notebooks and wherever no processes can be started: one process per device is faster.
+        output_device: Where several devices' outputs are joined; the first of them if None. With one device outputs
+            stay where the module puts them.
+        dim: The dimension along which tensors are divided between several devices, and joined.
         broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
             first synchronisation included.
         init_sync: Whether parameters and module buffers are copied from rank 0 at first.
@@ -187,6 +193,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     """
 
     module: nn.Module
+    _input_device: torch.device | None = None
+    _replicated: ReplicatedForward | None = None
 
     def __init__(
         self,
@@ -258,6 +266,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             max_abs_grad=max_abs_grad,
         )
         self._start(group_of(process_group, device_mesh), make_options)
+        if self._replicated is not None:
+            warn_of_replicas(len(self._replicated.devices), stacklevel=2)
 
     def _start(self, process_group: dist.ProcessGroup | None, make_options: Callable[[], Options]) -> None:
         """Makes everything that belongs to this process and its group. All ranks must call this."""
@@ -276,7 +286,9 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self._options = make_options()
             require_divides(self._options.shard_group_size, collectives.world_size)
             require_valid_parameters(module, params, _open_wrappers)
-            self._input_device = input_device(params, self.device_ids, self.output_device)
+            self._replicated = replicated_forward(module, self.device_ids, self.output_device, self.dim)
+            if self._replicated is None:
+                self._input_device = input_device(params, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
             sparse = find_sparse(module, self._options.sparse_parameters)
             self._options.require_patterns_match([name for name, _ in params])
@@ -310,6 +322,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if plans_buckets and collectives.world_size > 1:
             cost = measure_cost(collectives, params[0][1].device, options.wire_dtype, options.shard_optimizer)
         self._reducer = Reducer(params, collectives, agreement, options, sparse, hook, cost)
+        if self._replicated is not None:
+            self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
         for link in self._links:
             link.join(self._reducer.failures, self._reducer.counts, agreement.number)
@@ -373,10 +387,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         trains = torch.is_grad_enabled() and not self._closed
         started = "_reducer" in self.__dict__
         if not started and not self.training:
-            return self.module(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
+            return self._callee(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
         joining = started and self._meet_joined_ranks(trains)
         if not trains:
-            return self.module(*args, **kwargs)
+            return self._callee(*args, **kwargs)
         if self._sharding is not None:
             self._sharding.look_for_raised_steps()
         self._reducer.require_usable()
@@ -385,15 +399,22 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if self.training and not joining:
             self.synchronise_module_buffers()
         with cutting_graphs(self._graph_cuts):
-            output = self.module(*args, **kwargs)
+            output = self._callee(*args, **kwargs)
         self._hook_roots(output)
         return output
+
+    @property
+    def _callee(self) -> Callable[..., Any]:
+        """What a forward calls."""
+        return self._replicated or self.module
 
     def _wait_for_untraced(self) -> None:
         """Waits for all parameters where not every use of them can be noticed."""
         sharding = self.__dict__.get("_sharding")
-        if sharding is not None and sharding.gathering and (frames_are_compiled() or reads_past_python(self.module)):
-            sharding.wait()
+        if sharding is None or not sharding.gathering:
+            return
+        if self._replicated is not None or frames_are_compiled() or reads_past_python(self.module):
+            sharding.wait()  # threads must not wait for the same parameter at the same time
 
     def _hook_roots(self, output: object) -> None:
         """Lets the reducer know when backward comes by one of the output's tensors."""
@@ -578,6 +599,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if "_reducer" not in self.__dict__:  # a copy that was never used
             return
         self._reducer.close()
+        if self._replicated is not None:
+            self._replicated.forget()
         for link in self._links:
             link.leave()
         for param, dtype in self._grad_dtypes:

@@ -722,3 +722,67 @@ def test_each_replica_runs_with_its_device_and_the_callers_stream_current() -> N
     for device, (index, current, enabled, dtype) in zip(devices, found, strict=True):
         assert (index, enabled, dtype) == (device.index, True, torch.bfloat16)
         assert (current == stream.cuda_stream) == (device == devices[0])
+
+
+# -- several devices in one process --------------------------------------------------------------------
+
+
+def replicas_on(setting: str, devices: list[torch.device], copied: bool, model: str) -> None:
+    """As one device with the whole batch, and no bucket waits for the end of backward."""
+    home = devices[0]
+    options = {"bucket_cap_mb": SMALL_CAP, "device_ids": devices}
+    with pytest.warns(UserWarning, match=f"device_ids has {len(devices)} entries"):
+        net, sent = wrap(setting, build(model).to(home), **options)
+    if copied:
+        net._replicated.copy_parameters()
+    reference = build(model).to(home)
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if model == "mixed_dtypes" else {"rtol": 1e-4, "atol": 1e-6}
+    optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (net, reference)]
+    for step in range(4):
+        inputs, target = batch(step, 0)
+        clear(net, reference)
+        output = net(inputs)  # which moves them
+        loss_of(output, target.to(home)).backward()
+        loss_of(reference(inputs.to(home)), target.to(home)).backward()
+        same_grads(net.module, reference, **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert net.early_launches > 0 or "reentrant" in model
+    assert bool(sent) == (setting == SENDING)
+    net.close()
+
+
+@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"])
+@pytest.mark.parametrize("copied", [False, True], ids=["shared", "copied"])
+@pytest.mark.parametrize("setting", [ALONE, SENDING])
+def test_several_replicas_on_one_device(run_ranks: RunRanks, setting: str, copied: bool, model: str) -> None:
+    run_ranks(1, replicas_on, setting, [DEVICE, DEVICE], copied, model)
+
+
+@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes"])
+def test_replicas_on_the_device_and_on_the_cpu(run_ranks: RunRanks, model: str) -> None:
+    run_ranks(1, replicas_on, ALONE, [DEVICE, torch.device("cpu")], False, model)
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs"])
+@pytest.mark.parametrize("setting", [ALONE, SENDING])
+def test_replicas_on_several_devices(run_ranks: RunRanks, setting: str, model: str) -> None:
+    devices = [torch.device(DEVICE.type, index) for index in range(torch.accelerator.device_count())]
+    run_ranks(1, replicas_on, setting, devices, False, model)
+
+
+def elsewhere() -> None:
+    """Refused before anything is sent."""
+    count = torch.accelerator.device_count()
+    for device_ids, words in [
+        (["cpu", DEVICE], f"the whole module on cpu, the first of device_ids, found parameter .* on {DEVICE}"),
+        ([0, count], f"indices of accelerators, of which there are {count} .*found {count}"),
+        ([DEVICE, torch.device(DEVICE.type, count)], f"of which there are {count} .*found '{DEVICE.type}:{count}'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            BucketDDP(Mlp().to(DEVICE), device_ids=device_ids)
+
+
+def test_devices_that_are_not_there_or_without_the_module(run_ranks: RunRanks) -> None:
+    run_ranks(1, elsewhere)

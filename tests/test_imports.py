@@ -118,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnostics": {"collectives", "layout", "slots"},
     "megatron": {"checks", "collectives", "master_params", "module_state", "reducer"},
     "uneven": {"checks", "collectives", "master_params", "module_state", "options", "reducer"},
+    "replicated_forward": {"nested", "replicas", "scattering"},
     "checks": {"agreement", "layout", "options", "reducer", "sync_batchnorm"},
     "wrapper": {
         "agreement",
@@ -137,6 +138,7 @@ ALLOWED: dict[str, set[str]] = {
         "options",
         "planner",
         "reducer",
+        "replicated_forward",
         "schedule",
         "shard_groups",
         "sharded_calls",
