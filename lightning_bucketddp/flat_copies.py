@@ -118,8 +118,8 @@ class FlatCopies:
         self._staged: _FlatCopy | None = None
         self._groups = [list(range(len(tensors)))] if groups is None else [list(group) for group in groups]
         self._kinds = self._kinds_of(tensors)
-        self._trainable: list[bool] = []
-        self._edges: list[tuple[list[int], FlatLayout]] = []
+        self._summed_in: list[torch.dtype | None] = []
+        self._edges: list[tuple[list[int], FlatLayout, torch.dtype]] = []
 
     @staticmethod
     def _kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -157,30 +157,43 @@ class FlatCopies:
 
     def with_edges(self, tensors: Sequence[Tensor], written: list[list[Tensor]]) -> None:
         """Replaces those of ``written`` whose original requires grad by ones with a gradient edge to it."""
-        trainable = [tensor.requires_grad for tensor in tensors]
-        if trainable != self._trainable:
-            self._trainable = trainable
-            live = [[index for index in group if trainable[index]] for group in self._groups]
-            self._edges = [
-                (group, FlatLayout.of([tensors[i] for i in group], [self._names[i] for i in group]))
-                for group in live
-                if group
-            ]
-        for group, layout in self._edges:
+        summed_in = [_summed_in(tensor) for tensor in tensors]
+        if summed_in != self._summed_in:
+            self._summed_in = summed_in
+            self._edges = []
+            for members in self._groups:
+                live: dict[torch.dtype, list[int]] = {}
+                for index in members:
+                    dtype = summed_in[index]
+                    if dtype is not None:
+                        live.setdefault(dtype, []).append(index)
+                for dtype, group in live.items():
+                    layout = FlatLayout.of([tensors[i] for i in group], [self._names[i] for i in group])
+                    self._edges.append((group, layout, dtype))
+        for group, layout, dtype in self._edges:
             copies = [replica[index] for replica in written for index in group]
-            outputs = iter(_Copied.apply(layout, self._home, copies, *(tensors[index] for index in group)))
+            outputs = iter(_Copied.apply(layout, self._home, dtype, copies, *(tensors[index] for index in group)))
             for replica in written:
                 for index in group:
                     replica[index] = next(outputs)
+
+
+def _summed_in(tensor: Tensor) -> torch.dtype | None:
+    """The dtype in which gradients of copies are added up, which is that of the gradient; None if it gets none."""
+    if not tensor.requires_grad:
+        return None
+    return (tensor.grad_dtype if tensor.is_leaf else None) or tensor.dtype
 
 
 class _Copied(torch.autograd.Function):
     """The identity from tensors to copies of them; its backward adds the copies' gradients up."""
 
     @staticmethod
-    def forward(ctx: Any, layout: FlatLayout, home: torch.device, copies: list[Tensor], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, layout: FlatLayout, home: torch.device, dtype: torch.dtype, copies: list[Tensor], *tensors: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.home = layout, home
+        ctx.layout, ctx.home, ctx.dtype = layout, home, dtype
         # Of the streams of several devices the engine restores one in the thread that runs this node's backward.
         ctx.streams = _current_streams({*(copy.device for copy in copies[:: len(tensors)]), home})
         if hasattr(ctx, "_set_sequence_nr"):
@@ -201,7 +214,7 @@ class _Copied(torch.autograd.Function):
             stack.enter_context(torch.no_grad())
             for stream in ctx.streams:
                 stack.enter_context(stream)
-            return None, None, None, *reduce_add(by_replica, ctx.layout, ctx.home)
+            return None, None, None, None, *reduce_add(by_replica, ctx.layout, ctx.home, ctx.dtype)
 
 
 def _current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -217,13 +230,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def reduce_add(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
+def reduce_add(
+    grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device, dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
     """The sums of the replicas' gradients, on ``home``; those of other devices come in one piece each.
 
     Args:
         grads: For each replica, the gradients of the tensors of ``layout``; None for those that it did not use.
         layout: What the gradients belong to.
         home: Where the sums go.
+        dtype: Of the sums; gradients travel in that of ``layout``.
 
     Returns:
         For each tensor the sum, None if no replica used it. Sparse if all its gradients are.
@@ -233,11 +249,11 @@ def reduce_add(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, hom
     """
     _require_fit(grads, layout)
     dense = [[None if grad is None or _is_sparse(grad) else grad for grad in replica] for replica in grads]
-    sums = _sum_dense(dense, layout, home)
+    sums = _sum_dense(dense, layout, home, dtype)
     for replica in grads:
         for index, grad in enumerate(replica):
             if grad is not None and _is_sparse(grad):
-                there, grad = sums[index], grad.to(home)
+                there, grad = sums[index], grad.to(home, dtype)
                 sums[index] = grad if there is None else there + grad
     return sums
 
@@ -256,12 +272,15 @@ def _require_fit(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout) -
                 )
 
 
-def _sum_dense(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device) -> list[Tensor | None]:
+def _sum_dense(
+    grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device, dtype: torch.dtype
+) -> list[Tensor | None]:
     rows = [row for row in grads if any(grad is not None for grad in row)]
     here = [row for row in rows if _device_of(row) == home]
-    moved = [_moved_home(row, layout, home) for row in rows if _device_of(row) != home]
+    moved = [_moved_home(row, layout, home).to(dtype) for row in rows if _device_of(row) != home]
     if not moved:
-        return _sum_at_home(here) if here else [None] * len(layout.names)
+        wanted = [[None if grad is None else grad.to(dtype) for grad in row] for row in here]
+        return _sum_at_home(wanted) if here else [None] * len(layout.names)
     for flat in moved[1:]:
         moved[0].add_(flat)
     views = layout.views(moved[0])
