@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.replicated_forward import warn_of_replicas
 from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
-from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
+from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -283,6 +283,54 @@ def test_buckets_are_on_their_way_while_replicas_are_still_in_backward(run_ranks
         assert events.count("first layer") == 2
         assert events.count("bucket") > 3
         assert "first layer" in events[events.index("bucket") :]
+
+
+def learned_order(share: bool) -> tuple[list[list[str]], list[list[str]]]:
+    """The parameters of each bucket after the first pass: with replicas, and on one device."""
+    found = []
+    for net in (replicated(OutOfOrder(), share, bucket_cap_mb=TINY), BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)):
+        for local in (True, False, False):  # the engine prefers what this thread has made before, if it has made enough
+            inputs, target = batch(0, dist.get_rank())
+            with net.no_sync() if local else nullcontext():
+                loss_of(net(inputs), target).backward()
+        layout = net.layout
+        found.append([[layout.slots[slot].spec.name for slot in bucket.slots] for bucket in layout.buckets])
+        net.close()
+    return found[0], found[1]
+
+
+@PLACES
+def test_the_order_of_readiness_is_learned_as_on_one_device(run_ranks: RunRanks, share: bool) -> None:
+    ours, one_device = run_ranks(2, learned_order, share)[0]
+    assert ours == one_device
+    assert len(ours) > 2
+    assert "last.weight" in ours[0] + ours[1]
+
+
+def groups_of_gradients() -> None:
+    """Each parameter alone in passes that are watched; else a bucket together, in a list that stays the same."""
+    net = replicated(Mlp(depth=4), COPIED, bucket_cap_mb="auto")
+    plain = copy.deepcopy(net.module)
+    sizes = set()
+    groups: list[list[list[Tensor]]] = []
+    for step in range(40):
+        groups.append(net._reducer.arriving_together())
+        compared_with_plain(net, plain, step)
+        sizes.add(max(map(len, groups[-1])))
+        if sizes == {1} or step < 3:
+            continue
+        break
+    assert sizes > {1}
+    assert net.bucket_plan is not None
+    together = net._reducer.arriving_together()
+    assert together is net._reducer.arriving_together()
+    assert [len(bucket.slots) for bucket in net.layout.buckets] == [len(group) for group in together]
+    assert groups[0] is groups[1]
+    net.close()
+
+
+def test_gradients_of_a_bucket_come_together_unless_it_is_watched_when_they_come(run_ranks: RunRanks) -> None:
+    run_ranks(2, groups_of_gradients)
 
 
 # -- state -------------------------------------------------------------------------------------------
