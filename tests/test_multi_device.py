@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp.gathered_later import GatheredLater
 from lightning_bucketddp.replicated_forward import warn_of_replicas
 from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
 from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
@@ -146,7 +148,14 @@ def test_a_world_of_one(run_ranks: RunRanks, share: bool) -> None:
 
 
 def compared_with_plain(
-    net: BucketDDP, plain: nn.Module, step: int, size: int = 4, local: bool = False, clear: bool = True, **kwargs: Any
+    net: BucketDDP,
+    plain: nn.Module,
+    step: int,
+    size: int = 4,
+    local: bool = False,
+    clear: bool = True,
+    guarded: bool = False,
+    **kwargs: Any,
 ) -> None:
     """One pass of both, and the mean over the ranks of the plain module's gradients."""
     inputs, target = batch(step, dist.get_rank(), size)
@@ -158,7 +167,9 @@ def compared_with_plain(
         expected = plain(inputs, **kwargs)
         torch.testing.assert_close(output, expected)
         if output.requires_grad:
-            loss_of(output, target).backward()
+            loss = loss_of(output, target)
+            with net.backward_pass(loss) if guarded else nullcontext():
+                loss.backward()
     if expected.requires_grad:
         loss_of(expected, target).backward()
     if not local:
@@ -216,7 +227,7 @@ def parts_of_the_module(share: bool, find_unused: bool) -> None:
     net = replicated(module, share, bucket_cap_mb=TINY, find_unused_parameters=find_unused)
     ways = [("left", "right"), ("left", "left"), ("none", "both"), ("both", "both"), ("right", "none")]
     for step, takes in enumerate(ways):
-        compared_with_plain(net, plain, step, take=takes[dist.get_rank()])
+        compared_with_plain(net, plain, step, guarded=find_unused, take=takes[dist.get_rank()])
         assert module.idle.grad is None
     for step, frozen in enumerate([True, True, False, False]):
         for it in (module, plain):
@@ -307,6 +318,17 @@ def test_the_order_of_readiness_is_learned_as_on_one_device(run_ranks: RunRanks,
     assert "last.weight" in ours[0] + ours[1]
 
 
+def edges_to_the_module(output: Tensor) -> int:
+    """In how many pieces the gradients of copies come to the module's parameters."""
+    seen, left = set(), [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [it for it, _ in node.next_functions]
+    return sum(isinstance(node, BackwardCFunction) for node in seen)
+
+
 def groups_of_gradients() -> None:
     """Each parameter alone in passes that are watched; else a bucket together, in a list that stays the same."""
     net = replicated(Mlp(depth=4), COPIED, bucket_cap_mb="auto")
@@ -326,6 +348,7 @@ def groups_of_gradients() -> None:
     assert together is net._reducer.arriving_together()
     assert [len(bucket.slots) for bucket in net.layout.buckets] == [len(group) for group in together]
     assert groups[0] is groups[1]
+    assert edges_to_the_module(net(batch(0, 0)[0])) == len(together)
     net.close()
 
 
@@ -417,17 +440,20 @@ def test_replicas_are_no_part_of_the_module_and_its_copies(run_ranks: RunRanks, 
 # -- options that gradients pass by ------------------------------------------------------------------
 
 
-def sharded(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def sharded(share: bool) -> None:
     torch.manual_seed(0)
     module = Mlp()
     alone = copy.deepcopy(module)
     sizes = counting_forwards(module)
-    net = replicated(module, shard_optimizer=True, bucket_cap_mb=TINY)
-    optimizers = [optimizer_class(it.parameters(), lr=0.01) for it in (module, alone)]
+    net = replicated(module, share, shard_optimizer=True, bucket_cap_mb=TINY)
+    late: list[bool] = []
+    module.register_forward_pre_hook(lambda it, _: late.extend(isinstance(p, GatheredLater) for p in it.parameters()))
+    optimizers = [torch.optim.Adam(it.parameters(), lr=0.01) for it in (module, alone)]
     for step in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
         inputs, target = batch(step, dist.get_rank())
+        assert net._sharding.gathering == (step > 0)
         loss_of(net(inputs), target).backward()
         for rank in range(2):
             inputs, target = batch(step, rank)
@@ -435,12 +461,14 @@ def sharded(optimizer_class: type[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert len(sizes) == 12
+    assert not any(late), "threads would wait for the same parameter at the same time"
     torch.testing.assert_close(module.state_dict(), alone.state_dict())
     net.close()
 
 
-def test_a_sharded_optimizer(run_ranks: RunRanks) -> None:
-    run_ranks(2, sharded, torch.optim.Adam)
+@PLACES
+def test_a_sharded_optimizer(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(2, sharded, share)
 
 
 def in_fp32(share: bool) -> None:
@@ -520,6 +548,56 @@ def by_tokens(share: bool) -> None:
 @PLACES
 def test_gradients_divided_by_tokens(run_ranks: RunRanks, share: bool) -> None:
     run_ranks(2, by_tokens, share)
+
+
+def many_ways(share: bool) -> None:
+    ways: list[dict[str, Any]] = [
+        {"use_contiguous_buffers": False},
+        {"overlap": False},
+        {"bucket_cap_mb": TINY, "wire_dtype": torch.bfloat16},
+        {"bucket_cap_mb": TINY, "comm_hook": "bf16"},
+        {"bucket_cap_mb": TINY, "comm_hook": "powersgd"},
+        {"bucket_cap_mb": TINY, "max_abs_grad": 1e3},
+        {"pad_buckets_to": 64, "module_buffers": "mean"},
+    ]
+    for options in ways:
+        nets = [replicated(model_named("mlp"), share, **options), BucketDDP(model_named("mlp"), **options)]
+        for step in range(3):
+            inputs, target = batch(step, dist.get_rank())
+            for net in nets:
+                net.zero_grad()
+                loss_of(net(inputs), target).backward()
+            for ours, other in zip(*(net.parameters() for net in nets), strict=True):
+                torch.testing.assert_close(
+                    ours.grad, other.grad, rtol=1e-2, atol=1e-3, msg=lambda m, o=options: f"{o} {m}"
+                )
+        assert nets[0].passes == 3
+        for net in nets:
+            net.close()
+
+
+@PLACES
+def test_other_ways_to_reduce(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(2, many_ways, share)
+
+
+def changed_after_wrapping(share: bool) -> None:
+    module = Branches()
+    net = replicated(module, share, bucket_cap_mb=TINY)
+    inputs, target = batch(0, 0)
+    for takes in ("both", "left", "left"):  # the second pass has another layout, without what was taken away
+        loss_of(net(inputs, take=takes), target).backward()
+        if hasattr(module, "right"):
+            del module.right
+    module.left = nn.Linear(8, 4)
+    with pytest.raises(RuntimeError, match=r"parameter 'left\.(weight|bias)' was added or replaced after"):
+        loss_of(net(inputs, take="left"), target).backward()
+    net.close()
+
+
+@PLACES
+def test_parameters_taken_away_and_replaced_after_wrapping(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(1, changed_after_wrapping, share, fresh=True)
 
 
 def running_out_of_data() -> None:
