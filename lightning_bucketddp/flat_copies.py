@@ -239,7 +239,7 @@ def reduce_add(
         grads: For each replica, the gradients of the tensors of ``layout``; None for those that it did not use.
         layout: What the gradients belong to.
         home: Where the sums go.
-        dtype: Of the sums; gradients travel in that of ``layout``.
+        dtype: Of the sums; that of ``layout``, in which gradients travel, if None.
 
     Returns:
         For each tensor the sum, None if no replica used it. Sparse if all its gradients are.
@@ -247,6 +247,7 @@ def reduce_add(
     Raises:
         RuntimeError: If a gradient has another shape or dtype than what it belongs to.
     """
+    dtype = layout.dtype if dtype is None else dtype
     _require_fit(grads, layout)
     dense = [[None if grad is None or _is_sparse(grad) else grad for grad in replica] for replica in grads]
     sums = _sum_dense(dense, layout, home, dtype)
