@@ -107,6 +107,7 @@ class ModuleCopy:
         tensors = {id(tree.tensors[position]): None for position in self._replaced}
         self._module_aliases = self._aliases(self._by_id)
         self._tensor_aliases = self._aliases(tensors)
+        self._held: dict[int, Tensor] = {}  # where aliases may lead to
 
     def _aliases(self, replacements: Mapping[int, Any]) -> list[tuple[int, str]]:
         """The attributes, by number of the module, that lead to something that is to be replaced."""
@@ -135,28 +136,32 @@ class ModuleCopy:
             attributes.pop(HELD, None)
             object.__setattr__(copy, "__dict__", attributes)
         self._redirect(self._module_aliases, self._by_id)
+        self._held.clear()
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
-        """Puts other tensors in the place of the original's.
+    def hold(self, tensors: Sequence[Tensor | None]) -> None:
+        """Puts other tensors in the place of those that the copy has.
 
         Args:
-            tensors: As ``tree.tensors``; only those at the positions that are to be replaced are looked at.
+            tensors: As ``tree.tensors``; only those at the positions that are to be replaced are looked at. None for
+                those that stay.
         """
-        for index, (params, buffers) in self._slots:
+        for index, slots in self._slots:
             attributes = self._copies[index].__dict__
-            if params:
-                entries = attributes["_parameters"]
-                for name, position in params:
-                    entries[name] = tensors[position]
-            if buffers:
-                entries = attributes["_buffers"]
-                for name, position in buffers:
-                    entries[name] = tensors[position]
+            for kind, own in zip(("_parameters", "_buffers"), slots, strict=True):
+                entries = attributes[kind]
+                for name, position in own:
+                    tensor = tensors[position]
+                    if tensor is not None:
+                        entries[name] = tensor
         if self._tensor_aliases:
             originals = self._tree.tensors
-            self._redirect(
-                self._tensor_aliases, {id(originals[position]): tensors[position] for position in self._replaced}
-            )
+            replacements = {}
+            for position in self._replaced:
+                tensor = tensors[position]
+                if tensor is not None:
+                    before = self._held.get(position, originals[position])
+                    replacements[id(originals[position])] = replacements[id(before)] = self._held[position] = tensor
+            self._redirect(self._tensor_aliases, replacements)
 
     def _redirect(self, aliases: Sequence[tuple[int, str]], replacements: Mapping[int, Any]) -> None:
         for index, name in aliases:

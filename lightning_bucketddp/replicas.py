@@ -174,33 +174,43 @@ class Replicas:
         copies = self._copies[:count]
         for copy in copies:
             copy.renew()
+        self._write(copies, parameters_only=False)
+        return [copy.root for copy in copies]
+
+    def refresh_parameters(self, count: int) -> None:
+        """Brings the parameters of the first ``count`` replicas up to date, and nothing else.
+
+        For the middle of a forward, when the original's parameters have been stepped or frozen: attributes and module
+        buffers, which the forward may have changed, stay. What autograd has recorded stays valid.
+        """
+        copies = self._copies[:count]
         originals = self._tree.tensors
-        held: list[list[Tensor] | None] = [None] * count
+        for copy in copies:  # lets go of the last copies, so that their memory can serve again
+            copy.hold([tensor if self._trains(position) else None for position, tensor in enumerate(originals)])
+        self._write(copies, parameters_only=True)
+
+    def _write(self, copies: Sequence[ModuleCopy], parameters_only: bool) -> None:
+        """Has replicas hold new copies of the original's present tensors."""
+        count, originals = len(copies), self._tree.tensors
+        held: list[list[Tensor | None]] = [[None] * len(originals) for _ in copies]
         for positions, copied, flat_copies in self._pieces:
             present = [index for index in copied if index < count]
-            if not present:
+            if not present or (parameters_only and not self._trains(positions[0])):
                 continue
             sources = [originals[position] for position in positions]
             written = flat_copies.write(sources, len(present))
             if torch.is_grad_enabled():
                 flat_copies.with_edges(sources, written)
             for index, tensors in zip(present, written, strict=True):
-                mine = held[index]
-                if mine is None:
-                    mine = held[index] = list(originals)
                 for position, tensor in zip(positions, tensors, strict=True):
-                    mine[position] = tensor
+                    held[index][position] = tensor
         for position, copied in self._singles:
+            trains = self._trains(position)
             for index in copied:
-                if index < count:
-                    mine = held[index]
-                    if mine is None:
-                        mine = held[index] = list(originals)
-                    mine[position] = _copied_alone(originals[position], self.devices[index], self._trains(position))
-        for copy, others in zip(copies, held, strict=True):
-            if others is not None:
-                copy.hold(others)
-        return [copy.root for copy in copies]
+                if index < count and (trains or not parameters_only):
+                    held[index][position] = _copied_alone(originals[position], self.devices[index], trains)
+        for copy, mine in zip(copies, held, strict=True):
+            copy.hold(mine)
 
 
 _device = operator.attrgetter("device")
