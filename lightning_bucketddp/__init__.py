@@ -4,6 +4,8 @@ Importing the package registers ``Trainer(strategy="bucketddp")`` and its varian
 """
 
 from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.dp_strategy import BucketDPStrategy
+from lightning_bucketddp.dp_strategy import register as _register_dp
 from lightning_bucketddp.fabric import BucketDDPFabricStrategy
 from lightning_bucketddp.fabric import register as _register_with_fabric
 from lightning_bucketddp.gradient_checks import GradientError
@@ -18,6 +20,7 @@ __all__ = [
     "BucketDDP",
     "BucketDDPFabricStrategy",
     "BucketDDPStrategy",
+    "BucketDPStrategy",
     "GradientError",
     "PeerFailureError",
     "RankMismatchError",
@@ -28,4 +31,5 @@ __all__ = [
 ]
 
 register()
+_register_dp()
 _register_with_fabric()

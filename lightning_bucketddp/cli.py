@@ -22,6 +22,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script as trainer_
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.collectives import available_backends
+from lightning_bucketddp.dp_strategy import NAME
 from lightning_bucketddp.strategy_common import REGISTERED
 
 USAGE = """\
@@ -93,7 +94,7 @@ def describe() -> str:
         "lightning": lightning.__version__,
         "devices": devices,
         "backends": ", ".join(available_backends()),
-        "Trainer(strategy=...)": ", ".join(name for name in REGISTERED if name in StrategyRegistry),
+        "Trainer(strategy=...)": ", ".join(name for name in [*REGISTERED, NAME] if name in StrategyRegistry),
         "Fabric(strategy=...)": ", ".join(name for name in REGISTERED if name in STRATEGY_REGISTRY),
     }
     width = max(len(name) for name in lines)

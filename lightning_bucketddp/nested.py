@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,23 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def rebuilt(value: Any, items: Iterable[Any]) -> Any:
+    """A container like ``value`` around other items, in the same order: a list, tuple, mapping or dataclass."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, list | tuple):
+        return type(value)(items)
+    result = copy.copy(value)
+    if isinstance(value, Mapping):
+        for key, item in zip(value, items, strict=True):
+            result[key] = item
+        return result
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(result, name, item)
+    return result
 
 
 def move_to(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,116 @@
+"""Replicas' threads that meet: each makes the same call, one of them does it for all, and all go on with the result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class AbandonedError(RuntimeError):
+    """Ends a replica that waits for one that has raised; what that one raised is what the caller should see."""
+
+
+class Lockstep:
+    """Where the threads of one step's replicas meet.
+
+    A call that changes what all replicas share, an optimizer's step say, has to happen once, when all of them have got
+    there. Each calls :meth:`meet` in its own thread; the first replica's thread does what is to be done, so that its
+    device is the current one, and the others wait. Replicas that make different calls, or of which one has ended, can
+    never meet: then all raise, and none waits for ever.
+
+    Args:
+        devices: The replicas' devices, for messages.
+        step: What the replicas run, for messages, as ``"training_step"``.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], step: str) -> None:
+        self._devices = devices
+        self._step = step
+        self._changed = threading.Condition()
+        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._ended: dict[int, BaseException | None] = {}
+        self._meetings = 0
+        self._result: Any = None
+        self._error: Callable[[], RuntimeError] | None = None
+
+    def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
+        """Waits until all replicas make this call, and has it done once.
+
+        Args:
+            replica: The index of the replica that calls.
+            call: What it calls, in words; the same in all of them.
+            value: What it brings along.
+            once: Gets all replicas' values, in order. The first replica's is run, in its thread.
+
+        Returns:
+            What ``once`` returned.
+
+        Raises:
+            RuntimeError: If another replica makes another call, or has ended; names both calls.
+            AbandonedError: If another replica has raised.
+        """
+        with self._changed:
+            self._arrived[replica] = (call, value)
+            self._look()
+            meeting = self._meetings
+            if replica != 0:
+                self._changed.wait_for(lambda: self._meetings != meeting or self._error is not None)
+                if self._meetings == meeting:
+                    self._raise()
+                return self._result
+            self._changed.wait_for(lambda: len(self._arrived) == len(self._devices) or self._error is not None)
+            self._raise()
+            values = [self._arrived[index][1] for index in range(len(self._devices))]
+        result = once(values)  # not under the lock: it may take long, and an interrupted thread must be able to leave
+        with self._changed:
+            self._arrived.clear()
+            self._result = result
+            self._meetings += 1
+            self._changed.notify_all()
+        return result
+
+    def end(self, replica: int, error: BaseException | None = None) -> None:
+        """Says that a replica's step has ended; those that wait for it raise.
+
+        Args:
+            replica: The replica's index.
+            error: What it raised, if it did.
+        """
+        with self._changed:
+            self._ended[replica] = error
+            self._arrived.pop(replica, None)
+            self._look()
+
+    def _look(self) -> None:
+        """Notes why those that have arrived cannot meet, if they cannot, and wakes whoever may go on."""
+        if self._error is None and self._arrived:
+            calls = {call for call, _ in self._arrived.values()}
+            if any(error is not None for error in self._ended.values()):
+                self._error = self._abandoned
+            elif self._ended or len(calls) > 1:
+                message = self._difference()
+                self._error = lambda: RuntimeError(message)
+        self._changed.notify_all()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error()
+
+    def _abandoned(self) -> RuntimeError:
+        who = next(index for index, error in self._ended.items() if error is not None)
+        return AbandonedError(f"{self._name(who)} has raised {self._ended[who]!r}")
+
+    def _difference(self) -> str:
+        found = [f"{self._name(index)} called {call}" for index, (call, _) in sorted(self._arrived.items())]
+        found += [f"{self._name(index)} ended" for index in sorted(self._ended)]
+        return (
+            f"expected the replicas to make the same calls in the same order in {self._step}, as each is made once for "
+            f"all of them; found that {', '.join(found)}; make the call in every replica, or in a hook such as "
+            "on_train_batch_end"
+        )
+
+    def _name(self, replica: int) -> str:
+        return f"replica {replica} ({self._devices[replica]})"

@@ -1,0 +1,107 @@
+"""Lists that a step appends to, such as ``self.validation_step_outputs``: as one device would have left them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_bucketddp.merging import merge
+from lightning_bucketddp.nested import move_to
+
+_Path = tuple[Any, ...]
+"""The attribute with a list, or the attribute with a dict and the key of a list in it."""
+
+
+class AppendedLists:
+    """The lists among a LightningModule's attributes, and in its dicts, during one step.
+
+    A replica's attributes are the module's own, so all threads would append to the same lists, each to the next
+    one in an order of its own. Here the other replicas have copies; in the end, what all appended is merged
+    item by item, or comes one replica after the other where it cannot be.
+
+    Args:
+        module: The LightningModule, which is the first replica.
+        replicas: All replicas; the others' attributes are replaced.
+    """
+
+    def __init__(self, module: nn.Module, replicas: Sequence[nn.Module]) -> None:
+        self._attributes = [vars(module), *(vars(replica) for replica in replicas[1:])]
+        for attributes in self._attributes[1:]:
+            _copy_lists(attributes)
+        self._before = [
+            {path: (found, len(found)) for path, found in _lists_in(attributes)} for attributes in self._attributes
+        ]
+
+    def merge(self, sizes: Sequence[int], home: torch.device) -> None:
+        """Merges what the replicas appended into the module's lists.
+
+        Args:
+            sizes: How many samples each replica had.
+            home: The module's device.
+        """
+        now = [dict(_lists_in(attributes)) for attributes in self._attributes]
+        for path in dict.fromkeys(path for lists in now for path in lists):
+            appended = [self._appended(path, replica, lists.get(path)) for replica, lists in enumerate(now)]
+            if not any(appended) or any(items is None for items in appended):
+                continue
+            mine = now[0].get(path)
+            if mine is None:  # a key of a dict that the others alone have added
+                mine = self._attributes[0][path[0]][path[1]] = []
+            start = len(mine) - len(appended[0] or ())
+            mine[start:] = _merged([items or [] for items in appended], path, sizes, home)
+
+    def _appended(self, path: _Path, replica: int, found: list[Any] | None) -> list[Any] | None:
+        """What a replica appended to a list; None if that is another list than before."""
+        before, length = self._before[replica].get(path, (None, 0))
+        if found is before and found is not None:
+            return found[length:]
+        return found or [] if before is None and len(path) == 2 else None
+
+
+def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device) -> list[Any]:
+    if len({len(items) for items in appended}) > 1:
+        return [move_to(item, home) for items in appended for item in items]
+    result: list[Any] = []
+    for column in zip(*appended, strict=True):
+        try:
+            result.append(merge(column, sizes, home, f"what was appended to {path[0]!r}"))
+        except ValueError:
+            result.extend(move_to(item, home) for item in column)
+    return result
+
+
+def _holds_lists(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    makes_lists = isinstance(value, defaultdict) and value.default_factory is list
+    return makes_lists or any(type(item) is list for item in value.values())
+
+
+def _is_internal(name: str) -> bool:
+    return name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")  # of torch.nn.Module
+
+
+def _lists_in(attributes: dict[str, Any]) -> list[tuple[_Path, list[Any]]]:
+    found: list[tuple[_Path, list[Any]]] = []
+    for name, value in attributes.items():
+        if type(value) is list:
+            found.append(((name,), value))
+        elif not _is_internal(name) and _holds_lists(value):
+            found += [((name, key), item) for key, item in value.items() if type(item) is list]
+    return found
+
+
+def _copy_lists(attributes: dict[str, Any]) -> None:
+    copies: dict[int, list[Any]] = {}  # a list under two names stays one
+    for name, value in attributes.items():
+        if type(value) is list:
+            attributes[name] = copies.setdefault(id(value), list(value))
+        elif not _is_internal(name) and _holds_lists(value):
+            attributes[name] = copy = value.copy()
+            for key, item in value.items():
+                if type(item) is list:
+                    copy[key] = copies.setdefault(id(item), list(item))

@@ -1,0 +1,129 @@
+"""``self.log`` in replicas: kept while they run, and logged once as one device would have logged it."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+from lightning_bucketddp.merging import weighted_mean
+from lightning_bucketddp.replica_metrics import original_of
+
+_LOG = inspect.signature(pl.LightningModule.log)
+_LOG_DICT = inspect.signature(pl.LightningModule.log_dict)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What one replica logged under a name.
+
+    Attributes:
+        value: The value; tensors are copies.
+        options: The other arguments of ``self.log``, as they were given.
+        batch_size: The argument of that name.
+        is_dict: Whether it was a collection of metrics, given to ``self.log_dict``.
+    """
+
+    value: Any
+    options: dict[str, Any]
+    batch_size: int | None
+    is_dict: bool = False
+
+
+class LogBook:
+    """What the replicas of one step log.
+
+    Args:
+        sizes: How many samples each replica has.
+        home: Where merged values go.
+        step: What the replicas run, for messages.
+    """
+
+    def __init__(self, sizes: Sequence[int], home: torch.device, step: str) -> None:
+        self._sizes = sizes
+        self._home = home
+        self._step = step
+        self._books: list[dict[tuple[Any, int], Logged]] = [{} for _ in sizes]
+        self._times: list[Counter[Any]] = [Counter() for _ in sizes]
+
+    def log(self, replica: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Keeps what a replica gives to ``self.log``."""
+        if args:
+            bound = _LOG.bind(None, name, value, *args, **kwargs).arguments
+            kwargs = {key: option for key, option in bound.items() if key not in ("self", "name", "value")}
+        batch_size = kwargs.pop("batch_size", None)
+        if isinstance(value, Tensor):  # which the step may change once it is logged
+            value = value.clone() if kwargs.get("enable_graph") else value.detach().clone()
+        self._keep(replica, name, Logged(original_of(value), kwargs, batch_size))
+
+    def log_collection(self, replica: int, collection: MetricCollection, *args: Any, **kwargs: Any) -> None:
+        """Keeps a collection of metrics that a replica gives to ``self.log_dict``."""
+        bound = _LOG_DICT.bind(None, collection, *args, **kwargs).arguments
+        options = {key: option for key, option in bound.items() if key not in ("self", "dictionary", "batch_size")}
+        original = original_of(collection)
+        self._keep(replica, id(original), Logged(original, options, None, is_dict=True))
+
+    def _keep(self, replica: int, name: Any, logged: Logged) -> None:
+        self._times[replica][name] += 1
+        self._books[replica][name, self._times[replica][name]] = logged
+
+    def replay(self, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
+        """Logs what the replicas logged, once.
+
+        What several replicas logged under one name is merged by its ``reduce_fx``: the mean is weighted by batch sizes.
+
+        Args:
+            log: The LightningModule's method.
+            log_dict: The LightningModule's method.
+
+        Raises:
+            ValueError: If replicas log under one name with different arguments.
+        """
+        for key in dict.fromkeys(key for book in self._books for key in book):
+            found = [(replica, book[key]) for replica, book in enumerate(self._books) if key in book]
+            first = found[0][1]
+            for replica, logged in found:
+                if logged.options != first.options:
+                    raise ValueError(
+                        f"expected the replicas to log {key[0]!r} with the same arguments in {self._step}, found "
+                        f"{first.options} in replica {found[0][0]} and {logged.options} in replica {replica}"
+                    )
+            if first.is_dict:
+                log_dict(first.value, **first.options)
+            else:
+                value, batch_size = self._merged(found)
+                log(key[0], value, **first.options, **({} if batch_size is None else {"batch_size": batch_size}))
+
+    def _merged(self, found: Sequence[tuple[int, Logged]]) -> tuple[Any, int | None]:
+        values = [logged.value for _, logged in found]
+        sizes = [self._sizes[replica] if logged.batch_size is None else logged.batch_size for replica, logged in found]
+        given = any(logged.batch_size is not None for _, logged in found) or len(found) < len(self._sizes)
+        if all(isinstance(value, Tensor | numbers.Number) for value in values):
+            return _reduced(values, sizes, found[0][1].options.get("reduce_fx", "mean"), self._home), (
+                sum(sizes) if given else None
+            )
+        if all(isinstance(value, Mapping) for value in values):  # which Lightning refuses, in its own words
+            return values[0], None
+        return values[0], sum(sizes) if given else None
+
+
+def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, home: torch.device) -> Any:
+    kind = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in values]
+    if any(isinstance(value, Tensor) for value in values):
+        tensors = [tensor.to(home) for tensor in tensors]
+    if kind in ("sum", "max", "min"):
+        stacked = torch.stack([tensor.to(tensors[0].dtype) for tensor in tensors])
+        merged = getattr(torch, f"a{kind}" if kind != "sum" else kind)(stacked, 0)
+    else:
+        floating = [tensor if tensor.is_floating_point() else tensor.float() for tensor in tensors]
+        merged = weighted_mean(floating, sizes, floating[0].device)
+    return merged if any(isinstance(value, Tensor) for value in values) else merged.item()

@@ -1,0 +1,285 @@
+"""One step of a LightningModule on several replicas at once, as one device would have made it on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+from lightning_bucketddp.batch_division import Division
+from lightning_bucketddp.lockstep import AbandonedError, Lockstep
+from lightning_bucketddp.merging import merge, merge_loss
+from lightning_bucketddp.nested import move_to
+from lightning_bucketddp.replica_lists import AppendedLists
+from lightning_bucketddp.replica_logging import LogBook
+from lightning_bucketddp.replica_metrics import SharedMetrics
+from lightning_bucketddp.replica_optimizers import in_replica, original_of
+from lightning_bucketddp.replicas import Replicas, parallel_apply
+
+_Entry = tuple[dict[str, Any], str, Any]
+_ABSENT = object()
+
+
+class ReplicaStep:
+    """What ``training_step``, ``validation_step``, ``test_step`` or ``predict_step`` needs to run on replicas.
+
+    The LightningModule is the first replica itself, so that what a step sets on it stays. In all replicas the methods
+    by which a step reaches the Trainer and the optimizers are replaced, and metrics too, while the step runs.
+
+    Args:
+        module: The LightningModule.
+        hook: The step's name.
+        replicas: The module's replicas.
+        division: The divided batch; at least two shards.
+
+    Attributes:
+        sizes: How many samples each replica has.
+        home: The module's device.
+    """
+
+    def __init__(self, module: pl.LightningModule, hook: str, replicas: Replicas, division: Division) -> None:
+        self.sizes: Sequence[int] = division.sizes
+        self.home = replicas.devices[0]
+        self._module = module
+        self._hook = hook
+        self._shards = division.shards
+        self._replicas = replicas
+        self._devices = replicas.devices[: len(division.sizes)]
+        self._manual = hook == "training_step" and not module.automatic_optimization
+        self._lockstep = Lockstep(self._devices, hook)
+        self._logs = LogBook(self.sizes, self.home, hook)
+        self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
+        self._is_outside = True
+
+    def run(self, *args: Any) -> Any:
+        """Runs the step.
+
+        Args:
+            args: The step's arguments after the batch; all replicas get them.
+
+        Returns:
+            The replicas' outputs, merged.
+
+        Raises:
+            BaseException: What a replica raised, after all have ended.
+            RuntimeError: If replicas make different calls of those that are made once for all of them.
+            ValueError: If what replicas return, log or give to metrics cannot be merged; says which and why.
+        """
+        module = self._module
+        others = self._replicas.refresh(len(self._shards))[1:]
+        modules: list[Any] = [module, *others]
+        lists = AppendedLists(module, modules)
+        metrics = SharedMetrics(module, self)
+        for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
+            entries = metrics.stand_ins(replica, index, device)
+            entries += [(vars(replica), name, method) for name, method in self._methods(index, replica, device).items()]
+            if index == 0:
+                self._entries = entries
+            else:
+                _put(entries)
+                _place(replica, device)
+        steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
+        with self.inside(), self._watched_gradients():
+            outputs = parallel_apply(steps, [(shard, *args) for shard in self._shards], devices=self._devices)
+        metrics.flush()
+        self._logs.replay(module.log, module.log_dict)
+        lists.merge(self.sizes, self.home)
+        return self._merged(outputs)
+
+    def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
+        try:
+            output = getattr(replica, self._hook)(*args)
+        except AbandonedError as error:  # what the other replica raised is raised to the caller
+            self._lockstep.end(index, error)
+            return None
+        except BaseException as error:
+            self._lockstep.end(index, error)
+            raise
+        self._lockstep.end(index)
+        return output
+
+    def _merged(self, outputs: list[Any]) -> Any:
+        call = self._hook
+        without = [index for index, output in enumerate(outputs) if output is None]
+        if len(without) == len(outputs):
+            return None
+        if without:
+            with_one = next(index for index, output in enumerate(outputs) if output is not None)
+            raise RuntimeError(
+                f"expected {call} to return something in all replicas or in none, found None in replica {without[0]} "
+                f"({self._devices[without[0]]}) and {type(outputs[with_one]).__name__} in replica {with_one} "
+                f"({self._devices[with_one]}), whose share of the batch cannot make a step alone; return a loss of "
+                "zero that has a graph, such as output.sum() * 0.0"
+            )
+        path = f"what {call} returned"
+        if call == "training_step" and not self._manual:
+            if all(isinstance(output, Tensor) for output in outputs):
+                return merge_loss(outputs, self.sizes, self.home, call)
+            if all(isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) for output in outputs):
+                loss = merge_loss([output["loss"] for output in outputs], self.sizes, self.home, call)
+                rest = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+                return {"loss": loss, **merge(rest, self.sizes, self.home, path)}
+        return merge(outputs, self.sizes, self.home, path)
+
+    # -- what a step does by way of the LightningModule ----------------------------------------------
+
+    def _methods(self, index: int, replica: Any, device: torch.device) -> dict[str, Callable[..., Any]]:
+        """The methods that a replica has in the place of the LightningModule's."""
+        methods: dict[str, Callable[..., Any]] = {
+            "log": partial(self._logs.log, index),
+            "log_dict": partial(self._log_dict, index, replica.log_dict),
+            "all_gather": partial(self._all_gather, index, device),
+        }
+        if index != 0:
+            methods["print"] = _print_nothing
+        if self._manual:
+            methods["manual_backward"] = partial(self._manual_backward, index)
+            methods["clip_gradients"] = partial(self._clip_gradients, index)
+            methods["toggle_optimizer"] = partial(self.toggle, index, on=True)
+            methods["untoggle_optimizer"] = partial(self.toggle, index, on=False)
+            methods["optimizers"] = partial(self._optimizers, index)
+            methods["lr_schedulers"] = partial(self._schedulers, index)
+        return methods
+
+    def _log_dict(self, index: int, method: Callable[..., None], dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dictionary, MetricCollection):
+            self._logs.log_collection(index, dictionary, *args, **kwargs)
+        else:
+            method(dictionary, *args, **kwargs)  # which calls `log` for each
+
+    def _all_gather(self, index: int, device: torch.device, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """The data of all replicas, which on one device is the data itself."""
+
+        def once(found: list[Any]) -> Any:
+            merged = merge(found, self.sizes, self.home, "what was given to all_gather")
+            return self._module.all_gather(merged, *args, **kwargs)
+
+        return move_to(self.meet(index, "all_gather()", data, once), device)
+
+    def _manual_backward(self, index: int, loss: Any, *args: Any, **kwargs: Any) -> None:
+        if args or "gradient" in kwargs:
+            raise ValueError(
+                "expected manual_backward(loss) without a gradient, as the mean of the replicas' losses is taken, "
+                "found one; multiply the loss with it"
+            )
+
+        def once(losses: list[Any]) -> None:
+            total = merge_loss(losses, self.sizes, self.home, "manual_backward")
+            self._module.manual_backward(total, **kwargs)
+
+        self.meet(index, "manual_backward()", loss, once)
+
+    def _clip_gradients(self, index: int, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original = original_of(optimizer)
+        call = f"clip_gradients() for {_name_of(optimizer)}"
+        self.meet(index, call, None, lambda _: self._module.clip_gradients(original, *args, **kwargs))
+
+    def toggle(self, replica: int, optimizer: Any, on: bool) -> None:
+        """Calls ``toggle_optimizer`` or ``untoggle_optimizer`` once for all replicas."""
+        name = "toggle_optimizer" if on else "untoggle_optimizer"
+        original = original_of(optimizer)
+
+        def once(_: list[Any]) -> None:
+            getattr(self._module, name)(original)
+            self.renew()
+
+        self.meet(replica, f"{name}() for {_name_of(optimizer)}", None, once)
+
+    def _optimizers(self, index: int, use_pl_optimizer: bool = True) -> Any:
+        return in_replica(type(self._module).optimizers(self._module, use_pl_optimizer), "optimizer", self, index)
+
+    def _schedulers(self, index: int) -> Any:
+        return in_replica(type(self._module).lr_schedulers(self._module), "scheduler", self, index)
+
+    # -- what they have in common --------------------------------------------------------------------
+
+    def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
+        """As :meth:`Lockstep.meet`; ``once`` sees the LightningModule as it is outside of steps."""
+
+        def outside(values: list[Any]) -> Any:
+            with self.outside():
+                return once(values)
+
+        return self._lockstep.meet(replica, call, value, outside)
+
+    def renew(self) -> None:
+        """Brings the replicas' parameters up to date, in the middle of a step."""
+        with torch.enable_grad():  # wherever the step has put its call
+            self._replicas.refresh_parameters(len(self._devices))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, the LightningModule is the first replica."""
+        with self._exchanged(outside=False):
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside, which is within :meth:`inside`, the LightningModule is as it is outside of steps."""
+        with self._exchanged(outside=True):
+            yield
+
+    @contextmanager
+    def _exchanged(self, outside: bool) -> Iterator[None]:
+        self._entries = _put(self._entries)
+        self._is_outside = outside
+        try:
+            yield
+        finally:
+            self._is_outside = not outside
+            self._entries = _put(self._entries)
+
+    @contextmanager
+    def _watched_gradients(self) -> Iterator[None]:
+        """Inside, a backward that is not Lightning's raises: each replica would add its own, unweighted gradients."""
+
+        def require_manual_backward(_: Tensor) -> None:
+            if not self._is_outside:
+                raise RuntimeError(
+                    "expected backward by self.manual_backward(loss), as the mean of the replicas' losses is "
+                    "differentiated, found one of a replica's own; replace loss.backward() by it"
+                )
+
+        handles = [
+            param.register_post_accumulate_grad_hook(require_manual_backward)
+            for param in self._module.parameters()
+            if self._manual and param.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _put(entries: list[_Entry]) -> list[_Entry]:
+    """Puts values in namespaces, and returns what undoes it."""
+    before = [(namespace, key, namespace.get(key, _ABSENT)) for namespace, key, _ in entries]
+    for namespace, key, value in entries:
+        if value is _ABSENT:
+            namespace.pop(key, None)
+        else:
+            namespace[key] = value
+    return before
+
+
+def _place(replica: torch.nn.Module, device: torch.device) -> None:
+    """Has ``self.device`` be the replica's, in nested LightningModules and metrics too."""
+    for module in replica.modules():
+        # Private, as the property has no setter; Lightning sets it the same way before `setup`.
+        if "_device" in vars(module) and hasattr(type(module), "device"):
+            vars(module)["_device"] = device
+
+
+def _name_of(optimizer: Any) -> str:
+    return getattr(optimizer, "_name", None) or type(optimizer).__name__
+
+
+def _print_nothing(*args: Any, **kwargs: Any) -> None:
+    """``self.print`` of all replicas but the first."""
