@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_bucketddp import BucketDDPStrategy
 from tests.models import ConvBatchNorm, Mlp
@@ -175,3 +176,132 @@ class Memory(DummyLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.logged.append((step, metrics))
+
+
+class Digits(pl.LightningModule):
+    """Logs numbers and metrics, keeps outputs and returns dicts, as users do in modules for one device."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.lr = lr
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+        self.f1 = MulticlassF1Score(4, average="macro")  # which is no mean over samples
+        self.scores = nn.ModuleDict({"valid": MetricCollection([MulticlassAccuracy(4), MulticlassF1Score(4)])})
+        self.mean = MeanMetric()
+        self.losses: list[Tensor] = []
+        self.kept: dict[str, list[Any]] = {"predictions": []}
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        predictions = self(batch[0])
+        loss = nn.functional.cross_entropy(predictions, batch[1])
+        self.f1(predictions, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.losses.append(loss.detach())
+        return {"loss": loss, "predictions": predictions.detach(), "right": (predictions.argmax(1) == batch[1]).sum()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        predictions = self(batch[0])
+        scores = self.scores["valid"]
+        scores.update(predictions, batch[1])
+        self.mean(nn.functional.cross_entropy(predictions, batch[1]))
+        self.log("valid", nn.functional.cross_entropy(predictions, batch[1]))
+        self.log("largest", predictions.max(), reduce_fx="max")
+        self.log("rows", float(len(predictions)), reduce_fx="sum")
+        self.log_dict(scores)
+        self.log("mean", self.mean)
+        self.kept["predictions"].append(predictions)
+        return {"predictions": predictions}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(outputs)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        predictions = self(batch[0])
+        self.log("test", nn.functional.cross_entropy(predictions, batch[1]), on_step=True, on_epoch=True)
+        self.log("f1", self.f1(predictions, batch[1]), batch_size=len(predictions))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        predictions = self(batch[0])
+        return {"predictions": predictions, "class": predictions.argmax(1), "loss": predictions.mean()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([param for param in self.parameters() if param.requires_grad], lr=self.lr)
+
+
+class Gan(pl.LightningModule):
+    """Two toggled optimizers with schedulers, clipping and a gradient penalty; with ``closures`` one is LBFGS."""
+
+    def __init__(self, closures: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.automatic_optimization = False
+        self.closures = closures
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generator_optimizer, critic_optimizer = self.optimizers()
+        if self.closures:
+            return self.step_with_closures(batch, generator_optimizer, critic_optimizer)
+        real, noise = batch
+        with self.toggled_optimizer(critic_optimizer):
+            self.fake = self.generator(noise).detach()
+            critic_loss = (self.critic(self.fake) - self.critic(real)).mean() + self.penalty(real)
+            critic_optimizer.zero_grad()
+            self.manual_backward(critic_loss)
+            self.clip_gradients(critic_optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            critic_optimizer.step()
+        with self.toggled_optimizer(generator_optimizer):
+            generator_loss = -self.critic(self.generator(noise)).mean()
+            generator_optimizer.zero_grad()
+            self.manual_backward(generator_loss)
+            generator_optimizer.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        self.log_dict({"critic": critic_loss, "generator": generator_loss}, on_epoch=True)
+        return {"loss": critic_loss, "fake": self.fake}
+
+    def penalty(self, real: Tensor) -> Tensor:
+        mix = torch.lerp(real, self.fake, 0.3).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(mix).sum(), mix, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def step_with_closures(self, batch: Any, generator_optimizer: Any, critic_optimizer: Any) -> None:
+        def backward(optimizer: Any, loss: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        def critic_closure() -> Tensor:
+            fake = self.generator(batch[1]).detach()
+            return backward(critic_optimizer, nn.functional.softplus(self.critic(fake) - self.critic(batch[0])).mean())
+
+        def generator_closure() -> Tensor:
+            return backward(generator_optimizer, -self.critic(self.generator(batch[1])).mean())
+
+        for optimizer, closure in ((critic_optimizer, critic_closure), (generator_optimizer, generator_closure)):
+            with optimizer.toggle_model():
+                optimizer.step(closure=closure)
+        for optimizer in (critic_optimizer, generator_optimizer):
+            self.log(f"rate of {type(optimizer).__name__}", optimizer.param_groups[0]["lr"])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.LBFGS if self.closures else torch.optim.Adam
+        optimizers = [
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+            kind(self.critic.parameters(), lr=1e-2),
+        ]
+        return optimizers, [lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]

@@ -1,0 +1,238 @@
+"""``strategy="bucketdp"`` with manual optimisation: replicas meet wherever something is changed that they share."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.lockstep import AbandonedError, Lockstep
+from lightning_bucketddp.parallel_apply import parallel_apply
+from tests.dp import fit, replicas, samples
+from tests.lightning_models import Gan, Memory, close_to
+
+CPU = torch.device("cpu")
+
+
+@replicas
+@pytest.mark.parametrize("closures", [False, True], ids=["plain", "closures"])
+def test_a_gan_is_trained_as_on_one_device(share: bool, closures: bool) -> None:
+    def trained(devices: int) -> tuple[Gan, Any]:
+        model = Gan(closures)
+        options = {"logger": Memory(), "log_every_n_steps": 1, "precision": "64-true"}
+        return model, fit(model, devices, share, samples((8,), (4,)), **options)
+
+    (expected, reference), (found, trainer) = trained(1), trained(3)
+    close_to(found, expected)
+    assert trainer.global_step == reference.global_step == 16
+    torch.testing.assert_close(trainer.logger.logged, reference.logger.logged)
+    torch.testing.assert_close(trainer.callback_metrics, reference.callback_metrics)
+    logged = trainer.callback_metrics.keys()
+    assert any(name.startswith("grad_2.0_norm") for name in logged), "hooks in the middle of a step log too"
+    assert logged >= ({"rate of LightningLBFGS"} if closures else {"critic", "generator_epoch"})
+
+
+class Manual(Gan):
+    """What a test's step does, which gets the module, both optimizers, the samples and which batch it is."""
+
+    step: Callable[..., Any]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        second = bool(self.second_share is not None and any(torch.equal(batch[0][0], row) for row in self.second_share))
+        return type(self).step(self, *self.optimizers(), batch[0], second)
+
+    def __init__(self, second_share: Tensor | None = None) -> None:
+        super().__init__()
+        self.second_share = second_share
+
+
+def run(step: Callable[..., Any], devices: int = 2, share: bool = True, **options: Any) -> Manual:
+    loader = samples((8,))
+    second_share = torch.cat([batch[3:] for (batch,) in loader])
+    model = type("Tested", (Manual,), {"step": step})(second_share if devices > 1 else None)
+    fit(model, devices, share, loader, **options)
+    return model
+
+
+def critic_loss(module: Manual, batch: Tensor) -> Tensor:
+    return module.critic(batch).square().mean()
+
+
+def calls_another(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+    loss = critic_loss(module, batch)
+    if in_second:
+        second.zero_grad()
+    module.manual_backward(loss)
+
+
+def steps_another(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+    module.manual_backward(critic_loss(module, batch))
+    (second if in_second else first).step()
+
+
+def ends_earlier(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+    if not in_second:
+        module.manual_backward(critic_loss(module, batch))
+
+
+def ends_later(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+    if in_second:
+        module.manual_backward(critic_loss(module, batch))
+
+
+def steps_without_closure(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+    second.step(closure=None if in_second else lambda: module.manual_backward(critic_loss(module, batch)))
+
+
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [
+        (calls_another, ["replica 0 (cpu) called manual_backward()", "replica 1 (cpu) called optimizer 1.zero_grad()"]),
+        (steps_another, ["replica 0 (cpu) called optimizer 0.step()", "replica 1 (cpu) called optimizer 1.step()"]),
+        (ends_earlier, ["replica 0 (cpu) called manual_backward()", "replica 1 (cpu) ended"]),
+        (ends_later, ["replica 1 (cpu) called manual_backward()", "replica 0 (cpu) ended"]),
+        (steps_without_closure, ["optimizer 1.step(closure)", "replica 1 (cpu) called optimizer 1.step()"]),
+    ],
+)
+def test_replicas_that_make_different_calls_raise_an_error_that_names_both(
+    step: Callable[..., Any], calls: list[str]
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="expected the replicas to make the same calls") as caught:
+        run(step)
+    for call in calls:
+        assert call in str(caught.value)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_in_one_replica_is_raised_while_the_others_wait(failing: int) -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        if in_second == bool(failing):
+            raise LookupError("of this replica")
+        module.manual_backward(critic_loss(module, batch))
+
+    before = threading.active_count()
+    with pytest.raises(LookupError, match="of this replica"):
+        run(step)
+    assert threading.active_count() == before
+
+
+def test_an_exception_where_one_replica_acts_for_all_is_raised() -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        module.clip_gradients(first, gradient_clip_val=1.0, gradient_clip_algorithm="unheard of")
+
+    with pytest.raises(Exception, match="unheard of"):
+        run(step)
+
+
+@replicas
+def test_a_backward_of_a_replicas_own_is_an_error(share: bool) -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        critic_loss(module, batch).backward()
+
+    with pytest.raises(RuntimeError, match=r"expected backward by self\.manual_backward"):
+        run(step, share=share)
+    model = run(step, devices=1)  # which has no replicas
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+@replicas
+def test_what_a_step_sets_and_what_it_recorded_stays_when_optimizers_step(share: bool) -> None:
+    """One graph of the generator serves two backwards, with a step of the critic between them."""
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        module.made = module.generator(batch[:, :4])
+        module.toggle_optimizer(second)
+        second.zero_grad()
+        module.manual_backward((module.critic(module.made.detach()) - module.critic(batch)).square().mean())
+        second.step()
+        module.untoggle_optimizer(second)
+        first.zero_grad()
+        module.manual_backward(module.critic(module.made).square().mean())
+        first.step()
+
+    close_to(run(step, share=share), run(step, devices=1))
+
+
+def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
+    class Plateau(Manual):
+        def configure_optimizers(self) -> Any:
+            optimizers, _ = super().configure_optimizers()
+            return optimizers, [
+                torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], factor=0.5, patience=1, threshold=0.02)
+            ]
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        loss = critic_loss(module, batch)
+        second.zero_grad()
+        module.manual_backward(loss)
+        second.step()
+        scheduler = module.lr_schedulers()
+        assert isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(loss.detach())
+        module.log("rate", second.param_groups[0]["lr"])
+        module.log("bad", float(scheduler.num_bad_epochs))
+
+    def logged(devices: int) -> Any:
+        model = type("Tested", (Plateau,), {"step": step})()
+        return fit(model, devices, True, samples((8,)), logger=Memory(), log_every_n_steps=1).logger.logged
+
+    found, expected = logged(2), logged(1)
+    torch.testing.assert_close(found, expected)
+    assert len({metrics["rate"] for _, metrics in found if "rate" in metrics}) > 1
+
+
+# -- the meeting itself ------------------------------------------------------------------------------
+
+
+def in_threads(count: int, replica: Callable[[int, Lockstep], Any]) -> list[Any]:
+    lockstep = Lockstep([CPU] * count, "training_step")
+
+    def run_one(index: int) -> Any:
+        try:
+            result = replica(index, lockstep)
+        except BaseException as error:
+            lockstep.end(index, error)
+            raise
+        lockstep.end(index)
+        return result
+
+    modules: list[Any] = [run_one] * count
+    return parallel_apply(modules, [(index,) for index in range(count)])
+
+
+def test_the_first_replica_acts_with_what_all_brought() -> None:
+    acted: list[Any] = []
+
+    def replica(index: int, lockstep: Lockstep) -> list[int]:
+        results = []
+        for turn in range(50):
+            once = lambda values: acted.append((threading.current_thread(), values)) or sum(values)  # noqa: E731
+            results.append(lockstep.meet(index, "add()", index + turn, once))
+        return results
+
+    expected = [3 + 3 * turn for turn in range(50)]
+    assert in_threads(3, replica) == [expected] * 3
+    assert [values for _, values in acted] == [[turn, turn + 1, turn + 2] for turn in range(50)]
+    assert {thread for thread, _ in acted} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_nobody_waits_for_a_replica_that_raised(failing: int) -> None:
+    ends: dict[int, type] = {}
+
+    def replica(index: int, lockstep: Lockstep) -> None:
+        try:
+            for turn in range(3):
+                if turn == 2 and index == failing:
+                    raise LookupError
+                lockstep.meet(index, "wait()", None, lambda _: None)
+        except RuntimeError as error:
+            ends[index] = type(error)
+
+    with pytest.raises(LookupError):
+        in_threads(3, replica)
+    assert ends == {index: AbandonedError for index in range(3) if index != failing}

@@ -1,0 +1,294 @@
+"""``strategy="bucketdp"``: a Trainer with several devices in one process does what it does with one device."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_bucketddp import BucketDPStrategy
+from tests.dp import digits, fit, one_process, replicas, samples
+from tests.lightning_models import Digits, Memory, close_to
+
+
+def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def trained(devices: int, share: bool, module: Callable[[], Digits] = Digits, **options: Any) -> tuple[Any, pl.Trainer]:
+    options = {key: option() if callable(option) else option for key, option in options.items()}
+    model = module()
+    return model, fit(model, devices, share, logger=Memory(), log_every_n_steps=1, **options)
+
+
+class Lbfgs(Digits):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Scheduled(Digits):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
+
+
+def thaw() -> BackboneFinetuning:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)
+
+
+@replicas
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Digits, {}),
+        (Digits, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+        (Digits, {"overfit_batches": 2, "num_sanity_val_steps": 0}),
+        (Digits, {"callbacks": lambda: [EMAWeightAveraging(decay=0.8), LearningRateMonitor()]}),
+        (Digits, {"callbacks": lambda: [thaw(), EarlyStopping("valid", patience=0, min_delta=10.0)], "max_epochs": 4}),
+        (partial(Lbfgs), {"precision": "64-true"}),
+        (partial(Scheduled), {"limit_val_batches": 1, "val_check_interval": 2}),
+    ],
+    ids=["plain", "accumulation, clipping", "overfit", "averaged", "finetuned, stopped", "LBFGS", "scheduled"],
+)
+def test_training_is_as_on_one_device(share: bool, module: Callable[[], Digits], options: dict[str, Any]) -> None:
+    expected, expected_trainer = trained(1, share, module, **options)
+    found, trainer = trained(2, share, module, **options)
+    close_to(found, expected)
+    assert trainer.global_step == expected_trainer.global_step > 0
+    close(trainer.logger.logged, expected_trainer.logger.logged)
+    assert any("f1_step" in metrics for _, metrics in trainer.logger.logged)
+    assert any("MulticlassF1Score" in metrics for _, metrics in trainer.logger.logged)
+    close(trainer.callback_metrics, expected_trainer.callback_metrics)
+    close(found.seen, expected.seen)
+    close(found.losses, expected.losses)
+    close(found.kept, expected.kept)
+    assert found.losses
+    assert found.kept["predictions"]
+
+
+@replicas
+def test_evaluation_and_prediction_are_as_on_one_device(share: bool) -> None:
+    model = Digits()
+    expected, found = one_process(), one_process(3, share)
+    close(found.validate(model, digits(), verbose=False), expected.validate(model, digits(), verbose=False))
+    close(found.test(model, digits(), verbose=False), expected.test(model, digits(), verbose=False))
+    predictions = found.predict(model, digits())
+    close(predictions, expected.predict(model, digits()))
+    assert [len(batch["class"]) for batch in predictions] == [6, 6, 6, 5]
+
+
+@replicas
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precision_reaches_all_replicas(share: bool, precision: Any) -> None:
+    class Watched(Digits):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            predictions = super().forward(x)
+            self.dtypes.append(predictions.dtype)
+            return predictions.float()
+
+    expected, _ = trained(1, share, Watched, precision=precision)
+    found, _ = trained(2, share, Watched, precision=precision)
+    assert set(found.dtypes) == {torch.bfloat16}
+    assert len(found.dtypes) == len(expected.dtypes)  # one per batch: those of replicas are the same
+    for value, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert value.dtype is other.dtype
+        close(value, other, rtol=0.1, atol=0.03)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from digits().dataset
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+def test_data_of_other_kinds() -> None:
+    def fitted(devices: int, loader: Any) -> Digits:
+        model = Digits()
+        fit(model, devices, loader=loader)
+        return model
+
+    class Pairs(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            first, second = (super(Pairs, self).training_step(batch[key], batch_idx) for key in ("first", "second"))
+            return first["loss"] + second["loss"]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(outputs["loss"])
+
+    def fitted_to_two(devices: int) -> Digits:
+        model = Pairs()
+        fit(model, devices, loader={"first": digits(count=24), "second": digits(count=16, batch_size=4)})
+        return model
+
+    stream = fitted(2, DataLoader(Stream(), batch_size=6))
+    close_to(stream, fitted(1, DataLoader(Stream(), batch_size=6)))
+    assert [len(outputs["predictions"]) for outputs in stream.seen if "loss" in outputs] == [6, 6, 6, 5] * 2
+    close_to(fitted_to_two(2), fitted_to_two(1))
+    single = fitted(2, digits(batch_size=1))  # nothing to divide
+    close_to(single, fitted(1, digits(batch_size=1)))
+
+
+def test_one_device_and_more_devices_than_samples_work() -> None:
+    expected = Digits()
+    fit(expected)
+    for devices in (1, 5):
+        model = Digits()
+        trainer = fit(model, devices, strategy="bucketdp")
+        assert isinstance(trainer.strategy, BucketDPStrategy)
+        close_to(model, expected)
+
+
+@replicas
+def test_checkpoints_are_those_of_one_device(tmp_path: Path, share: bool) -> None:
+    def saved(devices: int, name: str, resume: Path | None = None, **options: Any) -> tuple[Digits, Path]:
+        model = Digits()
+        callback = ModelCheckpoint(tmp_path / "checkpoints", filename=name)
+        trainer = one_process(devices, share, enable_checkpointing=True, callbacks=[callback], **options)
+        trainer.fit(model, digits(), digits(count=13), ckpt_path=resume, weights_only=False)
+        return model, Path(shutil.move(callback.best_model_path, tmp_path))
+
+    expected, whole = saved(1, "one device")
+    _, half_of_one = saved(1, "first half on one", max_epochs=1)
+    _, half_of_two = saved(2, "first half on two", max_epochs=1)
+    on_two, of_both = saved(2, "second half on two", half_of_one)
+    on_one, _ = saved(1, "second half on one", half_of_two)
+    close_to(on_two, expected)
+    close_to(on_one, expected)
+    of_one, of_two = (torch.load(path, weights_only=False) for path in (whole, of_both))
+    close(of_two["state_dict"], of_one["state_dict"])
+    close(of_two["optimizer_states"], of_one["optimizer_states"])
+    assert of_two.keys() == of_one.keys()
+
+
+@replicas
+def test_module_buffers_and_attributes_that_the_first_replica_sets_stay(share: bool) -> None:
+    class Normed(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.last = batch[0]
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = samples((8,), count=12)
+    model = Normed()
+    fit(model, 2, share, loader, max_epochs=1)
+    reference = nn.BatchNorm1d(8)
+    for (batch,) in loader:
+        reference(batch[:3])
+    close(model.net[0].running_mean, reference.running_mean)
+    close(model.net[0].running_var, reference.running_var)
+    assert int(model.net[0].num_batches_tracked) == 2
+    close(model.last, batch[:3])
+
+
+def test_there_is_one_rank_and_nothing_is_left_behind() -> None:
+    class Watched(Digits):
+        threads = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.print(f"batch {batch_idx}")
+            Watched.threads = max(Watched.threads, threading.active_count())
+            return super().training_step(batch, batch_idx)
+
+    before = threading.active_count()
+    model = Watched()
+    trainer = one_process(2, strategy="bucketdp", max_epochs=1)
+    assert (trainer.world_size, trainer.global_rank, trainer.num_devices) == (1, 0, 2)
+    assert trainer.is_global_zero
+    trainer.fit(model, digits(), digits(count=13))
+    assert Watched.threads > before, "replicas run in threads"
+    assert threading.active_count() == before
+    assert not dist.is_initialized()
+    assert trainer.strategy.launcher is None
+    assert not vars(model).keys() & {"log", "log_dict", "print", "all_gather"}, "the module is left as it was"
+    assert type(model.f1) is type(Watched().f1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, digits(), digits(count=13))  # again
+    assert len(model.losses) == 8
+
+
+def test_print_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talking(Digits):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.print(f"batch {batch_idx}")
+
+    one_process(2).validate(Talking(), digits(), verbose=False)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch")] == [
+        f"batch {index}" for index in range(4)
+    ]
+
+
+def test_an_exception_in_one_replica_is_raised_with_its_traceback() -> None:
+    class Failing(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.refuse(batch[0])
+            return super().training_step(batch, batch_idx)
+
+        def refuse(self, x: Tensor) -> None:
+            if len(x) == 2:
+                raise LookupError("two rows")
+
+    before = threading.active_count()
+    model = Failing()
+    with pytest.raises(LookupError, match="two rows") as caught:
+        fit(model, 2)
+    assert caught.traceback[-1].name == "refuse"
+    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+        assert "replica 1 on cpu" in " ".join(caught.value.__notes__)
+    assert threading.active_count() == before
+    assert "log" not in vars(model)
+    assert type(model.f1) is type(Digits().f1)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_none_of_all_replicas_skips_a_step_and_none_of_some_is_an_error(all_of_them: bool) -> None:
+    class Skipping(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 and (all_of_them or batch[0][0, 0] == second) else output
+
+    second = list(digits())[1][0][3, 0]  # the first sample of the second replica's share of batch 1
+    if not all_of_them:
+        with pytest.raises(RuntimeError, match=r"None in replica 1 \(cpu\) and dict in replica 0 \(cpu\)"):
+            fit(Skipping(), 2)
+        return
+    models = [Skipping(), Skipping()]
+    for devices, model in enumerate(models, start=1):
+        trainer = fit(model, devices, max_epochs=1)
+        assert trainer.global_step == 4
+    close_to(models[1], models[0])
+
+
+def test_losses_of_several_elements_are_an_error() -> None:
+    class Unreduced(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+    with pytest.raises(ValueError, match=r"one element for training_step, .* found shape \(3,\) in replica 0"):
+        fit(Unreduced(), 2)
