@@ -19,7 +19,8 @@ from lightning_bucketddp.scattering import scatter
 _ATOMS = (str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, torch.Size, torch.Generator, type(None))
 _REMEDY = "pass BucketDPStrategy(scatter_batch=...), a function that divides a batch, for batches of another kind"
 
-ScatterBatch = Callable[[Any, int], Sequence[Any]]
+ScatterBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
+"""Divides a batch among a number of devices: into at most as many pairs of a shard and its number of samples."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ def divide(batch: Any, devices: Sequence[torch.device], scatter_batch: ScatterBa
     Args:
         batch: Tensors in nested containers.
         devices: The devices.
-        scatter_batch: Divides the batch instead, into at most as many shards as its second argument says, each with at
-            least one sample and one tensor; shards' tensors are moved here.
+        scatter_batch: Divides the batch instead; the shards' tensors are moved here.
 
     Raises:
         ValueError: If tensors differ in their first dimension, or the batch holds objects of a kind that could
@@ -138,18 +138,13 @@ def _of_unknown_kind(value: Any, path: str) -> ValueError:
 
 
 def _divided_by(scatter_batch: ScatterBatch, batch: Any, devices: Sequence[torch.device]) -> Division:
-    shards = list(scatter_batch(batch, len(devices)))
-    if not 0 < len(shards) <= len(devices):
-        raise ValueError(f"expected scatter_batch to return 1 to {len(devices)} shards, found {len(shards)}")
-    shards = [move_to(shard, device) for shard, device in zip(shards, devices, strict=False)]
-    if len(shards) == 1:
-        return Division(shards, [1])
-    return Division(shards, [_samples(shard, index) for index, shard in enumerate(shards)])
-
-
-def _samples(shard: Any, index: int) -> int:
-    """A shard's size: the items of a list without tensors of their own size, or a tensor's first dimension."""
-    sized = next((tensor.size(0) for tensor in tensors_in(shard) if tensor.dim()), 0)
-    if not sized:
-        raise ValueError(f"expected shards with a tensor of at least one sample, found none in shard {index}")
-    return sized
+    found = list(scatter_batch(batch, len(devices)))
+    pairs = all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int) for pair in found)
+    if not 0 < len(found) <= len(devices) or not pairs or any(size < 1 for _, size in found):
+        what = [(type(pair[0]).__name__, *pair[1:]) if isinstance(pair, tuple) and pair else pair for pair in found]
+        raise ValueError(
+            f"expected scatter_batch to return 1 to {len(devices)} pairs of a shard and its number of samples, at "
+            f"least one, found {what!r}"
+        )
+    shards = [move_to(shard, device) for (shard, _), device in zip(found, devices, strict=False)]
+    return Division(shards, [size for _, size in found])

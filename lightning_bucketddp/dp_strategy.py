@@ -56,9 +56,9 @@ class BucketDPStrategy(ParallelStrategy):
         cluster_environment: Set by the Trainer; may have no more than one process.
         checkpoint_io: How checkpoints are read and written.
         precision_plugin: The precision; set by the Trainer.
-        scatter_batch: Divides batches that are not made of tensors with the samples along the first dimension in lists,
-            tuples, dicts and dataclasses: gets a batch and the number of devices, and returns a list of at most as many
-            shards, each with a tensor whose first dimension is its number of samples.
+        scatter_batch: Divides batches that are not made of tensors with the samples along the first dimension, in
+            lists, tuples, dicts and dataclasses: gets a batch and the number of devices, and returns a list of at most
+            as many pairs, a shard and its number of samples.
 
     Raises:
         ValueError: If there are several nodes or processes, or an option of the Trainer cannot be honoured.

@@ -44,7 +44,10 @@ class AppendedLists:
             home: The module's device.
         """
         now = [dict(_lists_in(attributes)) for attributes in self._attributes]
+        merged: set[int] = set()  # as a list may have two names
         for path in dict.fromkeys(path for lists in now for path in lists):
+            if id(now[0].get(path)) in merged:
+                continue
             appended = [self._appended(path, replica, lists.get(path)) for replica, lists in enumerate(now)]
             if not any(appended) or any(items is None for items in appended):
                 continue
@@ -52,6 +55,7 @@ class AppendedLists:
             if mine is None:  # a key of a dict that the others alone have added
                 mine = self._attributes[0][path[0]][path[1]] = []
             start = len(mine) - len(appended[0] or ())
+            merged.add(id(mine))
             mine[start:] = _merged([items or [] for items in appended], path, sizes, home)
 
     def _appended(self, path: _Path, replica: int, found: list[Any] | None) -> list[Any] | None:

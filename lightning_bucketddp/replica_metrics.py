@@ -44,12 +44,14 @@ class SharedMetric:
         metric: The LightningModule's own.
         name: The attribute by which it is known, for messages.
         step: The step that runs.
+        flush: Has this metric and all others given what replicas called ``update`` with; a collection's members too.
     """
 
-    def __init__(self, metric: Metric | MetricCollection, name: str, step: Meeting) -> None:
+    def __init__(self, metric: Metric | MetricCollection, name: str, step: Meeting, flush: Callable[[], None]) -> None:
         self.metric = metric
         self._name = name
         self._step = step
+        self._flush_all = flush
         self._updates: list[list[_Call]] = [[] for _ in step.sizes]
 
     def update(self, replica: int, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +74,7 @@ class SharedMetric:
         """
 
         def once(calls: list[_Call]) -> Any:
-            self.flush()
+            self._flush_all()
             call = self._joined(calls, self._step.sizes)
             return self._original(method)(*call.args, **call.kwargs)
 
@@ -183,7 +185,7 @@ class SharedMetrics:
         self, metric: Metric | MetricCollection, name: str, index: int, device: torch.device
     ) -> Metric | MetricCollection:
         if id(metric) not in self._shared:
-            self._shared[id(metric)] = SharedMetric(metric, name, self._step)
+            self._shared[id(metric)] = SharedMetric(metric, name, self._step, self.flush)
         kind: Any = type(metric)
         stand_in = object.__new__(_class_in_replica(kind))
         attributes = {key: value for key, value in vars(metric).items() if key not in ("update", "compute")}

@@ -1,0 +1,447 @@
+"""``strategy="bucketdp"``: how batches are divided, and how what replicas return, log and measure is merged."""
+
+from collections import defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score
+from torchmetrics.regression import PearsonCorrCoef
+from torchmetrics.text import CharErrorRate
+
+from lightning_bucketddp import BucketDPStrategy
+from lightning_bucketddp.batch_division import divide
+from lightning_bucketddp.merging import merge
+from tests.dp import fit, one_process, replicas, samples
+from tests.lightning_models import Memory
+
+CPU = torch.device("cpu")
+HOME = [CPU, CPU]
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- dividing ----------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    name: list[str]
+
+
+def test_batches_are_divided_by_samples_whatever_they_are_made_of() -> None:
+    x, y = torch.arange(10.0).view(5, 2), torch.arange(5)
+    scale = torch.tensor(3.0)
+    division = divide({"x": x, "pair": Pair([x], (y,)), "names": list("abcde"), "ids": "abcde", "scale": scale}, HOME)
+    assert division.sizes == [3, 2]
+    for part, shard in zip((slice(0, 3), slice(3, 5)), division.shards, strict=True):
+        close(shard["x"], x[part])
+        close(shard["pair"], Pair([x[part]], (y[part],)))
+        assert isinstance(shard["pair"], Pair)
+        assert shard["names"] == list("abcde")[part]
+        assert shard["ids"] == "abcde"
+        close(shard["scale"], scale)
+    first, second = divide(Sample(x, list("abcde")), HOME).shards
+    assert (first.name, second.name) == (["a", "b", "c"], ["d", "e"])
+    assert divide([x, y], [CPU] * 4).sizes == [2, 2, 1]
+    assert divide(x[:1], HOME).sizes == [1]
+    assert divide("nothing to divide", HOME).shards == ["nothing to divide"]
+    assert divide([torch.zeros(0, 2), "none"], HOME).sizes == [1]
+
+
+def test_batches_of_several_loaders_are_divided_one_by_one() -> None:
+    x, y = torch.arange(6.0), torch.arange(12.0)
+    division = divide({"few": [x], "many": [y, y]}, HOME)
+    first, second = division.shards
+    close(first, {"few": [x[:3]], "many": [y[:6], y[:6]]})
+    close(second, {"few": [x[3:]], "many": [y[6:], y[6:]]})
+    assert division.sizes == [3, 3]
+    with pytest.raises(ValueError, match=r"same proportion, found \[2, 1\] samples per device in one and \[6, 6\]"):
+        divide({"few": [x[:3]], "many": [y]}, HOME)
+
+
+class Graph:
+    """Of a kind that cannot be known here."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([torch.zeros(4), torch.zeros(3)], "samples along their first dimension, found 4 and 3 in batch"),
+        ([torch.zeros(4), {"of graphs": Graph()}], r"found a Graph in batch\[1\]\['of graphs'\]"),
+        ([torch.zeros(4), pack_sequence([torch.zeros(4)])], r"found a PackedSequence in batch\[1\]"),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message + r"(?s:.*)scatter_batch="):
+        divide(batch, HOME)
+
+
+def test_a_function_divides_batches_of_another_kind() -> None:
+    class Detector(pl.LightningModule):
+        """Gets a list of images of all sizes."""
+
+        def predict_step(self, batch: Any, batch_idx: int) -> list[Tensor]:
+            return [image.sum() for image in batch["images"]]
+
+    def halves(batch: Any, count: int) -> list[Any]:
+        middle = (len(batch["images"]) + 1) // count
+        parts = batch["images"][:middle], batch["images"][middle:]
+        return [({"images": part}, len(part)) for part in parts if part]
+
+    batches = [{"images": [torch.full((size, 2), float(size)) for size in sizes]} for sizes in ((1, 2, 3), (4,))]
+    loader = DataLoader(batches, batch_size=None)
+    with pytest.raises(ValueError, match="expected all tensors of a batch"):
+        one_process(2).predict(Detector(), loader)
+    strategy = BucketDPStrategy(scatter_batch=halves)
+    found = one_process(2, strategy=strategy).predict(Detector(), loader)
+    close(found, one_process().predict(Detector(), loader))
+    for wrong in ([], ["a"], [("a", 1)] * 3, [("a", 0)]):
+        with pytest.raises(ValueError, match="expected scatter_batch to return 1 to 2 pairs"):
+            divide([], HOME, lambda batch, count, wrong=wrong: wrong)
+
+
+# -- merging outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "merged"),
+    [
+        ([torch.ones(3, 2), torch.zeros(1, 2)], torch.tensor([[1.0, 1]] * 3 + [[0, 0]])),
+        ([torch.ones(3), torch.tensor(0.0)], torch.tensor([1.0, 1, 1, 0])),  # squeezed, of one sample
+        ([torch.tensor(1.0), torch.tensor(5.0)], torch.tensor(2.0)),
+        ([torch.tensor(2), torch.tensor(5)], torch.tensor(7)),
+        ([1.0, 5.0], 2.0),
+        (["a", "a"], "a"),
+        ([["a", "b", "c"], ["d"]], ["a", "b", "c", "d"]),
+        ([("a", "b", "c"), ("d",)], ("a", "b", "c", "d")),
+        ([[torch.ones(2), torch.ones(5), torch.ones(1)], [torch.ones(4)]], [torch.ones(n) for n in (2, 5, 1, 4)]),
+        ([[torch.ones(3, 5)], [torch.ones(1, 5)]], [torch.ones(4, 5)]),
+        ([(torch.tensor(1.0), torch.ones(3)), (torch.tensor(5.0), torch.ones(1))], (torch.tensor(2.0), torch.ones(4))),
+        ([Pair(torch.ones(3), None), Pair(torch.ones(1), None)], Pair(torch.ones(4), None)),
+        ([{"a": {"b": torch.ones(3)}}, {"a": {"b": torch.ones(1)}}], {"a": {"b": torch.ones(4)}}),
+        ([np.ones((3, 2)), np.ones((1, 2))], np.ones((4, 2))),
+    ],
+)
+def test_values_are_merged_as_one_device_makes_them(values: list[Any], merged: Any) -> None:
+    found = merge(values, [3, 1], CPU)
+    assert type(found) is type(merged)
+    if isinstance(merged, np.ndarray):
+        np.testing.assert_array_equal(found, merged)
+    elif isinstance(merged, str | list | tuple) and isinstance(merged[0], str):
+        assert found == merged
+    else:
+        close(found, merged)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.ones(3, 2), torch.ones(1, 3)], r"first dimension, found \(3, 2\) of torch.float32, \(1, 3\)"),
+        ([{"a": 1}, {"a": 2}], r"cannot merge the output\['a'\] of the replicas: expected the same value, found 1, 2"),
+        ([{"a": 1}, {"b": 1}], "expected the same keys, found"),
+        ([torch.ones(3), "a"], "expected a tensor of each, found Tensor, str"),
+        ([1, "a"], "expected values of one type, found int, str"),
+        ([(1, 2), (1,)], "expected as many items in each, found 2, 1"),
+        ([torch.tensor(True), torch.tensor(False)], "expected the same value, found True, False"),
+    ],
+)
+def test_values_that_cannot_be_merged_are_an_error(values: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge(values, [3, 1], CPU)
+
+
+# -- logging -----------------------------------------------------------------------------------------
+
+
+class Logging(pl.LightningModule):
+    """Logs what a test asks for: ``what(module, batch, in_second)``, where batches are of 4, 4 and 3 samples."""
+
+    def __init__(self, what: Callable[[Any, Tensor, bool], None], **metrics: nn.Module) -> None:
+        super().__init__()
+        self.what = what
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.what(self, batch[0], len(batch[0]) < 4 and bool((batch[0][0] == SECOND).all(1).any()))
+
+
+LOADER = samples((8,), count=11, batch_size=4)
+SECOND = torch.stack([batch[2] for (batch,) in LOADER])  # the first sample of each second share
+
+
+def logged(
+    what: Callable[[Any, Tensor, bool], None], devices: int = 2, share: bool = True, **metrics: Callable[[], nn.Module]
+) -> tuple[dict[str, Any], Logging]:
+    memory = Memory()
+    trainer = one_process(devices, share, logger=memory)
+    module = Logging(what, **{name: metric() for name, metric in metrics.items()})
+    (result,) = trainer.validate(module, LOADER, verbose=False)
+    return {"result": result, "steps": memory.logged}, module
+
+
+def in_every_way(module: Any, x: Tensor, in_second: bool) -> None:
+    for reduce_fx in ("mean", "avg", torch.mean):
+        module.log(f"mean {reduce_fx}", x.mean(), on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+    module.log("rows", len(x), on_step=True, on_epoch=True, reduce_fx="sum")
+    module.log("rows of torch", float(len(x)), on_step=True, reduce_fx=torch.sum)
+    module.log("largest", x.max(), reduce_fx="max")
+    module.log("smallest", x.min().item(), reduce_fx=min)
+    module.log("explicit", x[:, :3].mean(), batch_size=3 * len(x))
+    module.log("constant", 0.1, True, False, True)
+    module.log_dict({"a": x[:, 0].sum(), "b": x[:, 1].sum()}, reduce_fx="sum")
+    changed = x.mean()
+    module.log("as it was", changed)
+    changed.zero_()
+    module.log("twice", x[:, 0].mean())
+    module.log("twice", x[:, 1].mean())
+
+
+@replicas
+@pytest.mark.filterwarnings("ignore:You called `self.log.'rows', ...")
+def test_what_replicas_log_is_logged_once_as_on_one_device(share: bool) -> None:
+    (found, _), (expected, _) = logged(in_every_way, share=share), logged(in_every_way, devices=1)
+    assert found["result"]["largest"] == float(torch.cat([batch for (batch,) in LOADER]).max())
+    close(found, expected)
+    assert len(found["steps"]) == 4
+
+
+def test_a_name_that_some_replicas_log_is_weighted_by_their_samples() -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        if in_second:
+            module.log("second", x.mean())
+        else:
+            module.log("first", x.mean(), batch_size=len(x) * 7)
+
+    found, _ = logged(what)
+    shares = [batch.split([2, len(batch) - 2]) for (batch,) in LOADER]
+    close(found["result"]["first"], float(torch.cat([first for first, _ in shares]).mean()))
+    close(found["result"]["second"], float(torch.cat([second for _, second in shares]).mean()))
+
+
+def test_different_arguments_under_one_name_are_an_error() -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        module.log("loss", x.mean(), prog_bar=in_second)
+
+    with pytest.raises(
+        ValueError, match=r"to log 'loss' with the same arguments in validation_step, found .*replica 1"
+    ):
+        logged(what)
+
+
+def test_lightnings_own_errors_are_raised() -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        module.log("loss", x.mean(), on_step=False, on_epoch=False)
+
+    with pytest.raises(MisconfigurationException, match="is not useful"):
+        logged(what)
+
+
+# -- metrics -----------------------------------------------------------------------------------------
+
+
+class LargestStep(Metric):
+    """Keeps the largest difference between the means of two updates: no state of a batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("last", torch.tensor(0.0))
+        self.add_state("largest", torch.tensor(0.0))
+
+    def update(self, values: Tensor) -> None:
+        mean = values.mean()
+        self.largest = torch.maximum(self.largest, (mean - self.last).abs())
+        self.last = mean
+
+    def compute(self) -> Tensor:
+        return self.largest
+
+
+def binary(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[:, 0].sigmoid(), (x[:, 1] > 0).long()
+
+
+def binary_collection() -> MetricCollection:
+    return MetricCollection({"f1": BinaryF1Score(), "auroc": BinaryAUROC(), "again": BinaryF1Score()}, prefix="a ")
+
+
+@replicas
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
+@pytest.mark.parametrize(
+    ("metric", "give"),
+    [
+        (BinaryF1Score, lambda metric, x: metric(*binary(x))),
+        (BinaryAUROC, lambda metric, x: metric(*binary(x))),
+        (lambda: PearsonCorrCoef(), lambda metric, x: metric(x[:, 0], x[:, 1])),
+        (LargestStep, lambda metric, x: metric(x)),
+        (lambda: MinMaxMetric(BinaryF1Score()), lambda metric, x: metric(*binary(x))),
+        (MeanMetric, lambda metric, x: metric(x.mean())),
+        (MeanMetric, lambda metric, x: metric(x[:, :2].mean(), weight=len(x))),
+        (MeanMetric, lambda metric, x: metric(x)),
+        (SumMetric, lambda metric, x: metric(x.sum())),
+        (SumMetric, lambda metric, x: metric(float(len(x)))),
+        (MaxMetric, lambda metric, x: metric(x.max())),
+        (CharErrorRate, lambda metric, x: metric([f"{v:.3f}" for v in x[:, 0]], [f"{v:.2f}" for v in x[:, 0]])),
+    ],
+)
+def test_metrics_are_those_of_one_device(
+    share: bool, metric: Callable[[], Metric], give: Callable[[Metric, Tensor], Any]
+) -> None:
+    """The value of the batch and of the epoch, logged as a metric and as a value; with ``update`` too."""
+
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        value = give(module.metric, x)
+        module.log("value", value["raw"] if isinstance(value, dict) else value, on_step=True, on_epoch=False)
+        minmax = isinstance(module.metric, MinMaxMetric)  # whose value is a dict, which Lightning logs not as a metric
+        if not minmax:
+            module.log("metric", module.metric, on_step=True, on_epoch=True)
+        give(module.updated.update, x)
+        module.log("updated", module.updated.compute()["raw"] if minmax else module.updated.compute())
+
+    (found, module), (expected, reference) = (
+        logged(what, devices, share, metric=metric, updated=metric) for devices in (2, 1)
+    )
+    close(found, expected)
+    steps = [metrics for _, metrics in found["steps"] if "value" in metrics]
+    assert len(steps) == 3
+    assert module.metric.update_count == reference.metric.update_count
+    assert module.updated.update_count == reference.updated.update_count
+
+
+@replicas
+@pytest.mark.filterwarnings("ignore:No (negative|positive) samples in targets")
+def test_collections_of_metrics_are_those_of_one_device(share: bool) -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        x, y = binary(x)
+        module.log_dict(module.scores(x, y), on_step=True, on_epoch=False)
+        module.updated["first"].update(x, y)
+        module.log_dict(module.updated["first"], on_step=False, on_epoch=True)
+        module.member["f1"](x, y)
+        module.log("member", module.member["f1"])
+        module.log("computed", module.updated["first"]["auroc"].compute(), on_step=True, on_epoch=False)
+
+    def nested() -> nn.Module:
+        return nn.ModuleDict({"first": binary_collection().clone(prefix="updated ")})
+
+    metrics = {"scores": binary_collection, "updated": nested, "member": binary_collection}
+    (found, _), (expected, _) = (logged(what, devices, share, **metrics) for devices in (2, 1))
+    close(found, expected)
+    assert expected["result"].keys() >= {"updated f1", "updated auroc", "updated again", "member"}
+    assert "a f1" in found["steps"][0][1]
+    assert "computed" in found["steps"][0][1]
+
+
+def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -> None:
+    def update(module: Any, x: Tensor, in_second: bool) -> None:
+        if in_second:
+            module.metric.update(x)
+        module.log("metric", module.metric)
+
+    found, _ = logged(update, metric=MeanMetric)
+    close(found["result"]["metric"], float(torch.cat([batch[2:] for (batch,) in LOADER]).mean()))
+
+    def forward(module: Any, x: Tensor, in_second: bool) -> None:
+        if in_second:
+            module.metric(x)
+
+    with pytest.raises(RuntimeError, match=r"replica 1 \(cpu\) called the metric 'metric', replica 0 \(cpu\) ended"):
+        logged(forward, metric=MeanMetric)
+
+
+def test_a_metric_can_be_the_loss() -> None:
+    class Correlated(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.net = nn.Linear(8, 1)
+            self.metric = PearsonCorrCoef()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return 1 - self.metric(self.net(batch[0])[:, 0], batch[0][:, 0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found, expected = Correlated(), Correlated()
+    for devices, model in ((2, found), (1, expected)):
+        fit(model, devices, loader=samples((8,)))
+    close(found.net.weight, expected.net.weight)
+    assert not torch.equal(found.net.weight, Correlated().net.weight)
+
+
+# -- what steps append -------------------------------------------------------------------------------
+
+
+@replicas
+def test_lists_that_a_step_appends_to_are_those_of_one_device(share: bool) -> None:
+    class Keeping(Logging):
+        def __init__(self) -> None:
+            super().__init__(keep)
+            self.outputs: list[Any] = []
+            self.same = self.outputs
+            self.by_name: dict[str, list[Any]] = {"x": [], "name": []}
+            self.by_key: defaultdict[str, list[Any]] = defaultdict(list)
+            self.some: list[Any] = []
+
+    def keep(module: Any, x: Tensor, in_second: bool) -> None:
+        module.outputs.append({"x": x, "mean": x.mean(), "rows": torch.tensor(len(x))})
+        module.same.append(x[:, 0])
+        module.by_name["x"].append(x)
+        module.by_name["name"].extend([f"{value:.3f}" for value in x[:, 0]])
+        module.by_key["new"].append(x)
+        assert module.outputs[-2]["x"] is x
+
+        if in_second:
+            module.some.append(x)
+
+    found, expected = Keeping(), Keeping()
+    one_process(2, share).validate(found, LOADER, verbose=False)
+    one_process().validate(expected, LOADER, verbose=False)
+    close(found.outputs, expected.outputs)
+    assert found.same is found.outputs
+    close(found.by_key["new"], expected.by_key["new"])
+    close(found.by_name["x"], expected.by_name["x"])
+    assert [len(batch) for batch in found.by_name["x"]] == [4, 4, 3]
+    assert sorted(found.by_name["name"]) == sorted(expected.by_name["name"])
+    close(found.some, [batch[2:] for (batch,) in LOADER])
+
+
+@replicas
+def test_all_gather_gives_every_replica_the_whole_batch(share: bool) -> None:
+    class Contrastive(pl.LightningModule):
+        """Each sample against all others of the batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.net = nn.Linear(8, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            mine = nn.functional.normalize(self.net(batch[0]))
+            everyone = self.all_gather(mine, sync_grads=True)
+            index = self.all_gather(batch[1])
+            target = (batch[1][:, None, 0] == index[None, :, 0]).float().argmax(1)
+            return nn.functional.cross_entropy(mine @ everyone.T, target)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found, expected = Contrastive(), Contrastive()
+    for devices, model in ((2, found), (1, expected)):
+        fit(model, devices, share, loader=samples((8,), (1,)))
+    close(found.net.weight, expected.net.weight)
