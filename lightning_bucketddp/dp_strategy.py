@@ -224,11 +224,6 @@ class BucketDPStrategy(ParallelStrategy):
 
 
 def _require_replicable(module: pl.LightningModule) -> None:
-    if getattr(module, "_compiler_ctx", None) is not None:  # private; without it the check below finds it
-        raise TypeError(
-            "expected a LightningModule that is not compiled, as compiled code is bound to the one it was made for, "
-            'and strategy="bucketdp" runs replicas; fit the module itself, and compile functions that it calls'
-        )
     for hook in _STEPS:
         if hook in vars(module):
             raise TypeError(

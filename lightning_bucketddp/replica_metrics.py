@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 
 from lightning_bucketddp.merging import merge
-from lightning_bucketddp.nested import move_to, tensors_in
+from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
 
 _AGGREGATORS = (MaxMetric, MeanMetric, MinMetric, SumMetric)
 
@@ -164,6 +164,11 @@ class SharedMetrics:
 
     def __init__(self, module: nn.Module, step: Meeting) -> None:
         self._found = list(_metrics_in(module))
+        self._held = [
+            (key, held)
+            for key, held in vars(module).items()
+            if key != "_modules" and any(map(_is_metric, _items(held)))
+        ]
         self._shared: dict[int, SharedMetric] = {}
         self._step = step
 
@@ -174,6 +179,9 @@ class SharedMetrics:
             name = f"{path}.{key}" if path else key
             stand_in = self._stand_in(metric, name, index, device)
             entries.append((replica.get_submodule(path)._modules, key, stand_in))
+        for key, held in self._held:  # such as self.all = [self.accuracy, self.f1]
+            items = [self._stand_in(item, key, index, device) if _is_metric(item) else item for item in _items(held)]
+            entries.append((vars(replica), key, rebuilt(held, items)))
         return entries
 
     def flush(self) -> None:
@@ -205,6 +213,14 @@ def _metrics_in(module: nn.Module, path: str = "") -> Iterator[tuple[str, str, M
             yield path, key, child
         elif child is not None:
             yield from _metrics_in(child, f"{path}.{key}" if path else key)
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, Metric | MetricCollection)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
 
 
 @functools.cache

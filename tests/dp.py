@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDPStrategy
@@ -51,6 +52,6 @@ def fit(model: pl.LightningModule, devices: int = 1, share: bool = True, loader:
         The Trainer.
     """
     trainer = one_process(devices, share, **options)
-    validates = type(model).validation_step is not pl.LightningModule.validation_step
+    validates = is_overridden("validation_step", getattr(model, "_orig_mod", model))
     trainer.fit(model, digits() if loader is None else loader, digits(count=13) if validates else None)
     return trainer

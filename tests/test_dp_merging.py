@@ -346,6 +346,26 @@ def test_collections_of_metrics_are_those_of_one_device(share: bool) -> None:
     assert "computed" in found["steps"][0][1]
 
 
+@replicas
+def test_metrics_in_lists_are_those_of_one_device(share: bool) -> None:
+    class Listed(Logging):
+        def __init__(self) -> None:
+            super().__init__(what)
+            self.mean, self.largest = MeanMetric(), MaxMetric()
+            self.all = [self.mean, self.largest]
+
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        for name, metric in zip(("mean", "largest"), module.all, strict=True):
+            metric(x)
+            module.log(name, metric)
+
+    found, expected = Listed(), Listed()
+    (result,) = one_process(2, share).validate(found, LOADER, verbose=False)
+    close([result], one_process().validate(expected, LOADER, verbose=False))
+    assert found.all[0] is found.mean
+    assert found.mean.update_count == expected.mean.update_count
+
+
 def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -> None:
     def update(module: Any, x: Tensor, in_second: bool) -> None:
         if in_second:

@@ -85,6 +85,16 @@ def test_fabric() -> None:
     assert "1 local passes before" in output
 
 
+def test_notebook_two_devices() -> None:
+    output = run_example("notebook_two_devices.py", "--devices", "2")
+    assert "BucketDPStrategy: 2 x" in output
+    epochs = [line for line in output.splitlines() if "validation accuracy" in line]
+    assert len(epochs) == 8
+    assert epochs[:4] == epochs[4:], "the second Trainer has one device"
+    assert number_after("validation accuracy", epochs[-1]) >= 0.9
+    assert 0 < number_after("largest difference of a weight", output) < 1e-9
+
+
 def test_cli() -> None:
     output = run_example("cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
     assert "BucketDDPStrategy on 2 ranks, parameters in torch.bfloat16, gradients in torch.float32" in output

@@ -3,13 +3,16 @@
 import ast
 from pathlib import Path
 
+import lightning.pytorch as pl
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import signal_connector
+from torchmetrics import MeanMetric
 
 import lightning_bucketddp
+from lightning_bucketddp import BucketDPStrategy
 
 PACKAGE = Path(lightning_bucketddp.__file__).parent
 LIGHTNING = "lightning"
@@ -275,6 +278,10 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert any(Path(folder) == PACKAGE for folder in torch._dynamo.trace_rules.SKIP_DIRS)
     assert signal_connector.dist is dist
     assert signal_connector._HandlersCompose.__module__ == signal_connector.__name__
+    assert "_device" in vars(pl.LightningModule())
+    assert "_device" in vars(MeanMetric())
+    assert {"update", "compute"} <= vars(MeanMetric()).keys()
+    assert BucketDPStrategy()._layer_sync is None
     assert issubclass(torch.nn.SyncBatchNorm, torch.nn.modules.batchnorm._BatchNorm)
     param = torch.nn.Parameter(torch.ones(1))
     assert isinstance(param._version, int)
