@@ -234,14 +234,16 @@ class Reducer:
     def arriving_together(self) -> list[list[Tensor]]:
         """Parameters whose gradients may as well come together in the next pass, grouped: those of each bucket.
 
-        Each alone if the pass is to show when they come. The same list as long as nothing changes.
+        Each alone if the pass is to show when they come, or is to begin with another layout. The same list as long as
+        nothing changes.
         """
-        alone = self._learner.learning or self._planner.will_watch(self._slots.trainable_now())
+        alone = self._learner.learning or self._replan_due or self._planner.will_watch(self._slots.trainable_now())
         if self._groups_of != (self.layout, alone):
-            params = self._slots.params
-            slots = [[slot] for slot in range(len(self._slots))]
-            buckets = slots if alone else [bucket.slots for bucket in self.layout.buckets]
+            slots, params = self._slots, self._slots.params
+            buckets = [] if alone else [bucket.slots for bucket in self.layout.buckets]
+            others = range(len(slots.all_params)) if alone else sorted(slots.indices_without_slot())
             self._groups = [[params[slot] for slot in bucket] for bucket in buckets]
+            self._groups += [[slots.all_params[index]] for index in others]
             self._groups_of = self.layout, alone
         return self._groups
 

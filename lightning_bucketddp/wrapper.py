@@ -181,9 +181,11 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
-        TypeError: If ``comm_hook`` is neither a name nor callable.
+        TypeError: If ``comm_hook`` is neither a name nor callable, something in ``device_ids`` is no device, or a
+            module that is compiled or scripted is to run on several.
         ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised or with
-            post-accumulate-grad hooks, if an option is out of range or contradicts another, a name in
+            post-accumulate-grad hooks, if several devices are named and the module is not on the first or has a
+            ``SyncBatchNorm``, if an option is out of range or contradicts another, a name in
             ``sparse_parameters`` is unknown, or a parameter is wrapped already.
         GradientError: In backward, if a gradient is not what ``max_abs_grad`` asks for.
         PeerFailureError: If another rank raises one of these.
