@@ -74,6 +74,7 @@ def test_steps_that_take_no_batch_or_belong_to_the_instance_are_refused() -> Non
 
 
 def test_the_lightning_cli_takes_the_class_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
     monkeypatch.setattr("sys.argv", ["script"])
     cli = LightningCLI(
         Digits,
