@@ -291,6 +291,11 @@ class BucketRuns:
         """Whether any parameter still has what accumulated since the last reduction."""
         return any(self._slots.params[slot].grad is not None for slot in self.contributing)
 
+    def holds_reduced(self) -> bool:
+        """Whether any parameter has a gradient that is not what accumulated since the last reduction."""
+        contributing = self.contributing
+        return any(param.grad is not None and slot not in contributing for slot, param in enumerate(self._slots.params))
+
     # -- a pass --------------------------------------------------------------------------------------
 
     def wait_for_tails(self) -> list[int] | None:

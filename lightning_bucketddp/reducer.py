@@ -234,10 +234,16 @@ class Reducer:
     def arriving_together(self) -> list[list[Tensor]]:
         """Parameters whose gradients may as well come together in the next pass, grouped: those of each bucket.
 
-        Each alone if the pass is to show when they come, or is to begin with another layout. The same list as long as
-        nothing changes.
+        Each alone if the pass is to show when they come, or is to begin with another layout; or if a gradient that is
+        there has been reduced before, as autograd does not tell whether such a one got anything new when others of its
+        group did. The same list as long as nothing changes.
         """
-        alone = self._learner.learning or self._replan_due or self._planner.will_watch(self._slots.trainable_now())
+        alone = (
+            self._learner.learning
+            or self._replan_due
+            or self._planner.will_watch(self._slots.trainable_now())
+            or self._runs.holds_reduced()
+        )
         if self._groups_of != (self.layout, alone):
             slots, params = self._slots, self._slots.params
             buckets = [] if alone else [bucket.slots for bucket in self.layout.buckets]

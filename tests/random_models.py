@@ -52,8 +52,8 @@ class Conv(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, h: Tensor) -> Tensor:
-        image = h.view(BATCH, 2, 3, 1).contiguous(memory_format=torch.channels_last)
-        return self.conv(image).reshape(BATCH, WIDTH)
+        image = h.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last)
+        return self.conv(image).reshape(-1, WIDTH)
 
 
 class Embedded(nn.Module):

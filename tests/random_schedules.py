@@ -83,17 +83,22 @@ class Round:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped (with which parameters frozen), and what it goes through."""
+    """A model, how it is wrapped (with which parameters frozen), and what it goes through.
+
+    Attributes:
+        replicas: ``"shared"`` or ``"copied"``: two replicas in each process, whose parameters are; ``""`` for none.
+    """
 
     seed: int
     stages: tuple[Stage, ...]
     trainable: tuple[bool, ...] | None
     options: dict[str, Any]
+    replicas: str
     rounds: tuple[Round, ...]
 
     def __str__(self) -> str:
         lines = [
-            f"options {self.options}, trainable {_bits(self.trainable)}",
+            f"options {self.options}, replicas {self.replicas!r}, trainable {_bits(self.trainable)}",
             *(f"stage {i}: {s}" for i, s in enumerate(self.stages)),
         ]
         for number, item in enumerate(self.rounds):
@@ -147,7 +152,20 @@ def draw_case(seed: int, world_size: int) -> Case:
     trainable = rounds.trainable(probability=0.3)
     known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
     others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
-    return Case(seed, stages, trainable, options, known + others)
+    return Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
+
+
+def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...]) -> str:
+    """Of models that treat each sample alike, about half run on parts of the batch."""
+    if any(backward.fail and not backward.guarded for step in rounds for backward in step.backwards):
+        return ""  # the first replica raises before any gradient is complete
+    if any(stage.kind in ("batch_norm", "embedding") for stage in stages):
+        return ""
+    if any(stage.kind in ("bf16", "oddments") for stage in stages):
+        return ""  # what bf16 gradients of parts of the batch are rounded by is not measured by their sum
+    if any(stage.checkpoint == "reentrant" and stage.calls == 1 for stage in stages):
+        return ""  # past the wrapper a layer has one gradient in a pass, and from replicas several: refused
+    return random.Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
 
 
 class _Rounds:

@@ -121,7 +121,9 @@ class Run:
                 for param in self.module.parameters():
                     param.zero_()  # the values are taken from rank 0
         self.freeze(case.trainable)
-        self.ours = BucketDDP(self.module, **case.options)
+        self.ours = BucketDDP(self.module, device_ids=["cpu"] * 2 if case.replicas else None, **case.options)
+        if case.replicas == "copied":
+            self.ours._replicated.copy_parameters()
         self.params = dict(self.module.named_parameters())
         self.travels_as_it_is = not case.options.keys() & {"wire_dtype", "comm_hook"}
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)
@@ -342,6 +344,7 @@ class Run:
 def run_cases(seeds: list[int]) -> list[list[str]]:
     """Runs cases on this rank. Returns what must be the same on every rank."""
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # frozen and checkpointed
+    warnings.filterwarnings("ignore", message="device_ids has 2 entries")
     digests = []
     for seed in seeds:
         case = draw_case(seed, dist.get_world_size())

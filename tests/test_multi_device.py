@@ -335,6 +335,7 @@ def groups_of_gradients() -> None:
     sizes = set()
     groups: list[list[list[Tensor]]] = []
     for step in range(40):
+        net.zero_grad()
         groups.append(net._reducer.arriving_together())
         compared_with_plain(net, plain, step)
         sizes.add(max(map(len, groups[-1])))
@@ -343,6 +344,8 @@ def groups_of_gradients() -> None:
         break
     assert sizes > {1}
     assert net.bucket_plan is not None
+    assert set(map(len, net._reducer.arriving_together())) == {1}, "gradients that are there might be taken for new"
+    net.zero_grad()
     together = net._reducer.arriving_together()
     assert together is net._reducer.arriving_together()
     assert [len(bucket.slots) for bucket in net.layout.buckets] == [len(group) for group in together]
