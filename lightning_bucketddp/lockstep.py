@@ -49,10 +49,17 @@ class Lockstep:
             What ``once`` returned.
 
         Raises:
-            RuntimeError: If another replica makes another call, or has ended; names both calls.
+            RuntimeError: If another replica makes another call, or has ended; names both calls. If two threads of
+                one replica call.
             AbandonedError: If another replica has raised.
         """
         with self._changed:
+            if replica in self._arrived:
+                self._fail(
+                    f"expected {self._name(replica)} to make one call at a time, found {call} in one thread while "
+                    f"another waits in {self._arrived[replica][0]}; make such calls in {self._step}'s own thread"
+                )
+                self._raise()
             self._arrived[replica] = (call, value)
             self._look()
             meeting = self._meetings
@@ -86,13 +93,15 @@ class Lockstep:
 
     def _look(self) -> None:
         """Notes why those that have arrived cannot meet, if they cannot, and wakes whoever may go on."""
-        if self._error is None and self._arrived:
-            calls = {call for call, _ in self._arrived.values()}
-            if any(error is not None for error in self._ended.values()):
-                self._error = self._abandoned
-            elif self._ended or len(calls) > 1:
-                message = self._difference()
-                self._error = lambda: RuntimeError(message)
+        calls = {call for call, _ in self._arrived.values()}
+        if self._error is None and any(error is not None for error in self._ended.values()):
+            self._error = self._abandoned
+        elif self._error is None and calls and (self._ended or len(calls) > 1):
+            self._fail(self._difference())
+        self._changed.notify_all()
+
+    def _fail(self, message: str) -> None:
+        self._error = lambda: RuntimeError(message)
         self._changed.notify_all()
 
     def _raise(self) -> None:

@@ -26,6 +26,9 @@ class Meeting(Protocol):
     def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
         """As :meth:`Lockstep.meet`."""
 
+    def current(self, replica: int) -> int:
+        """The replica whose thread this is."""
+
 
 class _Call(NamedTuple):
     args: tuple[Any, ...]
@@ -56,7 +59,7 @@ class SharedMetric:
 
     def update(self, replica: int, *args: Any, **kwargs: Any) -> None:
         """Keeps a replica's arguments to the metric's ``update``."""
-        self._updates[replica].append(_Call(args, kwargs))
+        self._updates[self._step.current(replica)].append(_Call(args, kwargs))
 
     def call(self, replica: int, method: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the metric that returns something, with what all replicas gave it.

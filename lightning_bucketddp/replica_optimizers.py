@@ -22,6 +22,9 @@ class Meeting(Protocol):
     def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
         """As :meth:`Lockstep.meet`; ``once`` sees the LightningModule as it is outside of steps."""
 
+    def current(self, replica: int) -> int:
+        """The replica whose thread this is."""
+
     def outside(self) -> AbstractContextManager[None]:
         """Inside, the first replica's thread sees the LightningModule as it is outside of steps."""
 
@@ -72,7 +75,7 @@ class _OptimizerInReplica(_InReplica):
         def run_closure() -> Any:
             return step.meet(self._replica, f"{call}, whose closure has ended", closure(), self._joined)
 
-        if self._replica != 0:
+        if step.current(self._replica) != 0:
             while True:
                 again, result = step.meet(self._replica, call, None, _nothing)
                 if not again:

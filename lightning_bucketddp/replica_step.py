@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,6 +53,7 @@ class ReplicaStep:
         self._replicas = replicas
         self._devices = replicas.devices[: len(division.sizes)]
         self._manual = hook == "training_step" and not module.automatic_optimization
+        self._thread = threading.local()
         self._lockstep = Lockstep(self._devices, hook)
         self._logs = LogBook(self.sizes, self.home, hook)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
@@ -93,6 +95,7 @@ class ReplicaStep:
         return self._merged(outputs)
 
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
+        self._thread.replica = index
         try:
             output = getattr(replica, self._hook)(*args)
         except AbandonedError as error:  # what the other replica raised is raised to the caller
@@ -132,7 +135,7 @@ class ReplicaStep:
     def _methods(self, index: int, replica: Any, device: torch.device) -> dict[str, Callable[..., Any]]:
         """The methods that a replica has in the place of the LightningModule's."""
         methods: dict[str, Callable[..., Any]] = {
-            "log": partial(self._logs.log, index),
+            "log": partial(self._log, index),
             "log_dict": partial(self._log_dict, index, replica.log_dict),
             "all_gather": partial(self._all_gather, index, device),
         }
@@ -147,9 +150,12 @@ class ReplicaStep:
             methods["lr_schedulers"] = partial(self._schedulers, index)
         return methods
 
+    def _log(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        self._logs.log(self.current(index), name, value, *args, **kwargs)
+
     def _log_dict(self, index: int, method: Callable[..., None], dictionary: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(dictionary, MetricCollection):
-            self._logs.log_collection(index, dictionary, *args, **kwargs)
+            self._logs.log_collection(self.current(index), dictionary, *args, **kwargs)
         else:
             method(dictionary, *args, **kwargs)  # which calls `log` for each
 
@@ -206,7 +212,11 @@ class ReplicaStep:
             with self.outside():
                 return once(values)
 
-        return self._lockstep.meet(replica, call, value, outside)
+        return self._lockstep.meet(self.current(replica), call, value, outside)
+
+    def current(self, replica: int) -> int:
+        """The replica whose thread this is, which may have got at another replica's things by a reference it kept."""
+        return getattr(self._thread, "replica", replica)
 
     def renew(self) -> None:
         """Brings the replicas' parameters up to date, in the middle of a step."""

@@ -73,6 +73,7 @@ def test_steps_that_take_no_batch_or_belong_to_the_instance_are_refused() -> Non
         fit(model, 2, loader=samples((8,)))
 
 
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, of its own use by Lightning
 def test_the_lightning_cli_takes_the_class_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
     monkeypatch.setattr("sys.argv", ["script"])
@@ -83,7 +84,7 @@ def test_the_lightning_cli_takes_the_class_path(monkeypatch: pytest.MonkeyPatch)
         args=[
             "--trainer.accelerator=cpu",
             "--trainer.devices=2",
-            "--trainer.strategy=lightning_bucketddp.BucketDPStrategy",
+            "--trainer.strategy.class_path=lightning_bucketddp.BucketDPStrategy",
             "--trainer.logger=false",
             "--seed_everything=0",
         ],

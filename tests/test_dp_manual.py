@@ -220,6 +220,14 @@ def test_the_first_replica_acts_with_what_all_brought() -> None:
     assert {thread for thread, _ in acted} == {threading.current_thread()}
 
 
+def test_two_threads_of_one_replica_cannot_meet() -> None:
+    def replica(index: int, lockstep: Lockstep) -> None:
+        lockstep.meet(0, f"call {index}", None, lambda _: None)
+
+    with pytest.raises(RuntimeError, match=r"replica 0 \(cpu\) to make one call at a time"):
+        in_threads(2, replica)
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_nobody_waits_for_a_replica_that_raised(failing: int) -> None:
     ends: dict[int, type] = {}

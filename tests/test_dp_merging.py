@@ -366,6 +366,27 @@ def test_metrics_in_lists_are_those_of_one_device(share: bool) -> None:
     assert found.mean.update_count == expected.mean.update_count
 
 
+def test_what_a_helper_reaches_by_a_reference_of_its_own_counts_for_the_replica_that_called_it() -> None:
+    class Helper:
+        def __init__(self, module: Any) -> None:
+            self.module = module
+
+    class Helped(Logging):
+        def __init__(self) -> None:
+            super().__init__(what)
+            self.metric, self.updated = MeanMetric(), MeanMetric()
+            self.helper = Helper(self)
+
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        original = module.helper.module
+        original.metric(x)
+        original.updated.update(x)
+        original.log_dict({"metric": original.metric, "updated": original.updated, "mean": x.mean()})
+
+    (found,) = one_process(2).validate(Helped(), LOADER, verbose=False)
+    close([found], one_process().validate(Helped(), LOADER, verbose=False))
+
+
 def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -> None:
     def update(module: Any, x: Tensor, in_second: bool) -> None:
         if in_second:
