@@ -211,6 +211,22 @@ def test_strides_and_ties_are_kept(way: str) -> None:
     assert module.conv.weight.grad.stride() == module.conv.weight.stride()
 
 
+def test_attributes_that_lead_to_the_original_lead_to_the_replicas_own() -> None:
+    module = make("aliases")
+    for replica in replicas_of(module, COPIED).refresh():
+        assert replica.stages[0] is replica.first is not module.first
+        assert replica.by_name["head"] is replica.second
+        assert replica.first_again.__self__ is replica.first
+        assert all(one is other for one, other in zip(replica.weights, replica.parameters(), strict=True))
+
+
+def test_buffers_that_require_grad_are_shared_as_parameters_are() -> None:
+    module = make("trained_buffer")
+    for index, replica in enumerate(replicas_of(module, SHARED).refresh()):
+        assert replica.prompt is module.prompt
+        assert (replica.calls is module.calls) == (index == 0)
+
+
 def test_replicas_at_home_share_parameters_and_others_have_one_piece_of_memory_per_dtype() -> None:
     module = AllKinds()
     for replica in replicas_of(module, SHARED).refresh():
@@ -412,6 +428,15 @@ def test_changes_of_the_module_between_steps_are_followed(change: str, way: str)
     assert any(param.grad is not None for param in module.parameters())
 
 
+def test_submodules_under_another_name_are_found_there() -> None:
+    module = make("mlp")
+    replicas = replicas_of(module, COPIED)
+    replicas.refresh()
+    module.tail = module.head
+    del module.head
+    assert [name for name, _ in replicas.refresh()[1].named_children()] == ["layers", "tail"]
+
+
 def test_frozen_parameters_have_no_gradient_edge_and_thaw() -> None:
     module = make("mlp")
     replicas = replicas_of(module, COPIED)
@@ -605,9 +630,13 @@ def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:
     module = Mlp()
     seen: list[int] = []
     module.register_forward_pre_hook(lambda replica, _: seen.append(id(replica)))
+    module.register_forward_pre_hook(lambda replica, _: held.append("_bucketddp_replicas" in vars(replica)))
+    held: list[bool] = []
     for _ in range(2):
         data_parallel(module, torch.ones(3, 8), THREE)
     assert len(set(seen)) == 3
+    assert "_bucketddp_replicas" in vars(module)
+    assert not any(held), "what is held is not the replicas' own"
     plain = {key: value for key, value in module.__dict__.items() if not key.startswith("_")}
     module._forward_pre_hooks.clear()
     stream = io.BytesIO()
