@@ -133,9 +133,10 @@ def test_an_error_in_the_callers_own_replica_waits_for_the_others() -> None:
         begun.set()
         ended.append(index)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         parallel_apply(each(2, run), [0, 1])
     assert ended == [1]
+    assert getattr(caught.value, "__notes__", ["raised in replica 0"]) == ["raised in replica 0"]
 
 
 @pytest.mark.parametrize(

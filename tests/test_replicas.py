@@ -225,6 +225,7 @@ def test_buffers_that_require_grad_are_shared_as_parameters_are() -> None:
     for index, replica in enumerate(replicas_of(module, SHARED).refresh()):
         assert replica.prompt is module.prompt
         assert (replica.calls is module.calls) == (index == 0)
+        assert (replica.graph is module.graph) == (index == 0), "sparse ones are copied too"
 
 
 def test_replicas_at_home_share_parameters_and_others_have_one_piece_of_memory_per_dtype() -> None:
