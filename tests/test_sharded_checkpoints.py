@@ -288,27 +288,29 @@ def save_wide(folder: str) -> tuple[int, list[dict[str, Any]]]:
     ours.save_sharded(f"{folder}/parts", optimizers, extra={"rank": dist.get_rank()}, overwrite=True)
     states = [ours.optimizer_state_dict(optimizer, every_rank=True) for optimizer in optimizers]
     ours.close()
-    with pytest.raises(RuntimeError, match="save before close"):
-        ours.save_sharded(f"{folder}/late", optimizers)
+    ours.save_sharded(f"{folder}/late", optimizers, extra={"rank": dist.get_rank()})
+    with pytest.raises(RuntimeError, match="load before that"):
+        ours.load_sharded(f"{folder}/late")
     return sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor)), states
 
 
 def test_each_rank_writes_its_share_in_a_format_that_torch_reads(run_ranks: RunRanks, tmp_path: Path) -> None:
     model_bytes, states = run_ranks(3, save_wide, str(tmp_path))[0]
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["parts"]
-    sizes = {it.name: it.stat().st_size for it in (tmp_path / "parts").iterdir() if it.suffix == ".distcp"}
-    assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    assert max(sizes.values()) < 1.05 * 3 * model_bytes / 3, "more than a third of parameters and two moments"
-    dcp_to_torch_save(tmp_path / "parts", tmp_path / "one.pt")
-    whole = torch.load(tmp_path / "one.pt", weights_only=False)
-    module = Wide()
-    module.load_state_dict(whole["model"])
-    assert module.seen == 7
-    assert torch.equal(module.mean, torch.ones(2)), "module buffers are rank 0's"
-    assert whole["extra"] == {"rank": 0}
-    for saved, state, name in zip(whole["optimizers"], states, ["layer.weight", "layer.bias"], strict=True):
-        assert saved["param_groups"][0]["params"] == [name]
-        assert_equal(saved.get("state", {}).get(name, {}), state["state"].get(0, {}))
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["late", "parts"]
+    for folder in ("parts", "late"):  # the latter from a wrapper that was closed
+        sizes = {it.name: it.stat().st_size for it in (tmp_path / folder).iterdir() if it.suffix == ".distcp"}
+        assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+        assert max(sizes.values()) < 1.05 * 3 * model_bytes / 3, "more than a third of parameters and two moments"
+        dcp_to_torch_save(tmp_path / folder, tmp_path / "one.pt")
+        whole = torch.load(tmp_path / "one.pt", weights_only=False)
+        module = Wide()
+        module.load_state_dict(whole["model"])
+        assert module.seen == 7
+        assert torch.equal(module.mean, torch.ones(2)), "module buffers are rank 0's"
+        assert whole["extra"] == {"rank": 0}
+        for saved, state, name in zip(whole["optimizers"], states, ["layer.weight", "layer.bias"], strict=True):
+            assert saved["param_groups"][0]["params"] == [name]
+            assert_equal(saved.get("state", {}).get(name, {}), state["state"].get(0, {}))
 
 
 class Odd(Exception):
