@@ -24,9 +24,9 @@ def parallel_apply(
     """Calls every module with its inputs, all at the same time.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
-    caller's grad mode, inference mode, autocast state, default device, context variables and current streams. Modes of
-    torch that are kept per thread and have no public way out of it (hooks for saved tensors, function and dispatch
-    modes) hold for the first module alone.
+    caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables and
+    current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved tensors,
+    function and dispatch modes) hold for the first module alone.
 
     Args:
         modules: The modules.
@@ -144,10 +144,13 @@ class _ThreadState:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(types)
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.intra_op_threads = torch.get_num_threads()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Holds it in another thread."""
+        # OpenMP has a number of its own for each thread: libraries behind torch would take all cores in a new one.
+        torch.set_num_threads(self.intra_op_threads)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

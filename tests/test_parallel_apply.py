@@ -52,6 +52,14 @@ def test_modules_run_at_the_same_time_in_threads_that_end() -> None:
     assert threading.enumerate() == before
 
 
+def test_each_thread_is_told_how_many_threads_its_operations_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's own count cannot be seen: asking torch for it sets it."""
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: told.append((threading.current_thread().name, count)))
+    parallel_apply(each(3, int), [0, 1, 2])
+    assert sorted(told) == [("replica-1", torch.get_num_threads()), ("replica-2", torch.get_num_threads())]
+
+
 def told_of_state() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
