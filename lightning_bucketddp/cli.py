@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def describe() -> str:
     """Versions of what gradients depend on, what there is to train on, and the registered names."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}"
     lines = {
         "lightning_bucketddp": __version__,

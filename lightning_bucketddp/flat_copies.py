@@ -77,7 +77,7 @@ class _FlatCopy:
 
     def writable(self) -> None:
         """Takes new memory if a graph or anybody else still holds on to the values that are in it."""
-        if self._made and self._users() == self._own_users:
+        if self._made and _storage_use_count is not None and self._users() == self._own_users:
             return
         with torch.inference_mode(False):  # memory made in inference mode could not be trained on later
             self.flat = torch.zeros(self._layout.numel, dtype=self._layout.dtype, device=self._device)
@@ -152,7 +152,7 @@ class FlatCopies:
                 torch._foreach_copy_(self._staged.views, source)
                 staged = True
             assert self._staged is not None
-            copy.flat.copy_(self._staged.flat, non_blocking=True)
+            copy.flat.copy_(self._staged.flat, non_blocking=copy.flat.device.type != "cpu")  # which nobody waits for
         return [copy.seen() for copy in self._copies[:count]]
 
     def with_edges(self, tensors: Sequence[Tensor], written: list[list[Tensor]]) -> None:
@@ -218,7 +218,7 @@ class _Copied(torch.autograd.Function):
 
 
 def _current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [
         torch.accelerator.current_stream(device)
         for device in devices

@@ -65,7 +65,8 @@ class ModuleTree:
             attributes = part.__dict__
             dicts += attributes["_modules"], attributes["_parameters"], attributes["_buffers"]
         sizes, names = list(map(len, dicts)), list(chain.from_iterable(dicts))
-        return sizes, names, list(chain.from_iterable(map(dict.values, dicts)))
+        compiled = [part.__dict__.get("_compiled_call_impl") for part in self.modules]
+        return sizes, names, [*chain.from_iterable(map(dict.values, dicts)), *compiled]
 
     def still_holds(self) -> bool:
         """Whether submodules and tensors are the same objects still, under the same names."""

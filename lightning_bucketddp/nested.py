@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -46,7 +47,9 @@ def rebuilt(value: Any, items: Iterable[Any]) -> Any:
 def move_to(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``; containers are rebuilt, tensors that are there already are shared."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type != "cpu")  # copies to the CPU end when nobody is told
+    if isinstance(value, PackedSequence):
+        return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(move_to(item, device) for item in value))
     if isinstance(value, list | tuple | set | frozenset):

@@ -24,9 +24,9 @@ def parallel_apply(
     """Calls every module with its inputs, all at the same time.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
-    caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables and
-    current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved tensors,
-    function and dispatch modes) hold for the first module alone.
+    caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables
+    and current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved
+    tensors, function and dispatch modes) hold for the first module alone.
 
     Args:
         modules: The modules.
@@ -47,37 +47,74 @@ def parallel_apply(
             raise ValueError(f"expected {what} for each of the {len(modules)} modules, found {len(given)}")
     if not modules:
         return []
-    places = [as_device(device) for device in devices] if devices is not None else [None] * len(modules)
+    places = [as_device(device) for device in devices] if devices is not None else [_present_device()] * len(modules)
     calls = [
-        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index])
+        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None)
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
     state = _ThreadState(place.type for place in places if place is not None)
     threads: list[threading.Thread] = []
     try:
-        for call in calls[1:]:
-            context = contextvars.copy_context()
-            thread = threading.Thread(target=context.run, args=(call.run_within, state), name=f"replica-{call.index}")
-            thread.start()
-            threads.append(thread)
+        _start_all(calls[1:], state, threads)
         calls[0].run()
     finally:
-        for thread in threads:
-            thread.join()
-    failed = next((call for call in calls if call.error is not None), None)
-    if failed is not None:
-        error = failed.take_error()
-        del calls, failed  # else the traceback, which holds this frame, would keep every replica's results alive
-        raise error
+        _join_all(threads)
+    if any(call.error is not None for call in calls):
+        error = _first_error(calls)
+        calls.clear()  # else the traceback, which holds this frame, would keep every replica's results alive
+        try:
+            raise error
+        finally:
+            del error
     return [call.result for call in calls]
+
+
+def _present_device() -> torch.device | None:
+    """The caller's current device, if there is an accelerator: threads begin with another."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _start_all(calls: Iterable[_Call], state: _ThreadState, threads: list[threading.Thread]) -> None:
+    for call in calls:
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(call.run_within, state), name=f"replica-{call.index}")
+        thread.start()
+        threads.append(thread)
+
+
+def _join_all(threads: Iterable[threading.Thread]) -> None:
+    """Waits for all threads; an interrupt is raised when they have ended, unless another comes before."""
+    interrupted: KeyboardInterrupt | None = None
+    for thread in threads:
+        try:
+            thread.join()
+        except KeyboardInterrupt as interrupt:
+            if interrupted is not None:
+                raise
+            interrupted = interrupt
+            thread.join()
+    if interrupted is not None:
+        raise interrupted
+
+
+def _first_error(calls: Iterable[_Call]) -> BaseException:
+    return next(call for call in calls if call.error is not None).take_error()
 
 
 class _Call:
     """One module's call: what it is called with, and what came of it."""
 
     def __init__(
-        self, module: nn.Module, inputs: Any, kwargs: Mapping[str, Any], index: int, device: torch.device | None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        kwargs: Mapping[str, Any],
+        index: int,
+        device: torch.device | None,
+        tells_device: bool,
     ) -> None:
+        self.tells_device = tells_device
         self.module = module
         self.inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
         self.kwargs = kwargs
@@ -97,14 +134,17 @@ class _Call:
 
     def run_within(self, state: _ThreadState) -> None:
         """As :meth:`run`, in a thread that takes over another's state."""
-        with state.applied():
-            self.run()
+        try:
+            with state.applied(self.device):
+                self.run()
+        except BaseException as error:
+            self.error = error
 
     def take_error(self) -> BaseException:
         """The error, with a note that says where it was raised."""
         error, self.error = self.error, None
         assert error is not None
-        note = f"raised in replica {self.index}" + ("" if self.device is None else f" on {self.device}")
+        note = f"raised in replica {self.index}" + (f" on {self.device}" if self.tells_device else "")
         if sys.version_info >= (3, 11):
             error.add_note(note)
         elif len(error.args) == 1 and isinstance(error.args[0], str):
@@ -113,7 +153,7 @@ class _Call:
 
 
 def _is_accelerator(device: torch.device | None) -> bool:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and accelerator is not None and device.type == accelerator.type
 
 
@@ -138,7 +178,7 @@ class _ThreadState:
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
         types = {"cpu", *filter(torch.amp.is_autocast_available, device_types)}
-        if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
             types.add(accelerator.type)
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(types)
@@ -147,15 +187,18 @@ class _ThreadState:
         self.intra_op_threads = torch.get_num_threads()
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Holds it in another thread."""
+    def applied(self, device: torch.device | None) -> Iterator[None]:
+        """Holds it in another thread, whose current device is given."""
         # OpenMP has a number of its own for each thread: libraries behind torch would take all cores in a new one.
         torch.set_num_threads(self.intra_op_threads)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.default_device != torch.get_default_device():
-                stack.enter_context(self.default_device)
+            default = self.default_device
+            if device is not None and default.type == device.type:  # given without an index, it is the current one
+                default = device
+            if default != torch.get_default_device():
+                stack.enter_context(default)
             for kind, dtype, enabled in self.autocast:
                 if enabled:
                     stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))

@@ -37,7 +37,8 @@ class Replicas:
 
     Memory of copies is used again at the next :meth:`refresh`, unless a graph whose backward is still to come, or
     somebody else, holds on to it. Replicas of one device draw random numbers from one generator, at the same time: with
-    dropout, which of them gets which differs from run to run.
+    dropout, which of them gets which differs from run to run, and a checkpointed layer drops others when it runs again
+    in backward. Use replicas on devices of their own where a module has both.
 
     Args:
         module: The original.
@@ -119,7 +120,19 @@ class Replicas:
         for position, copied in self._singles:
             for index in copied:
                 replaced[index].append(position)
-        self._copies = [ModuleCopy(tree, positions) for positions in replaced]
+        self._replaced = replaced
+        self._sets: dict[tuple[bool, bool], list[ModuleCopy]] = {}
+
+    def _modules_for_now(self) -> list[ModuleCopy]:
+        """The replicas' modules. Others without gradients than with them, and in evaluation than in training.
+
+        A layer that is checkpointed runs once more in backward, in the module that ran it before, which must still be
+        as it was if another forward of that kind came in between.
+        """
+        kind = torch.is_grad_enabled(), self.module.training
+        if kind not in self._sets:
+            self._sets[kind] = [ModuleCopy(self._tree, positions) for positions in self._replaced]
+        return self._sets[kind]
 
     def _trains(self, position: int) -> bool:
         return self._tree.is_param[position] or self._tree.tensors[position].requires_grad
@@ -159,7 +172,8 @@ class Replicas:
         forward set on them is gone. With gradients disabled the copies have no gradient edges.
 
         Returns:
-            The replicas; the same objects each time unless the module's structure has changed.
+            The replicas; the same objects each time unless the module's structure has changed, but for others without
+            gradients, and others in evaluation.
 
         Raises:
             ValueError: If ``count`` is not between 1 and the number of devices.
@@ -171,11 +185,17 @@ class Replicas:
             self._build()
         elif not self._plan_holds():
             self._plan()
+        self._copies = self._modules_for_now()
         copies = self._copies[:count]
         for copy in copies:
             copy.renew()
         self._write(copies, parameters_only=False)
         return [copy.root for copy in copies]
+
+    @property
+    def first(self) -> nn.Module:
+        """The first replica of the last :meth:`refresh`."""
+        return self._copies[0].root
 
     def refresh_parameters(self, count: int) -> None:
         """Brings the parameters of the first ``count`` replicas up to date, and nothing else.
@@ -278,11 +298,22 @@ def data_parallel(
             [kwargs for _, kwargs in scattered],
             targets[:count],
         )
+        if module.training:
+            _bring_buffers_home(module, replicas, targets)
     return gather(outputs, output_target, dim)
 
 
+@torch.no_grad()
+def _bring_buffers_home(module: nn.Module, replicas: Replicas, devices: Sequence[torch.device]) -> None:
+    """Copies what the first replica has made of module buffers to those that are on none of the devices."""
+    first = dict(replicas.first.named_buffers())
+    for name, buffer in module.named_buffers():
+        if buffer.device not in devices and not buffer.requires_grad and name in first:
+            buffer.copy_(first[name])
+
+
 def _all_accelerators() -> tuple[torch.device, ...]:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         raise RuntimeError(
             "expected at least one accelerator to be available, as no devices were given, found none; pass devices, "

@@ -47,7 +47,11 @@ class ReplicatedForward:
         """A forward."""
         divisible = any(tensor.dim() for tensor in tensors_in((args, kwargs)))
         parts = scatter((args, kwargs), self.devices if divisible else self.devices[:1], self.dim)
-        modules = [self._module] if len(parts) == 1 else self._replicas_now().refresh(len(parts))
+        modules: list[nn.Module] = [self._module]
+        if len(parts) > 1:
+            replicas = self._replicas_now().refresh(len(parts))
+            # What forward sets on the module stays, as with one device.
+            modules = replicas if self._copied else [self._module, *replicas[1:]]
         outputs = parallel_apply(
             modules, [args for args, _ in parts], [kwargs for _, kwargs in parts], self.devices[: len(parts)]
         )
@@ -55,6 +59,8 @@ class ReplicatedForward:
 
     def _replicas_now(self) -> Replicas:
         """The replicas; others if gradients are to come in other groups."""
+        if self._replicas is not None and not torch.is_grad_enabled():
+            return self._replicas
         copies = self._copied or len(set(self.devices)) > 1
         groups = self.groups() if copies and self.groups is not None else None
         if self._replicas is None or groups is not self._grouped_by:
@@ -132,7 +138,7 @@ def _device(argument: str, name: Device) -> torch.device:
     """
     if isinstance(name, bool) or not isinstance(name, int | str | torch.device):
         raise TypeError(f"expected {argument} to name devices, found {name!r}")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     there = f"{count} of type {accelerator.type!r}" if accelerator is not None else "none"
     if isinstance(name, int) and not 0 <= name < count:

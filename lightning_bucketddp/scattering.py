@@ -24,7 +24,7 @@ def as_device(device: Device) -> torch.device:
         ValueError: If an index is given and there is no accelerator.
     """
     if isinstance(device, int):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             raise ValueError(
                 f"expected a device by name or as torch.device, as this machine has no accelerator, found the index "
@@ -35,7 +35,7 @@ def as_device(device: Device) -> torch.device:
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
     if found.index is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         mine = accelerator is not None and accelerator.type == found.type
         return torch.device(found.type, torch.accelerator.current_device_index() if mine else 0)
     return found
@@ -123,9 +123,15 @@ def _is_dataclass(value: Any) -> bool:
 def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]:
     if isinstance(value, Tensor):
         chunks = value.chunk(len(targets), dim) if value.dim() else [value] * len(targets)
-        return [chunk.to(device, non_blocking=True) for chunk, device in zip(chunks, targets, strict=True)]
+        return [_moved(chunk, device) for chunk, device in zip(chunks, targets, strict=True)]
     parts = [_scatter(item, targets, dim) for item in _items(value)]
     return [_rebuild(value, [part[index] for part in parts]) for index in range(len(targets))]
+
+
+def _moved(chunk: Tensor, device: torch.device) -> Tensor:
+    if chunk.device == device and not chunk.requires_grad:
+        return chunk.data  # as all chunks count in-place changes together, and each replica's graph its own alone
+    return chunk.to(device, non_blocking=device.type != "cpu")
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:

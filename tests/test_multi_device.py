@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.gathered_later import GatheredLater
+from lightning_bucketddp.replicas import Replicas
 from lightning_bucketddp.replicated_forward import warn_of_replicas
 from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
 from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
@@ -397,6 +398,59 @@ def statistics(share: bool) -> None:
 @PLACES
 def test_module_buffers_are_the_first_replicas_and_evaluation_uses_them(run_ranks: RunRanks, share: bool) -> None:
     run_ranks(2, statistics, share)
+
+
+class Remembers(nn.Module):
+    """Sets attributes and a module buffer in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.calls = 0
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.average = self.average * 0.5 + 1
+        return self.layer(x)
+
+
+def attributes_of_forward() -> tuple[int, float]:
+    module = Remembers()
+    net = replicated(module)
+    for samples in (4, 4, 1):
+        net(torch.ones(samples, 8)).sum().backward()
+    net.close()
+    return module.calls, float(module.average)
+
+
+def test_what_forward_sets_on_the_module_stays(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, attributes_of_forward) == [(3, 1.75)]
+
+
+def looked_at_between_steps() -> list[int]:
+    """How many replicas there have been after each step."""
+    net = replicated(Mlp(), COPIED)
+    made: list[int] = []
+    build = Replicas.__init__
+    found = []
+    try:
+        Replicas.__init__ = lambda self, *args, **kwargs: (made.append(1), build(self, *args, **kwargs))[1]  # type: ignore[method-assign]
+        for _ in range(4):
+            net.zero_grad()
+            net(torch.ones(4, 8)).sum().backward()
+            with torch.no_grad():
+                net(torch.ones(4, 8))
+            found.append(len(made))
+    finally:
+        Replicas.__init__ = build  # type: ignore[method-assign]
+    net.close()
+    return found
+
+
+def test_a_forward_without_gradients_leaves_the_replicas_as_they_are(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(1, looked_at_between_steps)
+    assert found[-1] <= 2, "once to learn the order, once for its buckets"
 
 
 def copies_of_the_wrapper(pickled: bool) -> None:

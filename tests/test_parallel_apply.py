@@ -1,8 +1,10 @@
 """Modules are called at the same time as if the caller had called them; errors reach the caller."""
 
 import contextvars
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -58,6 +60,45 @@ def test_each_thread_is_told_how_many_threads_its_operations_may_have(monkeypatc
     monkeypatch.setattr(torch, "set_num_threads", lambda count: told.append((threading.current_thread().name, count)))
     parallel_apply(each(3, int), [0, 1, 2])
     assert sorted(told) == [("replica-1", torch.get_num_threads()), ("replica-2", torch.get_num_threads())]
+
+
+def test_an_interrupt_is_raised_when_all_threads_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, interrupted = threading.Thread.join, []
+
+    def interrupted_once(self: threading.Thread, *args: Any) -> None:
+        if not interrupted:
+            interrupted.append(self.name)
+            raise KeyboardInterrupt
+        join(self, *args)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted_once)
+    may_end = threading.Event()
+    threading.Timer(0.2, may_end.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        parallel_apply(each(3, lambda index: index == 0 or may_end.wait(30)), [0, 1, 2])
+    assert interrupted == ["replica-1"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+
+
+def test_a_call_that_failed_keeps_nothing_alive() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def one(index: int) -> Any:
+        mine = nn.Linear(1, 1)
+        held.append(weakref.ref(mine))
+        if index == 1:
+            raise ArithmeticError
+        return mine
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ArithmeticError):
+            parallel_apply(each(3, one), [0, 1, 2])
+        gone = [ref() is None for ref in held]
+    finally:
+        gc.enable()
+    assert gone == [True] * 3
 
 
 def told_of_state() -> dict[str, Any]:

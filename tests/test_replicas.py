@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from lightning_bucketddp import flat_copies
 from lightning_bucketddp.flat_copies import FlatLayout, reduce_add
 from lightning_bucketddp.replicas import Replicas, data_parallel, gather, parallel_apply, replicate, scatter
 from tests.models import (
@@ -326,8 +328,13 @@ def test_memory_and_module_objects_are_kept_from_step_to_step() -> None:
     assert all(entry == seen[0] for entry in seen)
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["users counted", "users unknown"])
 @pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
-def test_values_that_a_graph_still_needs_are_not_overwritten(way: str) -> None:
+def test_values_that_a_graph_still_needs_are_not_overwritten(
+    way: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not counted:
+        monkeypatch.setattr(flat_copies, "_storage_use_count", None)
     module, reference = make("mlp"), make("mlp")
     replicas = replicas_of(module, way)
     batches = [data(number, 6) for number in range(3)]
@@ -348,6 +355,60 @@ def test_values_that_a_graph_still_needs_are_not_overwritten(way: str) -> None:
     for _ in range(2):
         loss_of(reference(x), y).backward()
     assert_same_grads(module, reference)
+
+
+class RunsAgain(nn.Module):
+    """Runs a layer again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.layer, self.drop = nn.Linear(8, 8), nn.Linear(8, 4), nn.Dropout(1.0)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def again(x: Tensor) -> Tensor:
+            return self.layer(x) if self.training else self.drop(self.layer(x)) * 7
+
+        return checkpoint(again, self.before(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the forward without gradients
+@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
+def test_another_forward_before_backward_does_not_change_what_runs_again(
+    way: str, reentrant: bool, evaluated: bool
+) -> None:
+    torch.manual_seed(3)
+    module = RunsAgain(reentrant).double()
+    reference = copy.deepcopy(module)
+    replicas = replicas_of(module, way)
+    x, y = data(0, 6)
+    for net, run in ((module, lambda: gather(call(replicas, x), "cpu")), (reference, lambda: reference(x))):
+        loss = loss_of(run(), y)
+        net.train(not evaluated)
+        with torch.no_grad():
+            run()
+        net.train()
+        loss.backward()
+    assert_same_grads(module, reference)
+
+
+def test_each_replica_may_change_its_part_of_the_batch_in_place() -> None:
+    parts = scatter(torch.ones(6, 8), ["cpu", "cpu"])
+    output = nn.Linear(8, 4)(parts[0])  # saves it for backward
+    parts[1].sub_(1.0)
+    output.sum().backward()  # raises if the parts counted changes together
+    assert [float(part.sum()) for part in parts] == [24.0, 0.0]
+
+
+def test_code_compiled_after_the_replicas_were_made_is_refused() -> None:
+    module = make("mlp")
+    replicas = Replicas(module, ["cpu", "cpu"])
+    replicas.refresh()
+    module.compile(backend="eager")
+    with pytest.raises(TypeError, match="not compiled"):
+        replicas.refresh()
 
 
 def test_changes_in_place_to_one_copy_do_not_concern_the_others() -> None:
