@@ -49,7 +49,7 @@ def move_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type != "cpu")  # copies to the CPU end when nobody is told
     if isinstance(value, PackedSequence):
-        return value.to(device)
+        return value.to(device)  # type: ignore[arg-type]  # which takes what Tensor.to() does
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(move_to(item, device) for item in value))
     if isinstance(value, list | tuple | set | frozenset):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.nested import move_to
 from lightning_bucketddp.replicas import gather, scatter
 from lightning_bucketddp.scattering import as_device
 
@@ -168,3 +169,10 @@ def test_devices_compare_equal_to_those_of_tensors() -> None:
     else:
         with pytest.raises(ValueError, match="no accelerator, found the index 0"):
             as_device(0)
+
+
+def test_packed_sequences_move_with_their_sizes_left_on_the_cpu() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    (moved,) = move_to((packed,), torch.device("meta"))
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"
