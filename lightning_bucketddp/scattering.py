@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from lightning_bucketddp.nested import rebuilt
 
 Device = torch.device | str | int
 
@@ -136,22 +137,7 @@ def _moved(chunk: Tensor, device: torch.device) -> Tensor:
 
 def _rebuild(value: Any, items: list[Any]) -> Any:
     """A container like ``value`` with other items; ``value`` itself if it is none."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
-    if isinstance(value, list | tuple):
-        return type(value)(items)
-    if isinstance(value, Mapping):
-        rebuilt = copy.copy(value)
-        for key, item in zip(value, items, strict=True):
-            rebuilt[key] = item  # type: ignore[index]
-        return rebuilt
-    if _is_dataclass(value):
-        rebuilt = copy.copy(value)
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        for name, item in zip(names, items, strict=True):
-            object.__setattr__(rebuilt, name, item)
-        return rebuilt
-    return value
+    return rebuilt(value, items) if isinstance(value, list | tuple | Mapping) or _is_dataclass(value) else value
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:

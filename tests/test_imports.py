@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "link_cost": {"collectives", "schedule"},
     "planner": {"collectives", "layout", "link_cost", "ready_times", "schedule", "slots"},
     "nested": set(),
-    "scattering": set(),
+    "scattering": {"nested"},
     "parallel_apply": {"scattering"},
     "flat_copies": {"layout"},
     "module_copies": set(),
