@@ -70,7 +70,7 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, pat
         return rebuilt(first, items)
     if isinstance(first, float):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-    if type(first).__module__ == "numpy" and hasattr(first, "__array__"):
+    if _is_array(first):
         arrays = [torch.as_tensor(value) for value in values]
         return _merge_tensors(arrays, sizes, torch.device("cpu"), path).numpy()
     _require(all(value is first or bool(value == first) for value in values), path, "the same value", list(values))
@@ -99,6 +99,19 @@ def merge_loss(losses: Sequence[Tensor], sizes: Sequence[int], device: torch.dev
     return weighted_mean(losses, sizes, device)
 
 
+def batched(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether sequences hold as many tensors or NumPy arrays each, all with the samples along the first dimension."""
+    return len({len(value) for value in values}) == 1 and all(
+        _is_array(item) and item.ndim > 0 and item.shape[0] == size
+        for value, size in zip(values, sizes, strict=True)
+        for item in value
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "__array__"))
+
+
 def _merge_tensors(values: list[Tensor], sizes: Sequence[int], device: torch.device, path: str) -> Tensor:
     if all(value.device == values[0].device for value in values):
         device = values[0].device  # predictions that a step has moved to the CPU stay there
@@ -124,22 +137,13 @@ def _merge_sequences(values: Sequence[Any], sizes: Sequence[int], device: torch.
     kind = type(values[0])
     lengths = [len(value) for value in values]
     tensors = [tensor for value in values for tensor in tensors_in(value)]
-    per_sample = lengths == list(sizes) and not _batched(values, sizes) and (kind is list or not tensors)
+    per_sample = lengths == list(sizes) and not batched(values, sizes) and (kind is list or not tensors)
     if per_sample or (kind is list and not tensors):
         apart = len({tensor.device for tensor in tensors}) > 1
         return kind(move_to(item, device) if apart else item for value in values for item in value)
     _require(len(set(lengths)) == 1, path, "as many items in each", lengths)
     columns = enumerate(zip(*values, strict=True))
     return kind(merge(column, sizes, device, f"{path}[{index}]") for index, column in columns)
-
-
-def _batched(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether sequences hold as many tensors each, all with the samples along the first dimension."""
-    return len({len(value) for value in values}) == 1 and all(
-        isinstance(item, Tensor) and item.dim() > 0 and item.size(0) == size
-        for value, size in zip(values, sizes, strict=True)
-        for item in value
-    )
 
 
 def _kinds(values: Sequence[Any]) -> list[str]:

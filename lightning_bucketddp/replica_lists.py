@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bucketddp.merging import merge
+from lightning_bucketddp.merging import batched, merge
 from lightning_bucketddp.nested import move_to
 
 _Path = tuple[Any, ...]
@@ -67,15 +67,19 @@ class AppendedLists:
 
 
 def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device) -> list[Any]:
-    if len({len(items) for items in appended}) > 1:
-        return [move_to(item, home) for items in appended for item in items]
-    result: list[Any] = []
-    for column in zip(*appended, strict=True):
+    if len({len(items) for items in appended}) == 1 and not _per_sample(appended, sizes):
+        what = f"what was appended to {path[0]!r}"
         try:
-            result.append(merge(column, sizes, home, f"what was appended to {path[0]!r}"))
-        except ValueError:
-            result.extend(move_to(item, home) for item in column)
-    return result
+            return [merge(column, sizes, home, what) for column in zip(*appended, strict=True)]
+        except ValueError:  # one replica after the other does as well
+            pass
+    return [move_to(item, home) for items in appended for item in items]
+
+
+def _per_sample(appended: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Whether lists got one item of each sample, which are all of one type."""
+    one_type = len({type(item) for items in appended for item in items}) == 1
+    return one_type and [len(items) for items in appended] == list(sizes) and not batched(appended, sizes)
 
 
 def _holds_lists(value: Any) -> bool:

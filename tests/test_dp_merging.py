@@ -21,6 +21,7 @@ from torchmetrics.text import CharErrorRate
 from lightning_bucketddp import BucketDPStrategy
 from lightning_bucketddp.batch_division import divide
 from lightning_bucketddp.merging import merge
+from lightning_bucketddp.replica_lists import AppendedLists
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Memory
 
@@ -460,6 +461,64 @@ def test_lists_that_a_step_appends_to_are_those_of_one_device(share: bool) -> No
     assert [len(batch) for batch in found.by_name["x"]] == [4, 4, 3]
     assert sorted(found.by_name["name"]) == sorted(expected.by_name["name"])
     close(found.some, [batch[2:] for (batch,) in LOADER])
+
+
+class Lists(nn.Module):
+    """What holds lists; each replica has the same ones until its lists are copied."""
+
+    def __init__(self, **lists: Any) -> None:
+        super().__init__()
+        vars(self).update(lists)
+
+
+def lists_after(
+    step: Callable[[Any, int], None], sizes: tuple[int, ...] = (2, 1), home: torch.device = CPU, **lists: Any
+) -> Any:
+    """The module after ``step(replica, size)`` in each replica."""
+    modules = [Lists(**lists) for _ in sizes]
+    appended = AppendedLists(modules[0], modules)
+    for replica, size in zip(modules, sizes, strict=True):
+        step(replica, size)
+    appended.merge(sizes, home)
+    return modules[0]
+
+
+@replicas
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda x: (x[:, 0] * 10).long().tolist(),
+        lambda x: x[:, 0].tolist(),
+        lambda x: (x[:, 0] * 10).long().numpy(),
+        lambda x: x[:, 0].numpy(),
+        lambda x: (x[:, 0] * 10).long(),
+        lambda x: x[:, :3],
+        lambda x: [{"row": row} for row in x],
+    ],
+    ids=["ints", "floats", "NumPy ints", "NumPy floats", "tensors", "rows", "dicts"],
+)
+@pytest.mark.parametrize("count", [12, 11, 10], ids=["even", "uneven", "one each"])
+def test_lists_that_get_an_item_of_each_sample_have_all_items(
+    share: bool, items: Callable[[Tensor], Any], count: int
+) -> None:
+    class Keeping(Logging):
+        def __init__(self) -> None:
+            super().__init__(lambda module, x, in_second: module.kept.extend(items(x)))
+            self.kept: list[Any] = []
+
+    loader = samples((8,), count=count, batch_size=4)
+    found, expected = Keeping(), Keeping()
+    one_process(2, share).validate(found, loader, verbose=False)
+    one_process().validate(expected, loader, verbose=False)
+    assert len(expected.kept) == count
+    assert [type(item) for item in found.kept] == [type(item) for item in expected.kept]
+    close(found.kept, expected.kept)
+
+
+def test_what_cannot_be_merged_in_a_list_comes_one_replica_after_the_other() -> None:
+    names = [["a", "b"], ["c", "d"]]
+    module = lists_after(lambda replica, _: replica.kept.extend(names.pop(0)), sizes=(3, 3), kept=[])
+    assert module.kept == ["a", "b", "c", "d"]
 
 
 @replicas
