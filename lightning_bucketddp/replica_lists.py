@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def _copy_lists(attributes: dict[str, Any]) -> None:
         if type(value) is list:
             attributes[name] = copies.setdefault(id(value), list(value))
         elif not _is_internal(name) and _holds_lists(value):
-            attributes[name] = copy = value.copy()
+            attributes[name] = copied = copy.copy(value)  # of its own class, which dict.copy() may not keep
             for key, item in value.items():
                 if type(item) is list:
-                    copy[key] = copies.setdefault(id(item), list(item))
+                    copied[key] = copies.setdefault(id(item), list(item))

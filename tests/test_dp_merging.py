@@ -515,6 +515,16 @@ def test_lists_that_get_an_item_of_each_sample_have_all_items(
     close(found.kept, expected.kept)
 
 
+def test_hyper_parameters_with_lists_are_there_in_every_replica() -> None:
+    class Configured(Logging):
+        def __init__(self, widths: list[int], weight: float) -> None:
+            super().__init__(lambda module, x, _: module.log("weighted", x.mean() * module.hparams.weight))
+            self.save_hyperparameters()
+
+    (found,) = one_process(2).validate(Configured([1, 2], 0.5), LOADER, verbose=False)
+    close([found], one_process().validate(Configured([1, 2], 0.5), LOADER, verbose=False))
+
+
 def test_what_cannot_be_merged_in_a_list_comes_one_replica_after_the_other() -> None:
     names = [["a", "b"], ["c", "d"]]
     module = lists_after(lambda replica, _: replica.kept.extend(names.pop(0)), sizes=(3, 3), kept=[])
