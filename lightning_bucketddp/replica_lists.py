@@ -14,11 +14,11 @@ from lightning_bucketddp.merging import batched, merge
 from lightning_bucketddp.nested import move_to
 
 _Path = tuple[Any, ...]
-"""The attribute with a list, or the attribute with a dict and the key of a list in it."""
+"""The attribute with a list, or the attribute with a dict or list of lists, and the key or index of a list in it."""
 
 
 class AppendedLists:
-    """The lists among a LightningModule's attributes, and in its dicts, during one step.
+    """The lists among a LightningModule's attributes, and in its dicts and lists of lists, during one step.
 
     A replica's attributes are the module's own, so all threads would append to the same lists, each to the next
     one in an order of its own. Here the other replicas have copies; in the end, what all appended is merged
@@ -64,7 +64,8 @@ class AppendedLists:
         before, length = self._before[replica].get(path, (None, 0))
         if found is before and found is not None:
             return found[length:]
-        return found or [] if before is None and len(path) == 2 else None
+        may_be_new = before is None and isinstance(self._attributes[replica].get(path[0]), dict)
+        return found or [] if may_be_new else None
 
 
 def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device) -> list[Any]:
@@ -90,6 +91,11 @@ def _holds_lists(value: Any) -> bool:
     return makes_lists or any(type(item) is list for item in value.values())
 
 
+def _is_nested(value: Any) -> bool:
+    """Whether a value is a list of lists, such as one for each dataloader."""
+    return type(value) is list and bool(value) and all(type(item) is list for item in value)
+
+
 def _is_internal(name: str) -> bool:
     return name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")  # of torch.nn.Module
 
@@ -99,6 +105,8 @@ def _lists_in(attributes: dict[str, Any]) -> list[tuple[_Path, list[Any]]]:
     for name, value in attributes.items():
         if type(value) is list:
             found.append(((name,), value))
+            if _is_nested(value):
+                found += [((name, index), item) for index, item in enumerate(value)]
         elif not _is_internal(name) and _holds_lists(value):
             found += [((name, key), item) for key, item in value.items() if type(item) is list]
     return found
@@ -108,6 +116,8 @@ def _copy_lists(attributes: dict[str, Any]) -> None:
     copies: dict[int, list[Any]] = {}  # a list under two names stays one
     for name, value in attributes.items():
         if type(value) is list:
+            if id(value) not in copies and _is_nested(value):
+                copies[id(value)] = [copies.setdefault(id(item), list(item)) for item in value]
             attributes[name] = copies.setdefault(id(value), list(value))
         elif not _is_internal(name) and _holds_lists(value):
             attributes[name] = copied = copy.copy(value)  # of its own class, which dict.copy() may not keep

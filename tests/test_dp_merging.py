@@ -525,6 +525,26 @@ def test_hyper_parameters_with_lists_are_there_in_every_replica() -> None:
     close([found], one_process().validate(Configured([1, 2], 0.5), LOADER, verbose=False))
 
 
+@replicas
+def test_lists_for_each_dataloader_are_those_of_one_device(share: bool) -> None:
+    class PerLoader(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Any] = [[], []]
+            self.pairs: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.outputs[dataloader_idx].append(batch[0])
+            self.pairs.extend([value] * 2 for value in batch[0][:, 0].tolist())
+
+    found, expected = PerLoader(), PerLoader()
+    for devices, module in ((2, found), (1, expected)):
+        one_process(devices, share).validate(module, [LOADER, samples((8,), count=6)], verbose=False)
+    close(found.outputs, expected.outputs)
+    close(found.pairs, expected.pairs)
+    assert [[len(batch) for batch in outputs] for outputs in found.outputs] == [[4, 4, 3], [6]]
+
+
 def test_what_cannot_be_merged_in_a_list_comes_one_replica_after_the_other() -> None:
     names = [["a", "b"], ["c", "d"]]
     module = lists_after(lambda replica, _: replica.kept.extend(names.pop(0)), sizes=(3, 3), kept=[])
