@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,7 @@ class AppendedLists:
         for attributes in self._attributes[1:]:
             _copy_lists(attributes)
         self._before = [
-            {path: (found, len(found)) for path, found in _lists_in(attributes)} for attributes in self._attributes
+            {path: (found, list(found)) for path, found in _lists_in(attributes)} for attributes in self._attributes
         ]
 
     def merge(self, sizes: Sequence[int], home: torch.device) -> None:
@@ -61,11 +62,20 @@ class AppendedLists:
 
     def _appended(self, path: _Path, replica: int, found: list[Any] | None) -> list[Any] | None:
         """What a replica appended to a list; None if that is another list than before."""
-        before, length = self._before[replica].get(path, (None, 0))
+        before, items = self._before[replica].get(path, (None, []))
         if found is before and found is not None:
-            return found[length:]
+            return found[_kept(items, found) :]
         may_be_new = before is None and isinstance(self._attributes[replica].get(path[0]), dict)
         return found or [] if may_be_new else None
+
+
+def _kept(before: list[Any], now: list[Any]) -> int:
+    """How many items at a list's start it had before; items at either end may have been taken away since."""
+    for start in range(max(0, len(before) - len(now)), len(before)):
+        if all(map(operator.is_, before[start:], now)):
+            return len(before) - start
+    pairs = list(zip(before, now, strict=False))
+    return next((index for index, (old, new) in enumerate(pairs) if old is not new), len(pairs))
 
 
 def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device) -> list[Any]:

@@ -545,6 +545,26 @@ def test_lists_for_each_dataloader_are_those_of_one_device(share: bool) -> None:
     assert [[len(batch) for batch in outputs] for outputs in found.outputs] == [[4, 4, 3], [6]]
 
 
+def test_lists_that_lose_items_in_the_step_have_what_all_replicas_appended() -> None:
+    x, old = torch.arange(6.0).view(3, 2), [torch.ones(2, 2), torch.zeros(2, 2)]
+
+    def step(replica: Any, size: int) -> None:
+        mine = x[:2] if size == 2 else x[2:]
+        replica.cleared.clear()
+        replica.cleared.append(mine)
+        replica.ring.pop(0)
+        replica.ring.append(mine)
+        replica.corrected.pop()
+        replica.corrected.append(mine)
+        replica.emptied.clear()
+
+    module = lists_after(step, cleared=list(old), ring=list(old), corrected=list(old), emptied=list(old))
+    assert module.emptied == []
+    close(module.cleared, [x])
+    close(module.ring, [old[1], x])
+    close(module.corrected, [old[0], x])
+
+
 def test_what_cannot_be_merged_in_a_list_comes_one_replica_after_the_other() -> None:
     names = [["a", "b"], ["c", "d"]]
     module = lists_after(lambda replica, _: replica.kept.extend(names.pop(0)), sizes=(3, 3), kept=[])
