@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_bucketddp.merging import batched, merge
-from lightning_bucketddp.nested import move_to
+from lightning_bucketddp.nested import move_to, tensors_in
 
 _Path = tuple[Any, ...]
 """The attribute with a list, or the attribute with a dict or list of lists, and the key or index of a list in it."""
@@ -85,7 +85,8 @@ def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], ho
             return [merge(column, sizes, home, what) for column in zip(*appended, strict=True)]
         except ValueError:  # one replica after the other does as well
             pass
-    return [move_to(item, home) for items in appended for item in items]
+    apart = len({tensor.device for tensor in tensors_in(list(appended))}) > 1  # else where the step has put them
+    return [move_to(item, home) if apart else item for items in appended for item in items]
 
 
 def _per_sample(appended: Sequence[list[Any]], sizes: Sequence[int]) -> bool:

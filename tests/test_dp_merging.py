@@ -565,6 +565,16 @@ def test_lists_that_lose_items_in_the_step_have_what_all_replicas_appended() -> 
     close(module.corrected, [old[0], x])
 
 
+def test_items_that_a_step_has_moved_to_the_cpu_stay_there() -> None:
+    def step(replica: Any, size: int) -> None:
+        replica.rows.extend(torch.ones(size, 5))
+        replica.apart.extend(torch.ones(size, 5, device="meta" if size == 2 else "cpu"))
+
+    module = lists_after(step, home=torch.device("meta"), rows=[], apart=[])
+    assert [row.device.type for row in module.rows] == ["cpu"] * 3
+    assert [row.device.type for row in module.apart] == ["meta"] * 3
+
+
 def test_what_cannot_be_merged_in_a_list_comes_one_replica_after_the_other() -> None:
     names = [["a", "b"], ["c", "d"]]
     module = lists_after(lambda replica, _: replica.kept.extend(names.pop(0)), sizes=(3, 3), kept=[])
