@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
 from lightning_bucketddp.scattering import gather
+
+_INDEX = re.compile("idx|index|indices", re.IGNORECASE)
+"""In the names of integers that say where something is, not how much of it there is."""
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
@@ -34,7 +38,8 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, pat
     """Merges one value per replica, as far as values tell how one device would have made it.
 
     - Tensors are concatenated along their first dimension. Of floating-point tensors without dimensions, and of
-      floats, the mean is taken, weighted by the number of samples; integer tensors without dimensions are added up.
+      floats, the mean is taken, weighted by the number of samples; integers, and integer tensors without dimensions,
+      are added up. Integers whose name has idx or index in it, as ``batch_idx``, have to be the same in every replica.
     - Containers and dataclasses are merged item by item, but lists with one item per sample (which are not all
       tensors with one row per sample), and lists without tensors, are concatenated. So are tuples without tensors that
       have one item per sample. NumPy arrays are as tensors.
@@ -70,6 +75,8 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, pat
         return rebuilt(first, items)
     if isinstance(first, float):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+    if type(first) is int and not _INDEX.search(path):
+        return sum(values)
     if _is_array(first):
         arrays = [torch.as_tensor(value) for value in values]
         return _merge_tensors(arrays, sizes, torch.device("cpu"), path).numpy()

@@ -114,7 +114,12 @@ class _SchedulerInReplica(_InReplica):
         def once(found: list[Any]) -> None:
             what = f"what was given to {self._name}.step()"
             columns = zip(*found, strict=True)
-            merged = [merge(column, self._step.sizes, self._step.home, what) for column in columns]
+            merged = [
+                column[0]  # the epoch, which is the same in all replicas
+                if all(type(value) is int and value == column[0] for value in column)
+                else merge(column, self._step.sizes, self._step.home, what)
+                for column in columns
+            ]
             self._original.step(*merged[: len(args)], **dict(zip(kwargs, merged[len(args) :], strict=True)))
 
         self._step.meet(self._replica, f"{self._name}.step()", (*args, *kwargs.values()), once)
