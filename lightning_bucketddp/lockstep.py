@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ class Lockstep:
         self._ended: dict[int, BaseException | None] = {}
         self._meetings = 0
         self._result: Any = None
+        self._raised: BaseException | None = None
+        self._unread = 0
         self._error: Callable[[], RuntimeError] | None = None
 
     def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
@@ -49,15 +52,17 @@ class Lockstep:
             What ``once`` returned.
 
         Raises:
+            BaseException: What ``once`` raised, in all replicas, so that those that go on stay together.
             RuntimeError: If another replica makes another call, or has ended; names both calls. If two threads of
                 one replica call.
             AbandonedError: If another replica has raised.
         """
         with self._changed:
+            self._raise()
             if replica in self._arrived:
                 self._fail(
                     f"expected {self._name(replica)} to make one call at a time, found {call} in one thread while "
-                    f"another waits in {self._arrived[replica][0]}; make such calls in {self._step}'s own thread"
+                    f"another is in {self._arrived[replica][0]}; make such calls in {self._step}'s own thread"
                 )
                 self._raise()
             self._arrived[replica] = (call, value)
@@ -66,17 +71,36 @@ class Lockstep:
             if replica != 0:
                 self._changed.wait_for(lambda: self._meetings != meeting or self._error is not None)
                 if self._meetings == meeting:
-                    self._raise()
-                return self._result
+                    self._raise(replica)
+                return self._read()
             self._changed.wait_for(lambda: len(self._arrived) == len(self._devices) or self._error is not None)
-            self._raise()
+            self._raise(replica)
             values = [self._arrived[index][1] for index in range(len(self._devices))]
-        result = once(values)  # not under the lock: it may take long, and an interrupted thread must be able to leave
-        with self._changed:
-            self._arrived.clear()
-            self._result = result
-            self._meetings += 1
-            self._changed.notify_all()
+        result: Any = None
+        raised: BaseException | None = None
+        try:  # not under the lock: it may take long, and an interrupted thread must be able to leave
+            result = once(values)
+            return result
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            with self._changed:
+                self._arrived.clear()
+                self._result, self._raised = result, raised
+                self._unread = len(self._devices) - 1
+                self._meetings += 1
+                self._changed.notify_all()
+            raised = None  # else the traceback, which holds this frame, would keep itself alive
+
+    def _read(self) -> Any:
+        """What came of the last meeting; kept no longer than until all have read it."""
+        result, raised = self._result, self._raised
+        self._unread -= 1
+        if self._unread == 0:
+            self._result = self._raised = None
+        if raised is not None:
+            raise _another(raised)
         return result
 
     def end(self, replica: int, error: BaseException | None = None) -> None:
@@ -101,11 +125,15 @@ class Lockstep:
         self._changed.notify_all()
 
     def _fail(self, message: str) -> None:
-        self._error = lambda: RuntimeError(message)
+        if self._error is None:
+            self._error = lambda: RuntimeError(message)
         self._changed.notify_all()
 
-    def _raise(self) -> None:
+    def _raise(self, arrived: int | None = None) -> None:
+        """Raises if replicas cannot meet any more; the one that has arrived then no longer waits."""
         if self._error is not None:
+            if arrived is not None:
+                self._arrived.pop(arrived, None)
             raise self._error()
 
     def _abandoned(self) -> RuntimeError:
@@ -123,3 +151,12 @@ class Lockstep:
 
     def _name(self, replica: int) -> str:
         return f"replica {replica} ({self._devices[replica]})"
+
+
+def _another(error: BaseException) -> BaseException:
+    """The same error, with a traceback of its own if it can be copied, as another thread raises it too."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # its class may need other arguments than it keeps
+        return error
+    return copied if type(copied) is type(error) else error

@@ -58,6 +58,7 @@ class ReplicaStep:
         self._logs = LogBook(self.sizes, self.home, hook)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
         self._is_outside = True
+        self._toggled: Any = None  # the optimizer that the step has toggled last
 
     def run(self, *args: Any) -> Any:
         """Runs the step.
@@ -87,8 +88,13 @@ class ReplicaStep:
                 _put(entries)
                 _place(replica, device)
         steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
-        with self.inside(), self._watched_gradients():
-            outputs = parallel_apply(steps, [(shard, *args) for shard in self._shards], devices=self._devices)
+        try:
+            with self.inside(), self._watched_gradients():
+                outputs = parallel_apply(steps, [(shard, *args) for shard in self._shards], devices=self._devices)
+        except BaseException:
+            if self._toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
+                module.untoggle_optimizer(self._toggled)
+            raise
         metrics.flush()
         self._logs.replay(module.log, module.log_dict)
         lists.merge(self.sizes, self.home)
@@ -146,6 +152,7 @@ class ReplicaStep:
             methods["clip_gradients"] = partial(self._clip_gradients, index)
             methods["toggle_optimizer"] = partial(self.toggle, index, on=True)
             methods["untoggle_optimizer"] = partial(self.toggle, index, on=False)
+            methods["toggled_optimizer"] = partial(self._toggled_optimizer, index)
             methods["optimizers"] = partial(self._optimizers, index)
             methods["lr_schedulers"] = partial(self._schedulers, index)
         return methods
@@ -193,9 +200,16 @@ class ReplicaStep:
 
         def once(_: list[Any]) -> None:
             getattr(self._module, name)(original)
+            self._toggled = original if on else None
             self.renew()
 
         self.meet(replica, f"{name}() for {_name_of(optimizer)}", None, once)
+
+    @contextmanager
+    def _toggled_optimizer(self, index: int, optimizer: Any) -> Iterator[None]:
+        self.toggle(index, optimizer, on=True)
+        yield
+        self.toggle(index, optimizer, on=False)  # not after an exception, which other replicas may not have raised
 
     def _optimizers(self, index: int, use_pl_optimizer: bool = True) -> Any:
         return in_replica(type(self._module).optimizers(self._module, use_pl_optimizer), "optimizer", self, index)

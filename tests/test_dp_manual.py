@@ -1,6 +1,8 @@
 """``strategy="bucketdp"`` with manual optimisation: replicas meet wherever something is changed that they share."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,52 @@ def test_an_exception_in_one_replica_is_raised_while_the_others_wait(failing: in
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_within_a_toggled_optimizer_is_raised_and_leaves_nothing_frozen(failing: int) -> None:
+    modules = []
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        with module.toggled_optimizer(first):
+            assert not all(param.requires_grad for param in module.critic.parameters())
+            if not in_second:
+                modules.append(module)
+            if in_second == bool(failing):
+                raise LookupError("of this replica")
+            module.manual_backward(module.critic(module.generator(batch[:, :4])).square().mean())
+
+    with pytest.raises(LookupError, match="of this replica") as caught:
+        run(step)
+    assert caught.value.__context__ is None
+    assert all(param.requires_grad for param in modules[0].parameters())
+
+
+def test_a_toggled_optimizer_trains_as_on_one_device() -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        with module.toggled_optimizer(second):
+            assert not any(param.requires_grad for param in module.generator.parameters())
+            second.zero_grad()
+            module.manual_backward(critic_loss(module, batch))
+            second.step()
+        assert all(param.requires_grad for param in module.generator.parameters())
+
+    close_to(run(step), run(step, devices=1))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_replicas_stay_together_when_a_step_catches_what_one_call_for_all_raised(devices: int) -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        first.zero_grad()
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            module.manual_backward(critic_loss(module, batch).detach())
+        caught.append(1)
+        module.manual_backward(critic_loss(module, batch))
+        second.step()
+
+    caught: list[int] = []
+    run(step, devices)
+    assert len(caught) == 8 * devices
+
+
 def test_an_exception_where_one_replica_acts_for_all_is_raised() -> None:
     def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
         module.clip_gradients(first, gradient_clip_val=1.0, gradient_clip_algorithm="unheard of")
@@ -218,6 +266,62 @@ def test_the_first_replica_acts_with_what_all_brought() -> None:
     assert in_threads(3, replica) == [expected] * 3
     assert [values for _, values in acted] == [[turn, turn + 1, turn + 2] for turn in range(50)]
     assert {thread for thread, _ in acted} == {threading.current_thread()}
+
+
+def test_what_the_first_replica_raised_for_all_is_raised_in_all_and_they_go_on() -> None:
+    class Odd(LookupError):
+        def __init__(self, first: str, second: str) -> None:  # which cannot be copied
+            super().__init__(first + second)
+
+    def replica(index: int, lockstep: Lockstep) -> int:
+        for error in (LookupError("of all"), Odd("of ", "all")):
+
+            def once(_: list[Any], error: Exception = error) -> None:
+                raise error
+
+            with pytest.raises(type(error), match="of all"):
+                lockstep.meet(index, "fail()", None, once)
+        return lockstep.meet(index, "add()", index, sum)
+
+    assert in_threads(3, replica) == [3] * 3
+
+
+def test_an_earlier_failure_is_what_later_calls_raise() -> None:
+    def replica(index: int, lockstep: Lockstep) -> None:
+        if index == 1:
+            raise LookupError
+        for _ in range(2):
+            with pytest.raises(AbandonedError):
+                lockstep.meet(index, "wait()", None, lambda _: None)
+
+    with pytest.raises(LookupError):
+        in_threads(2, replica)
+
+
+def test_results_are_kept_no_longer_than_all_have_read_them() -> None:
+    class Result:
+        pass
+
+    results: list[weakref.ref[Result]] = []
+
+    def once(_: list[Any]) -> Result:
+        result = Result()
+        results.append(weakref.ref(result))
+        return result
+
+    lockstep = Lockstep([CPU] * 3, "training_step")
+    gc.collect()
+    gc.disable()
+    try:
+        found = parallel_apply(
+            [lambda index: lockstep.meet(index, "make()", None, once)] * 3,
+            [(0,), (1,), (2,)],  # type: ignore[list-item]
+        )
+        assert [result is found[0] for result in found] == [True] * 3
+        del found
+        assert results[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_two_threads_of_one_replica_cannot_meet() -> None:
