@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +58,8 @@ class ReplicaStep:
         self._lockstep = Lockstep(self._devices, hook)
         self._logs = LogBook(self.sizes, self.home, hook)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
+        self._of_others: list[_Entry] = []  # what takes the other replicas' stand-ins and methods from them
+        self._has_ended = False
         self._is_outside = True
         self._toggled: Any = None  # the optimizer that the step has toggled last
 
@@ -74,18 +77,24 @@ class ReplicaStep:
             RuntimeError: If replicas make different calls of those that are made once for all of them.
             ValueError: If what replicas return, log or give to metrics cannot be merged; says which and why.
         """
+        try:
+            return self._run(*args)
+        finally:
+            self._end()
+
+    def _run(self, *args: Any) -> Any:
         module = self._module
         others = self._replicas.refresh(len(self._shards))[1:]
         modules: list[Any] = [module, *others]
         lists = AppendedLists(module, modules)
-        metrics = SharedMetrics(module, self)
+        metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
             entries = metrics.stand_ins(replica, index, device)
             entries += [(vars(replica), name, method) for name, method in self._methods(index, replica, device).items()]
             if index == 0:
                 self._entries = entries
             else:
-                _put(entries)
+                self._of_others += _put(entries)
                 _place(replica, device)
         steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
         try:
@@ -99,6 +108,13 @@ class ReplicaStep:
         self._logs.replay(module.log, module.log_dict)
         lists.merge(self.sizes, self.home)
         return self._merged(outputs)
+
+    def _end(self) -> None:
+        """Lets go of the batch and whatever else the step held, by references from the replicas to it and back."""
+        self._has_ended = True
+        _put(self._of_others)
+        self._entries, self._of_others = [], []
+        del self._shards, self._logs, self._lockstep
 
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
         self._thread.replica = index
@@ -120,11 +136,15 @@ class ReplicaStep:
             return None
         if without:
             with_one = next(index for index, output in enumerate(outputs) if output is not None)
+            remedy = (
+                "a loss of zero that has a graph, such as output.sum() * 0.0"
+                if call == "training_step"
+                else "something in all, such as an empty tensor, or None in all"
+            )
             raise RuntimeError(
                 f"expected {call} to return something in all replicas or in none, found None in replica {without[0]} "
                 f"({self._devices[without[0]]}) and {type(outputs[with_one]).__name__} in replica {with_one} "
-                f"({self._devices[with_one]}), whose share of the batch cannot make a step alone; return a loss of "
-                "zero that has a graph, such as output.sum() * 0.0"
+                f"({self._devices[with_one]}); the outputs of all are merged, so return {remedy}"
             )
         path = f"what {call} returned"
         if call == "training_step" and not self._manual:
@@ -154,6 +174,7 @@ class ReplicaStep:
             methods["untoggle_optimizer"] = partial(self.toggle, index, on=False)
             methods["toggled_optimizer"] = partial(self._toggled_optimizer, index)
             methods["optimizers"] = partial(self._optimizers, index)
+        if self._hook == "training_step":
             methods["lr_schedulers"] = partial(self._schedulers, index)
         return methods
 
@@ -226,6 +247,11 @@ class ReplicaStep:
             with self.outside():
                 return once(values)
 
+        if self._has_ended:
+            raise RuntimeError(
+                f"expected what a step calls to be of that step, found {call} of one that has ended; call "
+                "self.optimizers() and self.lr_schedulers() in each step, and keep none of what they return"
+            )
         return self._lockstep.meet(self.current(replica), call, value, outside)
 
     def current(self, replica: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.parallel_apply import parallel_apply
 from tests.dp import fit, replicas, samples
-from tests.lightning_models import Gan, Memory, close_to
+from tests.lightning_models import Digits, Gan, Memory, close_to
 
 CPU = torch.device("cpu")
 
@@ -187,6 +187,16 @@ def test_a_backward_of_a_replicas_own_is_an_error(share: bool) -> None:
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+def test_optimizers_kept_from_an_earlier_step_are_refused() -> None:
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        module.kept = getattr(module, "kept", None) or first
+        module.kept.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"found optimizer 0\.zero_grad\(\) of one that has ended; call self\.opt"):
+        run(step)
+    run(step, devices=1)
+
+
 @replicas
 def test_what_a_step_sets_and_what_it_recorded_stays_when_optimizers_step(share: bool) -> None:
     """One graph of the generator serves two backwards, with a step of the critic between them."""
@@ -231,6 +241,21 @@ def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
     found, expected = logged(2), logged(1)
     torch.testing.assert_close(found, expected)
     assert len({metrics["rate"] for _, metrics in found if "rate" in metrics}) > 1
+
+
+def test_schedulers_step_once_for_all_replicas_in_automatic_optimisation_too() -> None:
+    class Stepped(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.lr_schedulers().step()
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 1000}]
+
+    (expected,), (found,) = (fit(Stepped(), devices, max_epochs=1).optimizers for devices in (1, 2))
+    assert found.param_groups[0]["lr"] == expected.param_groups[0]["lr"] == 0.1 * 0.5**4
 
 
 # -- the meeting itself ------------------------------------------------------------------------------

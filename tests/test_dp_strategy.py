@@ -1,7 +1,9 @@
 """``strategy="bucketdp"``: a Trainer with several devices in one process does what it does with one device."""
 
+import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -269,13 +271,20 @@ def test_an_exception_in_one_replica_is_raised_with_its_traceback() -> None:
 @pytest.mark.parametrize("all_of_them", [True, False])
 def test_none_of_all_replicas_skips_a_step_and_none_of_some_is_an_error(all_of_them: bool) -> None:
     class Skipping(Digits):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch[0][0, 0] == second else batch[0]
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             output = super().training_step(batch, batch_idx)
             return None if batch_idx == 1 and (all_of_them or batch[0][0, 0] == second) else output
 
     second = list(digits())[1][0][3, 0]  # the first sample of the second replica's share of batch 1
     if not all_of_them:
-        with pytest.raises(RuntimeError, match=r"None in replica 1 \(cpu\) and dict in replica 0 \(cpu\)"):
+        with pytest.raises(RuntimeError, match=r"return something in all, .* or None in all"):
+            one_process(2).predict(Skipping(), digits())
+        with pytest.raises(
+            RuntimeError, match=r"None in replica 1 \(cpu\) and dict in replica 0 \(cpu\).* loss of zero"
+        ):
             fit(Skipping(), 2)
         return
     models = [Skipping(), Skipping()]
@@ -292,3 +301,26 @@ def test_losses_of_several_elements_are_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"one element for training_step, .* found shape \(3,\) in replica 0"):
         fit(Unreduced(), 2)
+
+
+@replicas
+def test_steps_that_have_ended_are_let_go_without_garbage_collection(share: bool) -> None:
+    class Counted(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            shards.append(weakref.ref(batch[0]))
+            steps.append(weakref.ref(vars(self)["all_gather"].func.__self__))
+            alive.append([sum(ref() is not None for ref in refs) for refs in (shards, steps)])
+            return super().training_step(batch, batch_idx)["loss"]
+
+    shards: list[Any] = []
+    steps: list[Any] = []
+    alive: list[list[int]] = []
+    model = Counted()
+    gc.collect()
+    gc.disable()
+    try:
+        fit(model, 2, share, digits(count=60), max_epochs=1)
+    finally:
+        gc.enable()
+    assert len(alive) == 20
+    assert max(max(counts) for counts in alive) <= 4, alive
