@@ -22,12 +22,13 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], device: to
 
     Args:
         values: The tensors.
-        weights: Of any sum; all zero is as all one.
+        weights: Of any sum; all zero is as all one. Else those that are zero leave their values out, NaN too.
         device: Where the result goes.
     """
     total = sum(weights)
-    shares = [weight / total if total else 1 / len(values) for weight in weights]
-    moved = [value.to(device) for value in values]
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight or not total]
+    shares = [weight / total if total else 1 / len(counted) for _, weight in counted]
+    moved = [value.to(device) for value, _ in counted]
     result = moved[0] * shares[0]
     for value, share in zip(moved[1:], shares[1:], strict=True):
         result = result + value * share

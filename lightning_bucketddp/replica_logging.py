@@ -105,14 +105,22 @@ class LogBook:
     def _merged(self, found: Sequence[tuple[int, Logged]]) -> tuple[Any, int | None]:
         values = [logged.value for _, logged in found]
         sizes = [self._sizes[replica] if logged.batch_size is None else logged.batch_size for replica, logged in found]
+        if len(found) == len(self._sizes) and len(set(sizes)) == 1 and self._is_of_batch(sizes[0]):
+            return self._value(values, self._sizes, found), sizes[0]
         given = any(logged.batch_size is not None for _, logged in found) or len(found) < len(self._sizes)
-        if all(isinstance(value, Tensor | numbers.Number) for value in values):
-            return _reduced(values, sizes, found[0][1].options.get("reduce_fx", "mean"), self._home), (
-                sum(sizes) if given else None
-            )
         if all(isinstance(value, Mapping) for value in values):  # which Lightning refuses, in its own words
             return values[0], None
-        return values[0], sum(sizes) if given else None
+        return self._value(values, sizes, found), sum(sizes) if given else None
+
+    def _is_of_batch(self, batch_size: int) -> bool:
+        """Whether a batch size that all replicas gave is the whole batch's: none has it, or a multiple of it."""
+        multiple = len(set(self._sizes)) == 1 and batch_size % self._sizes[0] == 0
+        return batch_size not in self._sizes and (batch_size == sum(self._sizes) or not multiple)
+
+    def _value(self, values: Sequence[Any], sizes: Sequence[int], found: Sequence[tuple[int, Logged]]) -> Any:
+        if all(isinstance(value, Tensor | numbers.Number) for value in values):
+            return _reduced(values, sizes, found[0][1].options.get("reduce_fx", "mean"), self._home)
+        return values[0]
 
 
 def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, home: torch.device) -> Any:

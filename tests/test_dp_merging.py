@@ -157,8 +157,14 @@ def test_values_are_merged_as_one_device_makes_them(values: list[Any], merged: A
     ("values", "message"),
     [
         ([torch.ones(3, 2), torch.ones(1, 3)], r"first dimension, found \(3, 2\) of torch.float32, \(1, 3\)"),
-        ([{"a": "b"}, {"a": "c"}], r"cannot merge the output\['a'\] of the replicas: expected the same value, found b, c"),
-        ([{"idx": 1}, {"idx": 2}], r"cannot merge the output\['idx'\] of the replicas: expected the same value, found 1"),
+        (
+            [{"a": "b"}, {"a": "c"}],
+            r"cannot merge the output\['a'\] of the replicas: expected the same value, found b, c",
+        ),
+        (
+            [{"idx": 1}, {"idx": 2}],
+            r"cannot merge the output\['idx'\] of the replicas: expected the same value, found 1",
+        ),
         ([{"a": 1}, {"b": 1}], "expected the same keys, found"),
         ([torch.ones(3), "a"], "expected a tensor of each, found Tensor, str"),
         ([1, "a"], "expected values of one type, found int, str"),
@@ -225,6 +231,23 @@ def test_what_replicas_log_is_logged_once_as_on_one_device(share: bool) -> None:
     assert found["result"]["largest"] == float(torch.cat([batch for (batch,) in LOADER]).max())
     close(found, expected)
     assert len(found["steps"]) == 4
+
+
+def test_a_share_without_samples_leaves_the_mean_as_it_is() -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        mask = torch.full((len(x),), not in_second)
+        module.log("masked", x[:, 0][mask].mean(), batch_size=int(mask.sum()))
+
+    found, _ = logged(what)
+    close(found["result"]["masked"], float(torch.cat([batch[:2, 0] for (batch,) in LOADER]).mean()))
+
+
+def test_a_constant_batch_size_is_the_batchs() -> None:
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        module.log("constant", x.mean(), batch_size=9)
+
+    (found, _), (expected, _) = logged(what), logged(what, devices=1)
+    close(found, expected)
 
 
 def test_a_name_that_some_replicas_log_is_weighted_by_their_samples() -> None:
