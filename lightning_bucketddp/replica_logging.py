@@ -45,24 +45,37 @@ class LogBook:
         sizes: How many samples each replica has.
         home: Where merged values go.
         step: What the replicas run, for messages.
+        log: The ``log`` of the LightningModule's class, which may take arguments of its own.
     """
 
-    def __init__(self, sizes: Sequence[int], home: torch.device, step: str) -> None:
+    def __init__(
+        self, sizes: Sequence[int], home: torch.device, step: str, log: Callable[..., None] = pl.LightningModule.log
+    ) -> None:
         self._sizes = sizes
         self._home = home
         self._step = step
+        self._log = inspect.signature(log)
         self._books: list[dict[tuple[Any, int], Logged]] = [{} for _ in sizes]
         self._times: list[Counter[Any]] = [Counter() for _ in sizes]
 
     def log(self, replica: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Keeps what a replica gives to ``self.log``."""
         if args:
-            bound = _LOG.bind(None, name, value, *args, **kwargs).arguments
-            kwargs = {key: option for key, option in bound.items() if key not in ("self", "name", "value")}
+            kwargs = self._named(name, value, *args, **kwargs)
         batch_size = kwargs.pop("batch_size", None)
         if isinstance(value, Tensor):  # which the step may change once it is logged
             value = value.clone() if kwargs.get("enable_graph") else value.detach().clone()
         self._keep(replica, name, Logged(original_of(value), kwargs, batch_size))
+
+    def _named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of ``self.log`` after the value, by name."""
+        kinds = {name: parameter.kind for name, parameter in self._log.parameters.items()}
+        own = inspect.Parameter.VAR_POSITIONAL not in kinds.values()
+        bound = (self._log if own else _LOG).bind(None, *args, **kwargs).arguments
+        named: dict[str, Any] = {}
+        for name, option in list(bound.items())[3:]:
+            named.update(option if own and kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: option})
+        return named
 
     def log_collection(self, replica: int, collection: MetricCollection, *args: Any, **kwargs: Any) -> None:
         """Keeps a collection of metrics that a replica gives to ``self.log_dict``."""

@@ -250,6 +250,20 @@ def test_a_constant_batch_size_is_the_batchs() -> None:
     close(found, expected)
 
 
+def test_a_log_method_may_have_arguments_of_its_own() -> None:
+    class Staged(Logging):
+        def log(self, name: str, value: Any, stage: str = "fit", **options: Any) -> None:
+            super().log(f"{stage} {name}", value, **options)
+
+    def what(module: Any, x: Tensor, in_second: bool) -> None:
+        module.log("mean", x.mean(), "evaluation")
+        module.log("rows", float(len(x)), "evaluation", reduce_fx="sum")
+
+    (found,) = one_process(2).validate(Staged(what), LOADER, verbose=False)
+    close([found], one_process().validate(Staged(what), LOADER, verbose=False))
+    assert found.keys() == {"evaluation mean", "evaluation rows"}
+
+
 def test_a_name_that_some_replicas_log_is_weighted_by_their_samples() -> None:
     def what(module: Any, x: Tensor, in_second: bool) -> None:
         if in_second:
