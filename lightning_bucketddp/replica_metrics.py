@@ -8,8 +8,9 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.aggregation import RunningMean, RunningSum
 
 from lightning_bucketddp.merging import merge
 from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
@@ -33,6 +34,11 @@ class Meeting(Protocol):
 class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def _has_number(call: _Call) -> bool:
+    values = (*call.args, *call.kwargs.values())
+    return any(type(value) is int or (isinstance(value, Tensor) and not value.dim()) for value in values)
 
 
 class SharedMetric:
@@ -88,14 +94,40 @@ class SharedMetric:
     def flush(self) -> None:
         """Gives the metric what ``update`` was called with, the replicas' first calls as one, and so on."""
         updates, self._updates = self._updates, [[] for _ in self._updates]
+        if self._per_sample(updates):
+            for call in (call for calls in updates for call in calls):
+                self._update(move_to(call, self._step.home))
+            return
         for row in zip_longest(*updates):
             made = [(call, size) for call, size in zip(row, self._step.sizes, strict=True) if call is not None]
             try:
+                if not self._aggregates() and any(map(_has_number, (call for call, _ in made))):
+                    raise ValueError("a number of samples cannot be told from a constant")
                 joined = [self._joined([call for call, _ in made], [size for _, size in made])]
             except ValueError:  # such as sequences padded to different lengths: one after the other does as well
                 joined = [move_to(call, self._step.home) for call, _ in made]
             for call in joined:
-                self.metric.update(*call.args, **call.kwargs)
+                self._update(call)
+
+    def _update(self, call: _Call) -> None:
+        self.metric.update(*call.args, **call.kwargs)
+
+    def _per_sample(self, updates: Sequence[Sequence[_Call]]) -> bool:
+        """Whether each replica made a call for each of its samples."""
+        sizes = list(self._step.sizes)
+        if [len(calls) for calls in updates] != sizes or max(sizes) == 1:
+            return False
+        return not all(
+            tensor.dim() and tensor.size(0) == size
+            for calls, size in zip(updates, sizes, strict=True)
+            for call in calls
+            for tensor in tensors_in(call)
+        )
+
+    def _aggregates(self) -> bool:
+        if isinstance(self.metric, MetricCollection):
+            return all(isinstance(member, _AGGREGATORS) for member in self.metric.values())
+        return isinstance(self.metric, (*_AGGREGATORS, RunningMean, RunningSum))
 
     def _original(self, method: str) -> Callable[..., Any]:
         return self.metric if method == "forward" else getattr(self.metric, method)
@@ -104,7 +136,7 @@ class SharedMetric:
         first = calls[0]
         if not first.args and not first.kwargs:
             return first
-        if isinstance(self.metric, _AGGREGATORS) and not any(t.dim() for c in calls for t in tensors_in(c)):
+        if self._aggregates() and not any(t.dim() for c in calls for t in tensors_in(c)):
             return self._stacked(calls, sizes)
         path = f"what was given to the metric {self._name!r}"
         if len({(len(call.args), *sorted(call.kwargs)) for call in calls}) > 1:
@@ -124,7 +156,8 @@ class SharedMetric:
             key: torch.stack([torch.as_tensor(values[key], device=self._step.home) for values in named])
             for key in named[0]
         }
-        if isinstance(self.metric, MeanMetric) and "weight" not in stacked:
+        members = self.metric.values() if isinstance(self.metric, MetricCollection) else [self.metric]
+        if any(isinstance(member, MeanMetric | RunningMean) for member in members) and "weight" not in stacked:
             stacked["weight"] = torch.tensor(sizes, device=self._step.home) / sum(sizes)
         return _Call((), stacked)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics.aggregation import RunningMean, RunningSum
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.text import CharErrorRate
@@ -387,6 +388,51 @@ def test_collections_of_metrics_are_those_of_one_device(share: bool) -> None:
     assert expected["result"].keys() >= {"updated f1", "updated auroc", "updated again", "member"}
     assert "a f1" in found["steps"][0][1]
     assert "computed" in found["steps"][0][1]
+
+
+class Average(Metric):
+    """The mean of losses, each with its number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0))
+        self.add_state("count", torch.tensor(0.0))
+
+    def update(self, loss: Tensor, count: int) -> None:
+        self.total = self.total + loss * count
+        self.count = self.count + count
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+@replicas
+@pytest.mark.parametrize(
+    ("metric", "give"),
+    [
+        (Average, lambda metric, x: metric.update(x.mean(), len(x))),
+        (Average, lambda metric, x: [metric.update(value, 1) for value in x[:, 0]]),
+        (MeanMetric, lambda metric, x: [metric.update(value) for value in x[:, 0]]),
+        (SumMetric, lambda metric, x: [metric.update(value) for value in x[:, 0]]),
+        (lambda: RunningSum(2), lambda metric, x: metric.update(x.sum())),
+        (lambda: RunningMean(2), lambda metric, x: metric.update(x.mean())),
+        (lambda: MetricCollection([SumMetric(), MaxMetric()]), lambda metric, x: metric.update(x[:, 0].sum())),
+    ],
+)
+def test_metrics_that_get_numbers_are_those_of_one_device(
+    share: bool, metric: Callable[[], Metric], give: Callable[[Metric, Tensor], Any]
+) -> None:
+    class Kept(Logging):
+        def on_validation_epoch_end(self) -> None:
+            self.value: Any = self.metric.compute()
+
+    def ended(devices: int) -> Any:
+        module = Kept(lambda module, x, _: give(module.metric, x), metric=metric())
+        one_process(devices, share).validate(module, LOADER, verbose=False)
+        value = module.value  # the largest of sums is the one thing that shares cannot tell
+        return value["SumMetric"] if isinstance(value, dict) else value
+
+    close(ended(2), ended(1))
 
 
 @replicas
