@@ -84,6 +84,7 @@ class BucketDPStrategy(ParallelStrategy):
         self._scatter_batch = scatter_batch
         self._share = True
         self._replicas: Replicas | None = None
+        self._warned: set[str] = set()
 
     # -- one rank ------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class BucketDPStrategy(ParallelStrategy):
             if len(division.shards) > 1:
                 if self._replicas is None:
                     self._replicas = Replicas(module, devices, share=self._share)
-                return ReplicaStep(module, hook, self._replicas, division).run(*args)
+                return ReplicaStep(module, hook, self._replicas, division, self._warned).run(*args)
             (batch,) = division.shards
         return getattr(module, hook)(batch, *args)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_bucketddp.batch_division import Division
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.merging import merge, merge_loss
 from lightning_bucketddp.nested import move_to
+from lightning_bucketddp.replica_checks import Counters, SharedParameters, watched_optimizers
 from lightning_bucketddp.replica_lists import AppendedLists
 from lightning_bucketddp.replica_logging import LogBook
 from lightning_bucketddp.replica_metrics import SharedMetrics
@@ -39,13 +40,16 @@ class ReplicaStep:
         hook: The step's name.
         replicas: The module's replicas.
         division: The divided batch; at least two shards.
+        warned: What steps before this one have warned of.
 
     Attributes:
         sizes: How many samples each replica has.
         home: The module's device.
     """
 
-    def __init__(self, module: pl.LightningModule, hook: str, replicas: Replicas, division: Division) -> None:
+    def __init__(
+        self, module: pl.LightningModule, hook: str, replicas: Replicas, division: Division, warned: set[str]
+    ) -> None:
         self.sizes: Sequence[int] = division.sizes
         self.home = replicas.devices[0]
         self._module = module
@@ -61,6 +65,8 @@ class ReplicaStep:
         self._of_others: list[_Entry] = []  # what takes the other replicas' stand-ins and methods from them
         self._has_ended = False
         self._is_outside = True
+        self._warned = warned
+        self._params: SharedParameters | None = None
         self._toggled: Any = None  # the optimizer that the step has toggled last
 
     def run(self, *args: Any) -> Any:
@@ -86,6 +92,9 @@ class ReplicaStep:
         module = self._module
         others = self._replicas.refresh(len(self._shards))[1:]
         modules: list[Any] = [module, *others]
+        at_home = [other for other, device in zip(others, self._devices[1:], strict=True) if device == self.home]
+        params = self._params = SharedParameters(module, at_home, self._hook, self._warned)
+        counters = Counters(module, others, self._hook, self._warned)
         lists = AppendedLists(module, modules)
         metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
@@ -98,12 +107,14 @@ class ReplicaStep:
                 _place(replica, device)
         steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
         try:
-            with self.inside(), self._watched_gradients():
+            with self.inside(), self._watched_gradients(), self._watched_optimizers():
                 outputs = parallel_apply(steps, [(shard, *args) for shard in self._shards], devices=self._devices)
         except BaseException:
             if self._toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
                 module.untoggle_optimizer(self._toggled)
             raise
+        params.check()
+        counters.check()
         metrics.flush()
         self._logs.replay(module.log, module.log_dict)
         lists.merge(self.sizes, self.home)
@@ -113,7 +124,7 @@ class ReplicaStep:
         """Lets go of the batch and whatever else the step held, by references from the replicas to it and back."""
         self._has_ended = True
         _put(self._of_others)
-        self._entries, self._of_others = [], []
+        self._entries, self._of_others, self._params = [], [], None
         del self._shards, self._logs, self._lockstep
 
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
@@ -266,14 +277,20 @@ class ReplicaStep:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Inside, the LightningModule is the first replica."""
+        if self._params is not None:
+            self._params.renew()
         with self._exchanged(outside=False):
             yield
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Inside, which is within :meth:`inside`, the LightningModule is as it is outside of steps."""
+        if self._params is not None:
+            self._params.check()
         with self._exchanged(outside=True):
             yield
+        if self._params is not None:
+            self._params.renew()
 
     @contextmanager
     def _exchanged(self, outside: bool) -> Iterator[None]:
@@ -306,6 +323,10 @@ class ReplicaStep:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _watched_optimizers(self) -> AbstractContextManager[None]:
+        optimizers = self._module.trainer.optimizers if self._hook == "training_step" else []
+        return watched_optimizers(optimizers, self._hook, lambda: self._is_outside)
 
 
 def _put(entries: list[_Entry]) -> list[_Entry]:

@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDPStrategy
-from tests.dp import fit, one_process, samples
+from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Digits, PoolEnvironment
 
 
@@ -71,6 +71,89 @@ def test_steps_that_take_no_batch_or_belong_to_the_instance_are_refused() -> Non
     model.training_step = lambda batch, batch_idx: step(batch, batch_idx)  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="expected training_step as a method of Plain"):
         fit(model, 2, loader=samples((8,)))
+
+
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_optimizers_that_a_replica_steps_itself_are_refused(automatic: bool) -> None:
+    class StepsItself(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.trainer.optimizers[0].step()
+            return loss
+
+    model = StepsItself()
+    model.automatic_optimization = automatic
+    trainer = one_process(2)
+    with pytest.raises(RuntimeError, match=r"found SGD\.step\(\) called by a replica itself; .* by self\.optimizers"):
+        trainer.fit(model, samples((8,)))
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+class Momentum(Plain):
+    """Updates a copy of its net in the step itself, or after it; before or after calls that are made for all."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.key = nn.Linear(8, 1).requires_grad_(False)
+        self.when = when
+        self.automatic_optimization = when not in ("earlier", "later", "never")
+
+    def update(self, when: str) -> None:
+        if when == self.when:
+            with torch.no_grad():
+                for param, key in zip(self.net.parameters(), self.key.parameters(), strict=True):
+                    key.lerp_(param, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.update("step")
+        loss = (self.net(batch[0]) - self.key(batch[0])).square().mean()
+        if not self.automatic_optimization:
+            self.update("earlier")
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.update("later")
+            self.optimizers().step(lambda: self.manual_backward(self.net(batch[0]).square().mean()))
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.update("batch end")
+
+
+@pytest.mark.parametrize("when", ["step", "earlier", "later"])
+def test_parameters_that_all_replicas_change_are_warned_of_once(when: str) -> None:
+    with pytest.warns(UserWarning, match=r"found key\.weight, key\.bias changed by it.* on_train_batch_end") as warned:
+        fit(Momentum(when), 2, loader=samples((8,)))
+    assert sum("changed by it" in str(warning.message) for warning in warned) == 1
+    fit(Momentum(when), loader=samples((8,)))
+    fit(Momentum(when), 2, share=False, loader=samples((8,)))
+
+
+@pytest.mark.parametrize("when", ["batch end", "never"])
+def test_parameters_that_change_once_for_all_replicas_are_not_warned_of(when: str) -> None:
+    fit(Momentum(when), 2, loader=samples((8,)))
+
+
+@replicas
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_numbers_of_which_other_replicas_shares_are_lost_are_warned_of_once(share: bool, kind: Any) -> None:
+    class Counts(Plain):
+        total: Any = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.latest = batch_idx  # the same in all
+            self.size = len(batch[0])  # which no step has set before
+            self.total = self.total + kind(int(batch[0].sum() * 1000))
+            del self.size
+            return super().training_step(batch, batch_idx)
+
+    model = Counts()
+    model.latest = -1
+    model.total = kind(0)
+    with pytest.warns(UserWarning, match=r'self\.total to the same number .* SumMetric, .*reduce_fx="sum"') as warned:
+        fit(model, 2, share, samples((8,)))
+    assert sum("the same number" in str(warning.message) for warning in warned) == 1
+    model.total = kind(0)
+    fit(model, 1, share, samples((8,)))
 
 
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, of its own use by Lightning
