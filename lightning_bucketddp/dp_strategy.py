@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_bucketddp.batch_division import ScatterBatch, divide
+from lightning_bucketddp.module_copies import require_copyable
 from lightning_bucketddp.replica_step import ReplicaStep
 from lightning_bucketddp.replicas import Replicas
 
@@ -48,7 +49,17 @@ class BucketDPStrategy(ParallelStrategy):
       ``manual_backward``, what optimizers and schedulers do, toggling and clipping happen once for all of them.
 
     Other attributes that a step sets stay if the first replica set them; other objects that it changes are changed by
-    all replicas at once. BatchNorm has statistics of each replica's samples, and keeps the first one's.
+    all replicas at once. BatchNorm has statistics of each replica's samples, and keeps the first one's; a last batch
+    that leaves a replica one sample fails in it as a batch of one does, which ``drop_last=True`` avoids.
+
+    What a step has to observe:
+
+    - Losses must be means over samples: of sums, the mean over the replicas is not what one device would have had.
+    - In manual optimisation, gradients are clipped by ``self.clip_gradients``. ``torch.nn.utils.clip_grad_norm_``
+      called in a step would clip once in each replica on the same gradients.
+    - Replicas on the CPU draw from one random number generator at the same time, so that dropout is not reproducible.
+    - ``self.trainer.profiler.profile(...)`` in a step would start the same action once in each replica, which
+      profilers refuse.
 
     Args:
         accelerator: The accelerator; set by the Trainer.
@@ -225,6 +236,7 @@ class BucketDPStrategy(ParallelStrategy):
 
 
 def _require_replicable(module: pl.LightningModule) -> None:
+    require_copyable(module)
     for hook in _STEPS:
         if hook in vars(module):
             raise TypeError(

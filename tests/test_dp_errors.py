@@ -57,6 +57,24 @@ def test_compiled_modules_are_refused() -> None:
         fit(model, 2, loader=samples((8,)))
 
 
+def test_modules_that_cannot_be_copied_are_refused_before_the_first_batch() -> None:
+    class Started(Plain):
+        started = False
+
+        def on_fit_start(self) -> None:
+            self.started = True
+
+    for net, message in (
+        (torch.compile(nn.Linear(8, 1), backend="eager"), "that are not compiled, found that submodule 'net' is"),
+        (nn.LazyLinear(1), "expected initialised parameters, found 'net.weight' that waits for its first batch"),
+    ):
+        model = Started()
+        model.net = net
+        with pytest.raises((TypeError, ValueError), match=message):
+            fit(model, 2, loader=samples((8,)))
+        assert not model.started
+
+
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_steps_that_take_no_batch_or_belong_to_the_instance_are_refused() -> None:
     class TakesLoader(Plain):

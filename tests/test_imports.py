@@ -198,7 +198,7 @@ ALLOWED: dict[str, set[str]] = {
         "replicas",
         LIGHTNING,
     },
-    "dp_strategy": {"batch_division", "replica_step", "replicas", LIGHTNING},
+    "dp_strategy": {"batch_division", "module_copies", "replica_step", "replicas", LIGHTNING},
     "fabric": {"comm_hooks", "module_state", "options", "spare_memory", "strategy_common", "wrapper", LIGHTNING},
     "cli": {"__init__", "collectives", "dp_strategy", "strategy_common", LIGHTNING},
     "__main__": {"cli"},
