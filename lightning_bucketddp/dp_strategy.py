@@ -57,7 +57,8 @@ class BucketDPStrategy(ParallelStrategy):
     - Losses must be means over samples: of sums, the mean over the replicas is not what one device would have had.
     - In manual optimisation, gradients are clipped by ``self.clip_gradients``. ``torch.nn.utils.clip_grad_norm_``
       called in a step would clip once in each replica on the same gradients.
-    - Replicas on the CPU draw from one random number generator at the same time, so that dropout is not reproducible.
+    - Replicas of one device run one after the other, up to the next call that all of them make: steps that wait for
+      each other in ways of their own would wait for ever.
     - ``self.trainer.profiler.profile(...)`` in a step would start the same action once in each replica, which
       profilers refuse.
 

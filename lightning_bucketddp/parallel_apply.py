@@ -6,12 +6,14 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_bucketddp.round_robin import RoundRobin
 from lightning_bucketddp.scattering import Device, as_device
 
 
@@ -20,19 +22,22 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
+    turns: RoundRobin | None = None,
 ) -> list[Any]:
     """Calls every module with its inputs, all at the same time.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
     caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables
     and current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved
-    tensors, function and dispatch modes) hold for the first module alone.
+    tensors, function and dispatch modes) hold for the first module alone. No module is called before all threads are
+    ready for theirs.
 
     Args:
         modules: The modules.
         inputs: For each the tuple or list of its arguments, or its only argument.
         kwargs: For each its keyword arguments.
         devices: For each the device that is current while it runs. By default the caller's.
+        turns: Which of them run one after the other instead.
 
     Returns:
         What each module returned.
@@ -40,7 +45,8 @@ def parallel_apply(
     Raises:
         ValueError: If there are not as many inputs, kwargs or devices as modules.
         BaseException: The first module's that raised any, by its place and not by time, after all modules have ended;
-            with its own traceback and a note that says which module it was.
+            with its own traceback and a note that says which module it was. What kept a thread from starting, before
+            any module has been called.
     """
     for what, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
         if given is not None and len(given) != len(modules):
@@ -49,15 +55,18 @@ def parallel_apply(
         return []
     places = [as_device(device) for device in devices] if devices is not None else [_present_device()] * len(modules)
     calls = [
-        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None)
+        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None, turns)
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
     state = _ThreadState(place.type for place in places if place is not None)
+    start = _CommonStart(len(calls) - 1)
     threads: list[threading.Thread] = []
     try:
-        _start_all(calls[1:], state, threads)
-        calls[0].run()
+        _start_all(calls[1:], state, start, threads)
+        if start.all_ready():
+            calls[0].run(start.begin)
     finally:
+        start.call_off()  # of no effect on calls that have begun
         _join_all(threads)
     if any(call.error is not None for call in calls):
         error = _first_error(calls)
@@ -75,10 +84,13 @@ def _present_device() -> torch.device | None:
     return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _start_all(calls: Iterable[_Call], state: _ThreadState, threads: list[threading.Thread]) -> None:
+def _start_all(
+    calls: Iterable[_Call], state: _ThreadState, start: _CommonStart, threads: list[threading.Thread]
+) -> None:
     for call in calls:
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(call.run_within, state), name=f"replica-{call.index}")
+        name = f"replica-{call.index}"
+        thread = threading.Thread(target=context.run, args=(call.run_within, state, start), name=name)
         thread.start()
         threads.append(thread)
 
@@ -102,6 +114,45 @@ def _first_error(calls: Iterable[_Call]) -> BaseException:
     return next(call for call in calls if call.error is not None).take_error()
 
 
+class _CommonStart:
+    """Has all calls begin, or none of them: one that has begun may wait for the others.
+
+    Args:
+        others: How many threads there are besides the caller's.
+    """
+
+    def __init__(self, others: int) -> None:
+        self._changed = threading.Condition()
+        self._missing = others
+        self._has_begun = self._is_off = False
+
+    def all_ready(self) -> bool:
+        """Waits until all other threads are ready; False if the calls are off."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing == 0 or self._is_off)
+            return not self._is_off
+
+    def ready(self) -> bool:
+        """Says that one of the other threads is ready, and waits for the beginning; False if the calls are off."""
+        with self._changed:
+            self._missing -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_begun or self._is_off)
+            return not self._is_off
+
+    def begin(self) -> None:
+        """Has all calls begin."""
+        with self._changed:
+            self._has_begun = True
+            self._changed.notify_all()
+
+    def call_off(self) -> None:
+        """Has calls that have not begun not begin."""
+        with self._changed:
+            self._is_off = not self._has_begun
+            self._changed.notify_all()
+
+
 class _Call:
     """One module's call: what it is called with, and what came of it."""
 
@@ -113,6 +164,7 @@ class _Call:
         index: int,
         device: torch.device | None,
         tells_device: bool,
+        turns: RoundRobin | None,
     ) -> None:
         self.tells_device = tells_device
         self.module = module
@@ -120,25 +172,34 @@ class _Call:
         self.kwargs = kwargs
         self.index = index
         self.device = device
+        self._turn: AbstractContextManager[None] = nullcontext() if turns is None else turns.turn(index)
         self.stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Calls the module and keeps what it returns or raises."""
+    def run(self, begin: Callable[[], None] | None = None) -> None:
+        """Calls the module and keeps what it returns or raises.
+
+        Args:
+            begin: Called before, by the one that has the others begin.
+        """
         try:
-            with _current(self.device, self.stream):
+            with self._turn, _current(self.device, self.stream):
+                if begin is not None:
+                    begin()
                 self.result = self.module(*self.inputs, **self.kwargs)
         except BaseException as error:  # whatever it is, the others are waited for
             self.error = error
 
-    def run_within(self, state: _ThreadState) -> None:
-        """As :meth:`run`, in a thread that takes over another's state."""
+    def run_within(self, state: _ThreadState, start: _CommonStart) -> None:
+        """As :meth:`run`, in a thread that takes over another's state, when all are ready."""
         try:
             with state.applied(self.device):
-                self.run()
+                if start.ready():
+                    self.run()
         except BaseException as error:
             self.error = error
+            start.call_off()
 
     def take_error(self) -> BaseException:
         """The error, with a note that says where it was raised."""

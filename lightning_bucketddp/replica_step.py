@@ -24,6 +24,7 @@ from lightning_bucketddp.replica_logging import LogBook
 from lightning_bucketddp.replica_metrics import SharedMetrics
 from lightning_bucketddp.replica_optimizers import in_replica, original_of
 from lightning_bucketddp.replicas import Replicas, parallel_apply
+from lightning_bucketddp.round_robin import RoundRobin
 
 _Entry = tuple[dict[str, Any], str, Any]
 _ABSENT = object()
@@ -60,6 +61,7 @@ class ReplicaStep:
         self._manual = hook == "training_step" and not module.automatic_optimization
         self._thread = threading.local()
         self._lockstep = Lockstep(self._devices, hook)
+        self._turns = RoundRobin(self._devices)
         self._logs = LogBook(self.sizes, self.home, hook, type(module).log)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
         self._of_others: list[_Entry] = []  # what takes the other replicas' stand-ins and methods from them
@@ -108,7 +110,8 @@ class ReplicaStep:
         steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
         try:
             with self.inside(), self._watched_gradients(), self._watched_optimizers():
-                outputs = parallel_apply(steps, [(shard, *args) for shard in self._shards], devices=self._devices)
+                shards = [(shard, *args) for shard in self._shards]
+                outputs = parallel_apply(steps, shards, devices=self._devices, turns=self._turns)
         except BaseException:
             if self._toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
                 module.untoggle_optimizer(self._toggled)
@@ -263,7 +266,9 @@ class ReplicaStep:
                 f"expected what a step calls to be of that step, found {call} of one that has ended; call "
                 "self.optimizers() and self.lr_schedulers() in each step, and keep none of what they return"
             )
-        return self._lockstep.meet(self.current(replica), call, value, outside)
+        replica = self.current(replica)
+        with self._turns.away(replica):
+            return self._lockstep.meet(replica, call, value, outside)
 
     def current(self, replica: int) -> int:
         """The replica whose thread this is, which may have got at another replica's things by a reference it kept."""

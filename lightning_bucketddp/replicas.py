@@ -19,6 +19,7 @@ from lightning_bucketddp.flat_copies import FlatCopies
 from lightning_bucketddp.module_copies import HELD, ModuleCopy, ModuleTree, require_copyable
 from lightning_bucketddp.nested import move_to
 from lightning_bucketddp.parallel_apply import parallel_apply
+from lightning_bucketddp.round_robin import RoundRobin
 from lightning_bucketddp.scattering import Device, as_device, as_devices, gather, scatter
 
 __all__ = ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
@@ -36,9 +37,8 @@ class Replicas:
     buffers is lost. Buffers that require grad are treated as parameters are.
 
     Memory of copies is used again at the next :meth:`refresh`, unless a graph whose backward is still to come, or
-    somebody else, holds on to it. Replicas of one device draw random numbers from one generator, at the same time: with
-    dropout, which of them gets which differs from run to run, and a checkpointed layer drops others when it runs again
-    in backward. Use replicas on devices of their own where a module has both.
+    somebody else, holds on to it. Replicas of one device draw random numbers from one generator: call them one after
+    the other, or dropout differs from run to run, and a checkpointed layer drops others when it runs again in backward.
 
     Args:
         module: The original.
@@ -262,6 +262,8 @@ def data_parallel(
 ) -> Any:
     """Calls ``module`` on a batch that is split over devices: scatter, replicate, apply in parallel, gather.
 
+    Devices run at the same time, replicas of one device one after the other.
+
     Gradients are *summed* into the module's parameters, so a loss that is a mean over the gathered output has the
     gradients that it has on one device. The replicas are kept with the module for the next call, and are dropped with
     it; copies and pickles of the module do not have them. Calls from several threads, or one inside the other, are
@@ -297,6 +299,7 @@ def data_parallel(
             [args for args, _ in scattered],
             [kwargs for _, kwargs in scattered],
             targets[:count],
+            RoundRobin(targets[:count]),
         )
         if module.training:
             _bring_buffers_home(module, replicas, targets)

