@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.collectives import Collectives, Pending
 
 ModuleBufferSync = Literal["broadcast", "mean", "off"]
 """What happens to module buffers: rank 0's for all, the mean of the floating ones, or nothing."""
@@ -26,7 +27,7 @@ def broadcast_tensors(
 ) -> None:
     """Gives every rank one rank's values of ``tensors``, in place.
 
-    The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device.
+    The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device, two at a time.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
@@ -36,10 +37,22 @@ def broadcast_tensors(
         hidden: Whether the values are written back past autograd's version counters: a graph that saved one of the
             tensors stays valid then, but nobody can notice the change by the counter.
     """
+    has_values = collectives.rank == source
+    under_way: deque[tuple[Pending, Tensor, list[Tensor]]] = deque()
+
+    def end_first() -> None:
+        pending, staging, chunk = under_way.popleft()
+        pending.wait(on_idle)
+        if not has_values:
+            _write_back(staging, chunk, hidden)
+
     for chunk in _chunks(tensors):
-        staging = _stage(chunk)
-        collectives.broadcast(staging, source).wait(on_idle)
-        _write_back(staging, chunk, hidden)
+        staging = _stage(chunk) if has_values else _room_for(chunk)
+        under_way.append((collectives.broadcast(staging, source), staging, chunk))
+        if len(under_way) > 1:
+            end_first()
+    while under_way:
+        end_first()
 
 
 class ModuleBuffers:
@@ -123,6 +136,11 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _stage(chunk: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+
+
+def _room_for(chunk: list[Tensor]) -> Tensor:
+    numel = sum(tensor.numel() for tensor in chunk)
+    return torch.empty(numel, dtype=chunk[0].dtype, device=chunk[0].device)
 
 
 def _write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
