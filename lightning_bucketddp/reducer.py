@@ -27,11 +27,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
 from lightning_bucketddp.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.comm_hooks import CommHook, require_hook_decides
+from lightning_bucketddp.comm_hooks import CommHook
 from lightning_bucketddp.control import ControlExchange, Report, fingerprint
 from lightning_bucketddp.control_checks import ControlChecks
 from lightning_bucketddp.diagnostics import PassNotes, PassRecord, log_layout, log_pass, logger
@@ -40,6 +40,7 @@ from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError, not_cleared
 from lightning_bucketddp.gradient_hooks import Arrivals, GradientHooks, SharedHook
+from lightning_bucketddp.hook_registration import HookRegistration
 from lightning_bucketddp.layout import ALIGNMENT_BYTES, Layout
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.planner import BucketPlan, Planner
@@ -49,6 +50,7 @@ from lightning_bucketddp.shard_groups import ShardGroups
 from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.slots import SlotTable, TrainableSet
 from lightning_bucketddp.sparse_grads import SparseGrads
+from lightning_bucketddp.tail_hooks import TailHooks
 from lightning_bucketddp.trainable import TrainableHistory
 from lightning_bucketddp.turns import Turns
 
@@ -58,13 +60,6 @@ SETTLE_SECONDS = 10.0
 A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
 """
 
-
-MAX_EARLY_TAILS = 16
-"""How often other gradients of a bucket may come after the one that should have been the last, until it is looked which
-comes last now."""
-
-MAX_RETURNS_TO_ALL_HOOKS = 4
-"""How often the waiting for buckets' last gradients alone may have to end, until it is given up."""
 
 _HOOK_NAME = "Reducer.on_gradient"
 
@@ -154,8 +149,8 @@ class Reducer:
         self._arrivals = Arrivals(self._on_gradient_of)
         self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
         self._runs.comm_hook = comm_hook
-        self._hook_agreements = 0
         self.failures = Failures(agreement, self._become_failed)
+        self._registration = HookRegistration(agreement, self.failures, options)
         self.checks = ControlChecks(self.failures, collectives.rank)
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
         devices = {param.device for param in self._slots.all_params}
@@ -165,9 +160,8 @@ class Reducer:
         self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
         self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
         self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)
-        # Only the gradient that comes last in a bucket needs to be told of, if it is known which does.
-        self._tails_wanted = overlap and not self._several_devices and not self._find_unused
-        self._returns_to_all_hooks = 0
+        tails_will_do = overlap and not self._several_devices and not self._find_unused
+        self._tails = TailHooks(self.hooks, self._runs, self._slots, tails_will_do)
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.announce: Callable[[str], None] = logger.info
@@ -299,32 +293,8 @@ class Reducer:
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
         self.require_usable()
-        topic = self._hook_topic()
-        self._hook_agreements += 1
-        problem: Exception | None = None
-        entries: list[Entry] = []
-        try:
-            hook = make_hook()
-            self._require_no_hook()
-            entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = error  # the others must hear of it before it is raised
-        self._agreement.require_same(topic, entries, problem, self.failures.raise_if_published)
-        self._runs.comm_hook = hook
-
-    def _require_no_hook(self) -> None:
-        require_hook_decides(self._options)
-        if self._runs.comm_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook can only be called once: expected no communication hook, found "
-                f"{self._runs.comm_hook.name!r}"
-            )
-        if self._state is not PassState.IDLE:
-            raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
-
-    def _hook_topic(self) -> str:
-        times = f", attempt {self._hook_agreements + 1}" if self._hook_agreements else ""
-        return f"the communication hook from pass {self.pass_number} on{times}"
+        between_passes = self._state is PassState.IDLE
+        self._runs.comm_hook = self._registration.agree(make_hook, self._runs.comm_hook, between_passes)
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -478,7 +448,7 @@ class Reducer:
         if self._replan_due:
             self._relayout()
         if self._learner.learning:
-            self._note_every_gradient()
+            self._tails.note_every_gradient()
         self._passes_begun += 1
         learning = self._learner.learning
         self._runs.begin(trainable, None if learning else reachable, local=not synchronised, in_order=not learning)
@@ -509,7 +479,7 @@ class Reducer:
             raise
         self._planner.begin(since, self._learner.learning, self._runs.device)
         if self._planner.watching:
-            self._note_every_gradient()
+            self._tails.note_every_gradient()
         self._only_arrivals = not (self._learner.learning or self.replaying or self._planner.watching)
         if self._only_arrivals:
             self._arrivals.keep()
@@ -519,7 +489,7 @@ class Reducer:
             raise RuntimeError(not_cleared(self._collectives.rank, self._uncleared))
 
     def _relayout(self) -> None:
-        self._note_every_gradient()
+        self._tails.note_every_gradient()
         before = self._runs.layout
         self._runs.relayout()
         self._replan_due = False
@@ -528,30 +498,6 @@ class Reducer:
             log_layout(self.layout, self._collectives.rank, self.pass_number)
 
     # -- gradients -----------------------------------------------------------------------------------
-
-    def _note_every_gradient(self) -> None:
-        """From now on each parameter tells of its gradient."""
-        if not self.hooks.everywhere:
-            self._returns_to_all_hooks += 1
-            self._runs.note_every_gradient()
-            self.hooks.hook_all()
-
-    def _look_only_at_tails(self) -> None:
-        """From now on only the parameters whose gradients come last in their buckets tell of them, if that will do.
-
-        A matter of this rank's alone: it changes when a bucket is launched, and nothing else. The others' gradients
-        are kept in a list, which costs a fraction of what telling does.
-        """
-        if not self._tails_wanted or self._replan_due or self._learner.learning or self._planner.busy():
-            return
-        if self._returns_to_all_hooks > MAX_RETURNS_TO_ALL_HOOKS:
-            self._tails_wanted = False
-        elif self._runs.early_tails > MAX_EARLY_TAILS:
-            self._note_every_gradient()  # to see in the next pass which come last now
-        elif len(self._runs.streams_seen) <= 1:
-            noted = self._runs.wait_for_tails()
-            if noted is not None:
-                self.hooks.hook_only(self._slots.indices_without_slot() | {self._slots.index_of(s) for s in noted})
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         """What autograd calls when it has accumulated into the gradient of the parameter at ``index`` in the module.
@@ -814,7 +760,8 @@ class Reducer:
         )
         self._end_reduction()
         self._last_notes = notes
-        self._look_only_at_tails()
+        if not (self._replan_due or self._learner.learning or self._planner.busy()):
+            self._tails.look_only_at_tails()
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
     def _start_control(self, failed: bool) -> ControlExchange:
@@ -879,7 +826,7 @@ class Reducer:
         self.failures.raise_if_published()
         self.failures.raise_if_missed()
         self._trainable.answer(self.pass_number)
-        self._agreement.answer_none(self._hook_topic(), f"is in pass {self.pass_number}")
+        self._agreement.answer_none(self._registration.topic(), f"is in pass {self.pass_number}")
         skipper = self._agreement.skipped_by(self.checks.steps)
         if skipper is not None:
             raise RankMismatchError(

@@ -20,7 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, bucket_runs, grad_buffer
 from lightning_bucketddp.gradient_hooks import Arrivals, SharedHook
-from lightning_bucketddp.reducer import MAX_EARLY_TAILS, MAX_RETURNS_TO_ALL_HOOKS, is_reducers_own
+from lightning_bucketddp.reducer import is_reducers_own
+from lightning_bucketddp.tail_hooks import MAX_EARLY_TAILS, MAX_RETURNS_TO_ALL_HOOKS
 from tests.models import Branches, Checkpointed, Fragile, LateScale, Lookup, MixedDtypes, Mlp, Towers, batch, tokens
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
