@@ -46,6 +46,7 @@ class ShardedRuns(BucketRuns):
         self._keep_shards = keep_shards
         self._away = False
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
+        self._local_versions: dict[int, int] = {}  # by slot, of views to which a local pass has added since
         self._settled = 0  # how many of the active buckets have been summed
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
@@ -122,7 +123,7 @@ class ShardedRuns(BucketRuns):
         params = self._slots.params
         for index in self._set_aside:
             for slot in self._runs[index].slots:
-                if params[slot].grad is None:  # cleared since, in a local pass's wake
+                if self._was_cleared(slot):
                     self._aside_part(slot).zero_()
         for run in self._runs:
             live = [slot for slot in run.slots if params[slot].grad is self._sharded[slot]]
@@ -135,6 +136,14 @@ class ShardedRuns(BucketRuns):
             torch._foreach_zero_([self._buffers.views[slot] for slot in live])
             for slot in live:
                 params[slot].grad = self._buffers.views[slot]
+
+    def _was_cleared(self, slot: int) -> bool:
+        """Whether a gradient was cleared after a local pass that has added to what had been set aside."""
+        grad = self._slots.params[slot].grad
+        if grad is None:
+            return True
+        version = self._local_versions.get(slot, grad._version)
+        return grad is self._buffers.views[slot] and grad._version != version and not grad.any()
 
     def _new_aside(self, run: BucketRun, live: Sequence[int]) -> Tensor:
         if not self._keep_shards:
@@ -250,6 +259,8 @@ class ShardedRuns(BucketRuns):
         """Ends a local pass."""
         super().end_local()
         self._give_back()
+        views = self._buffers.views
+        self._local_versions = {s: views[s]._version for index in self._set_aside for s in self._runs[index].slots}
 
     def end(self) -> None:
         """Ends a synchronised pass."""

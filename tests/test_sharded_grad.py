@@ -160,20 +160,23 @@ def test_gradients_add_up(run_ranks: RunRanks, zeros: bool) -> None:
     run_ranks(3, several_backwards, zeros)
 
 
-def cleared_in_between() -> None:
+def cleared_in_between(zeros: bool) -> None:
     """What was published is set aside when a local pass begins, and must not come back when it has been cleared."""
     ours, plain = pair()
     backward([ours], 0)
     with ours.no_sync():
         backward([ours], 1)
-    ours.zero_grad()
-    backward([ours, plain], 2)
+    ours.zero_grad(set_to_none=not zeros)
+    with ours.no_sync():
+        backward([ours, plain], 2)
+    backward([ours, plain], 3)
     averaged(plain)
     assert_full(ours, plain)
 
 
-def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks) -> None:
-    run_ranks(2, cleared_in_between)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks, zeros: bool) -> None:
+    run_ranks(2, cleared_in_between, zeros)
 
 
 def cleared_alone() -> list[Tensor | None]:
