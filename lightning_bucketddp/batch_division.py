@@ -81,7 +81,8 @@ def _parts(batch: Any) -> list[tuple[str, Any]]:
         named = [(f"batch[{index}]", item) for index, item in enumerate(batch)]
     else:
         named = []
-    containers = all(isinstance(item, list | tuple | Mapping) for _, item in named)
+    # None is what a CombinedLoader gives for a loader that is exhausted
+    containers = all(item is None or isinstance(item, list | tuple | Mapping) for _, item in named)
     return named if named and containers and len(set(_first_dims(batch))) > 1 else [("batch", batch)]
 
 

@@ -42,8 +42,9 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, pat
       floats, the mean is taken, weighted by the number of samples; integers, and integer tensors without dimensions,
       are added up. Integers whose name has idx or index in it, as ``batch_idx``, have to be the same in every replica.
     - Containers and dataclasses are merged item by item, but lists with one item per sample (which are not all
-      tensors with one row per sample), and lists without tensors, are concatenated. So are tuples without tensors that
-      have one item per sample. NumPy arrays are as tensors.
+      tensors with one row per sample), lists without tensors, and lists of dicts whose tensors have other numbers of
+      rows, are concatenated. So are tuples without tensors that have one item per sample. NumPy arrays are as tensors.
+    - What a replica of one sample has squeezed gets its first dimension back, if others have it.
     - Anything else has to be the same in every replica.
 
     Args:
@@ -124,9 +125,13 @@ def _merge_tensors(values: list[Tensor], sizes: Sequence[int], device: torch.dev
     if all(value.device == values[0].device for value in values):
         device = values[0].device  # predictions that a step has moved to the CPU stay there
     if any(value.dim() for value in values):
-        values = [value if value.dim() else value.view(1) for value in values]  # squeezed, of one sample
+        most = max(value.dim() for value in values)
+        values = [  # squeezed, of one sample
+            value.unsqueeze(0) if value.dim() == most - 1 and size == 1 else value
+            for value, size in zip(values, sizes, strict=True)
+        ]
         _require(
-            len({(value.shape[1:], value.dtype) for value in values}) == 1,
+            len({(value.dim(), value.shape[1:], value.dtype) for value in values}) == 1,
             path,
             "tensors of one dtype and shape but for the first dimension",
             [f"{tuple(value.shape)} of {value.dtype}" for value in values],
@@ -146,12 +151,21 @@ def _merge_sequences(values: Sequence[Any], sizes: Sequence[int], device: torch.
     lengths = [len(value) for value in values]
     tensors = [tensor for value in values for tensor in tensors_in(value)]
     per_sample = lengths == list(sizes) and not batched(values, sizes) and (kind is list or not tensors)
-    if per_sample or (kind is list and not tensors):
+    if per_sample or (kind is list and (not tensors or _are_records(values, sizes))):
         apart = len({tensor.device for tensor in tensors}) > 1
         return kind(move_to(item, device) if apart else item for value in values for item in value)
     _require(len(set(lengths)) == 1, path, "as many items in each", lengths)
     columns = enumerate(zip(*values, strict=True))
     return kind(merge(column, sizes, device, f"{path}[{index}]") for index, column in columns)
+
+
+def _are_records(values: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Whether lists hold dicts of one sample each, which may be of some samples only, and not of all samples."""
+    return all(isinstance(item, Mapping) for value in values for item in value) and not all(
+        tensor.dim() and tensor.size(0) == size
+        for value, size in zip(values, sizes, strict=True)
+        for tensor in tensors_in(value)
+    )
 
 
 def _kinds(values: Sequence[Any]) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
-from torchmetrics.aggregation import RunningMean, RunningSum
+from torchmetrics.wrappers import Running
 
 from lightning_bucketddp.merging import merge
 from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
@@ -39,6 +39,10 @@ class _Call(NamedTuple):
 def _has_number(call: _Call) -> bool:
     values = (*call.args, *call.kwargs.values())
     return any(type(value) is int or (isinstance(value, Tensor) and not value.dim()) for value in values)
+
+
+def _without_window(metric: Metric) -> Metric:
+    return metric.base_metric if isinstance(metric, Running) else metric
 
 
 class SharedMetric:
@@ -124,10 +128,11 @@ class SharedMetric:
             for tensor in tensors_in(call)
         )
 
+    def _members(self) -> list[Metric]:
+        return list(self.metric.values()) if isinstance(self.metric, MetricCollection) else [self.metric]
+
     def _aggregates(self) -> bool:
-        if isinstance(self.metric, MetricCollection):
-            return all(isinstance(member, _AGGREGATORS) for member in self.metric.values())
-        return isinstance(self.metric, (*_AGGREGATORS, RunningMean, RunningSum))
+        return all(isinstance(_without_window(member), _AGGREGATORS) for member in self._members())
 
     def _original(self, method: str) -> Callable[..., Any]:
         return self.metric if method == "forward" else getattr(self.metric, method)
@@ -143,11 +148,17 @@ class SharedMetric:
             raise ValueError(f"cannot merge {path} in the replicas: expected the same arguments, found others")
         args = zip(*(call.args for call in calls), strict=True)
         kwargs = ((name, [call.kwargs[name] for call in calls]) for name in first.kwargs)
-        home = self._step.home
         return _Call(
-            tuple(merge(column, sizes, home, f"{path} as argument {index}") for index, column in enumerate(args)),
-            {name: merge(column, sizes, home, f"{path} as {name!r}") for name, column in kwargs},
+            tuple(self._argument(column, sizes, f"{path} as argument {index}") for index, column in enumerate(args)),
+            {name: self._argument(column, sizes, f"{path} as {name!r}") for name, column in kwargs},
         )
+
+    def _argument(self, values: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+        home = self._step.home
+        if all(type(value) is list and all(isinstance(item, Mapping) for item in value) for value in values):
+            # a dict for each image, which metrics of detection get; their tensors' shapes say nothing
+            return [move_to(item, home) for value in values for item in value]
+        return merge(values, sizes, home, path)
 
     def _stacked(self, calls: Sequence[_Call], sizes: Sequence[int]) -> _Call:
         """One value per replica, which the metric itself aggregates as it does those of a batch."""
@@ -156,8 +167,15 @@ class SharedMetric:
             key: torch.stack([torch.as_tensor(values[key], device=self._step.home) for values in named])
             for key in named[0]
         }
-        members = self.metric.values() if isinstance(self.metric, MetricCollection) else [self.metric]
-        if any(isinstance(member, MeanMetric | RunningMean) for member in members) and "weight" not in stacked:
+        members = self._members()
+        means = [isinstance(_without_window(member), MeanMetric) for member in members]
+        if any(means) and "weight" not in stacked:
+            if any(isinstance(member, Running) and not mean for member, mean in zip(members, means, strict=True)):
+                raise RuntimeError(
+                    f"expected the collection {self._name!r}, which is given a number, to have no means next to other "
+                    "metrics with a window, as means take weights, and windows hand them on to whatever they are of; "
+                    "found both; use the means outside of the collection"
+                )
             stacked["weight"] = torch.tensor(sizes, device=self._step.home) / sum(sizes)
         return _Call((), stacked)
 
@@ -259,6 +277,6 @@ def _items(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a notebook that defines a class again and again would keep them all
 def _class_in_replica(kind: type) -> Any:
     return type(kind.__name__, (_InReplica, kind), {})

@@ -152,7 +152,7 @@ def _stand_in(original: Any, kind: str, name: str, step: Meeting, replica: int) 
     return stand_in
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a notebook that defines a class again and again would keep them all
 def _class_in_replica(base: type, kind: type) -> Any:
     return type(kind.__name__, (base, kind), {})
 
