@@ -50,17 +50,19 @@ class BucketDPStrategy(ParallelStrategy):
 
     Other attributes that a step sets stay if the first replica set them; other objects that it changes are changed by
     all replicas at once. BatchNorm has statistics of each replica's samples, and keeps the first one's; a last batch
-    that leaves a replica one sample fails in it as a batch of one does, which ``drop_last=True`` avoids.
+    that leaves a replica one sample fails in it as a batch of one does, which ``drop_last=True`` avoids. Profilers
+    record what the first replica does.
 
     What a step has to observe:
 
     - Losses must be means over samples: of sums, the mean over the replicas is not what one device would have had.
-    - In manual optimisation, gradients are clipped by ``self.clip_gradients``. ``torch.nn.utils.clip_grad_norm_``
-      called in a step would clip once in each replica on the same gradients.
+    - In manual optimisation, gradients are clipped by ``self.clip_gradients``, and otherwise changed in
+      ``on_before_optimizer_step``: a step that changes them itself, as by ``torch.nn.utils.clip_grad_norm_``, would do
+      so once in each replica on the same gradients, and raises.
+    - Outputs keep their first dimension: ``squeeze(1)`` in the place of ``squeeze()``, which cannot be told from
+      another output where every replica has one sample.
     - Replicas of one device run one after the other, up to the next call that all of them make: steps that wait for
       each other in ways of their own would wait for ever.
-    - ``self.trainer.profiler.profile(...)`` in a step would start the same action once in each replica, which
-      profilers refuse.
 
     Args:
         accelerator: The accelerator; set by the Trainer.

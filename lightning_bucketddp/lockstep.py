@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
 class AbandonedError(RuntimeError):
     """Ends a replica that waits for one that has raised; what that one raised is what the caller should see."""
+
+
+class _Arrival(NamedTuple):
+    call: str
+    value: Any
+    handled: BaseException | None
 
 
 class Lockstep:
@@ -31,7 +37,7 @@ class Lockstep:
         self._devices = devices
         self._step = step
         self._changed = threading.Condition()
-        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._arrived: dict[int, _Arrival] = {}
         self._ended: dict[int, BaseException | None] = {}
         self._meetings = 0
         self._result: Any = None
@@ -39,7 +45,14 @@ class Lockstep:
         self._unread = 0
         self._error: Callable[[], RuntimeError] | None = None
 
-    def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
+    def meet(
+        self,
+        replica: int,
+        call: str,
+        value: Any,
+        once: Callable[[list[Any]], Any],
+        handled: BaseException | None = None,
+    ) -> Any:
         """Waits until all replicas make this call, and has it done once.
 
         Args:
@@ -47,6 +60,8 @@ class Lockstep:
             call: What it calls, in words; the same in all of them.
             value: What it brings along.
             once: Gets all replicas' values, in order. The first replica's is run, in its thread.
+            handled: The exception that the replica handles while it calls, in a ``finally`` say. If others make
+                another call, that is why.
 
         Returns:
             What ``once`` returned.
@@ -55,17 +70,17 @@ class Lockstep:
             BaseException: What ``once`` raised, in all replicas, so that those that go on stay together.
             RuntimeError: If another replica makes another call, or has ended; names both calls. If two threads of
                 one replica call.
-            AbandonedError: If another replica has raised.
+            AbandonedError: If another replica has raised, or this one, and others do not make the call.
         """
         with self._changed:
             self._raise()
             if replica in self._arrived:
                 self._fail(
                     f"expected {self._name(replica)} to make one call at a time, found {call} in one thread while "
-                    f"another is in {self._arrived[replica][0]}; make such calls in {self._step}'s own thread"
+                    f"another is in {self._arrived[replica].call}; make such calls in {self._step}'s own thread"
                 )
                 self._raise()
-            self._arrived[replica] = (call, value)
+            self._arrived[replica] = _Arrival(call, value, handled)
             self._look()
             meeting = self._meetings
             if replica != 0:
@@ -75,7 +90,7 @@ class Lockstep:
                 return self._read()
             self._changed.wait_for(lambda: len(self._arrived) == len(self._devices) or self._error is not None)
             self._raise(replica)
-            values = [self._arrived[index][1] for index in range(len(self._devices))]
+            values = [self._arrived[index].value for index in range(len(self._devices))]
         result: Any = None
         raised: BaseException | None = None
         try:  # not under the lock: it may take long, and an interrupted thread must be able to leave
@@ -115,12 +130,21 @@ class Lockstep:
             self._arrived.pop(replica, None)
             self._look()
 
+    def raised_by(self, replica: int) -> BaseException | None:
+        """What a replica has raised, as far as it is known: also what it handled in a call that others did not make."""
+        return self._ended.get(replica)
+
     def _look(self) -> None:
         """Notes why those that have arrived cannot meet, if they cannot, and wakes whoever may go on."""
-        calls = {call for call, _ in self._arrived.values()}
+        calls = {arrival.call for arrival in self._arrived.values()}
+        differ = bool(calls) and (bool(self._ended) or len(calls) > 1)
+        handled = {index: found.handled for index, found in self._arrived.items() if found.handled is not None}
         if self._error is None and any(error is not None for error in self._ended.values()):
             self._error = self._abandoned
-        elif self._error is None and calls and (self._ended or len(calls) > 1):
+        elif self._error is None and differ and handled:
+            self._ended.update(handled)
+            self._error = self._abandoned
+        elif self._error is None and differ:
             self._fail(self._difference())
         self._changed.notify_all()
 
@@ -141,7 +165,7 @@ class Lockstep:
         return AbandonedError(f"{self._name(who)} has raised {self._ended[who]!r}")
 
     def _difference(self) -> str:
-        found = [f"{self._name(index)} called {call}" for index, (call, _) in sorted(self._arrived.items())]
+        found = [f"{self._name(index)} called {arrival.call}" for index, arrival in sorted(self._arrived.items())]
         found += [f"{self._name(index)} ended" for index in sorted(self._ended)]
         return (
             f"expected the replicas to make the same calls in the same order in {self._step}, as each is made once for "

@@ -19,6 +19,17 @@ _OWN_WAY = "_replicate_for_data_parallel"
 HELD = "_bucketddp_replicas"
 """The attribute under which a module holds its replicas between steps; replicas have none of their own."""
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Where a module keeps hooks on its call; private, as there is no public way to those that it has."""
+
 _Entries = list[tuple[str, int]]
 
 
@@ -134,6 +145,9 @@ class ModuleCopy:
             attributes["_buffers"] = original._buffers.copy()
             attributes["_modules"] = children.copy()
             attributes["_is_replica"] = True
+            for name in _HOOKS:  # what a replica registers in its forward is for its own samples
+                if name in attributes:
+                    attributes[name] = attributes[name].copy()
             attributes.pop(HELD, None)
             object.__setattr__(copy, "__dict__", attributes)
         self._redirect(self._module_aliases, self._by_id)

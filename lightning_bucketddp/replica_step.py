@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from lightning_bucketddp.batch_division import Division
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.merging import merge, merge_loss
 from lightning_bucketddp.nested import move_to
-from lightning_bucketddp.replica_checks import Counters, SharedParameters, watched_optimizers
+from lightning_bucketddp.replica_checks import Counters, Gradients, SharedParameters, watched_optimizers
 from lightning_bucketddp.replica_lists import AppendedLists
 from lightning_bucketddp.replica_logging import LogBook
 from lightning_bucketddp.replica_metrics import SharedMetrics
 from lightning_bucketddp.replica_optimizers import in_replica, original_of
+from lightning_bucketddp.replica_profiler import first_replicas_profiler, without_profilers
 from lightning_bucketddp.replicas import Replicas, parallel_apply
 from lightning_bucketddp.round_robin import RoundRobin
 
@@ -69,6 +71,7 @@ class ReplicaStep:
         self._is_outside = True
         self._warned = warned
         self._params: SharedParameters | None = None
+        self._gradients: Gradients | None = None
         self._toggled: Any = None  # the optimizer that the step has toggled last
 
     def run(self, *args: Any) -> Any:
@@ -95,8 +98,9 @@ class ReplicaStep:
         others = self._replicas.refresh(len(self._shards))[1:]
         modules: list[Any] = [module, *others]
         at_home = [other for other, device in zip(others, self._devices[1:], strict=True) if device == self.home]
-        params = self._params = SharedParameters(module, at_home, self._hook, self._warned)
-        counters = Counters(module, others, self._hook, self._warned)
+        self._params = SharedParameters(module, at_home, self._hook, self._warned)
+        self._gradients = Gradients(module) if self._manual else None
+        counters = Counters(module, others, self.sizes, self._hook, self._warned)
         lists = AppendedLists(module, modules)
         metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
@@ -105,18 +109,23 @@ class ReplicaStep:
             if index == 0:
                 self._entries = entries
             else:
-                self._of_others += _put(entries)
+                self._of_others += _put(entries + without_profilers(replica))
                 _place(replica, device)
         steps: list[Any] = [partial(self._run_one, index, replica) for index, replica in enumerate(modules)]
         try:
-            with self.inside(), self._watched_gradients(), self._watched_optimizers():
+            with (
+                self.inside(),
+                self._watched_gradients(),
+                self._watched_optimizers(),
+                first_replicas_profiler(module.trainer, lambda: self.current(0) == 0),
+            ):
                 shards = [(shard, *args) for shard in self._shards]
                 outputs = parallel_apply(steps, shards, devices=self._devices, turns=self._turns)
         except BaseException:
             if self._toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
                 module.untoggle_optimizer(self._toggled)
             raise
-        params.check()
+        self._check()
         counters.check()
         metrics.flush()
         self._logs.replay(module.log, module.log_dict)
@@ -127,21 +136,30 @@ class ReplicaStep:
         """Lets go of the batch and whatever else the step held, by references from the replicas to it and back."""
         self._has_ended = True
         _put(self._of_others)
-        self._entries, self._of_others, self._params = [], [], None
+        self._entries, self._of_others, self._params, self._gradients = [], [], None, None
         del self._shards, self._logs, self._lockstep
 
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
         self._thread.replica = index
+        self._thread.handled = sys.exc_info()[1]
+        own: BaseException | None = None
         try:
             output = getattr(replica, self._hook)(*args)
         except AbandonedError as error:  # what the other replica raised is raised to the caller
-            self._lockstep.end(index, error)
-            return None
+            own = self._lockstep.raised_by(index)  # or what this one did, before a `finally` that calls something
+            self._lockstep.end(index, own or error)
         except BaseException as error:
             self._lockstep.end(index, error)
             raise
-        self._lockstep.end(index)
-        return output
+        else:
+            self._lockstep.end(index)
+            return output
+        if own is not None:
+            try:
+                raise own
+            finally:
+                own = None  # else the traceback, which holds this frame, would keep itself alive
+        return None
 
     def _merged(self, outputs: list[Any]) -> Any:
         call = self._hook
@@ -180,7 +198,7 @@ class ReplicaStep:
             "all_gather": partial(self._all_gather, index, device),
         }
         if index != 0:
-            methods["print"] = _print_nothing
+            methods["print"] = _do_nothing
         if self._manual:
             methods["manual_backward"] = partial(self._manual_backward, index)
             methods["clip_gradients"] = partial(self._clip_gradients, index)
@@ -267,8 +285,11 @@ class ReplicaStep:
                 "self.optimizers() and self.lr_schedulers() in each step, and keep none of what they return"
             )
         replica = self.current(replica)
+        handled = sys.exc_info()[1]
+        if handled is getattr(self._thread, "handled", None):  # as the step began
+            handled = None
         with self._turns.away(replica):
-            return self._lockstep.meet(replica, call, value, outside)
+            return self._lockstep.meet(replica, call, value, outside, handled)
 
     def current(self, replica: int) -> int:
         """The replica whose thread this is, which may have got at another replica's things by a reference it kept."""
@@ -282,20 +303,30 @@ class ReplicaStep:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Inside, the LightningModule is the first replica."""
-        if self._params is not None:
-            self._params.renew()
+        self._take_as_unchanged()
         with self._exchanged(outside=False):
             yield
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Inside, which is within :meth:`inside`, the LightningModule is as it is outside of steps."""
-        if self._params is not None:
-            self._params.check()
+        self._check()
         with self._exchanged(outside=True):
             yield
+        self._take_as_unchanged()
+
+    def _check(self) -> None:
+        """Looks whether the replicas have changed what is only changed outside."""
+        if self._params is not None:
+            self._params.check()
+        if self._gradients is not None:
+            self._gradients.check()
+
+    def _take_as_unchanged(self) -> None:
         if self._params is not None:
             self._params.renew()
+        if self._gradients is not None:
+            self._gradients.renew()
 
     @contextmanager
     def _exchanged(self, outside: bool) -> Iterator[None]:
@@ -346,8 +377,12 @@ def _put(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _place(replica: torch.nn.Module, device: torch.device) -> None:
-    """Has ``self.device`` be the replica's, in nested LightningModules and metrics too."""
+    """Has ``self.device`` be the replica's, in nested LightningModules and metrics too.
+
+    ``zero_grad`` does nothing in it: the gradients are the original's, and the first replica's to let go of.
+    """
     for module in replica.modules():
+        vars(module)["zero_grad"] = _do_nothing
         # Private, as the property has no setter; Lightning sets it the same way before `setup`.
         if "_device" in vars(module) and hasattr(type(module), "device"):
             vars(module)["_device"] = device
@@ -357,5 +392,5 @@ def _name_of(optimizer: Any) -> str:
     return getattr(optimizer, "_name", None) or type(optimizer).__name__
 
 
-def _print_nothing(*args: Any, **kwargs: Any) -> None:
-    """``self.print`` of all replicas but the first."""
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What all replicas but the first do where one is enough."""

@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDPStrategy
+from lightning_bucketddp.module_copies import _HOOKS
 
 PACKAGE = Path(lightning_bucketddp.__file__).parent
 LIGHTNING = "lightning"
@@ -189,6 +190,7 @@ ALLOWED: dict[str, set[str]] = {
     "replica_lists": {"merging", "nested"},
     "replica_metrics": {"merging", "nested"},
     "replica_optimizers": {"merging"},
+    "replica_profiler": {LIGHTNING},
     "replica_logging": {"merging", "replica_metrics", LIGHTNING},
     "replica_step": {
         "batch_division",
@@ -200,6 +202,7 @@ ALLOWED: dict[str, set[str]] = {
         "replica_logging",
         "replica_metrics",
         "replica_optimizers",
+        "replica_profiler",
         "replicas",
         "round_robin",
         LIGHTNING,
@@ -297,6 +300,7 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert callable(torch._foreach_add_)
     assert hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
     assert callable(torch.nn.Module._replicate_for_data_parallel)
+    assert set(_HOOKS) <= vars(torch.nn.Module()).keys()
     assert torch.nn.parameter.is_lazy(torch.nn.UninitializedParameter())
     assert isinstance(torch._dynamo.OptimizedModule, type)
     param.register_post_accumulate_grad_hook(lambda _: None)
