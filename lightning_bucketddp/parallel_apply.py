@@ -23,13 +23,14 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
     turns: RoundRobin | None = None,
+    thread_per_device: bool = False,
 ) -> list[Any]:
     """Calls every module with its inputs, all at the same time.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
     caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables
     and current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved
-    tensors, function and dispatch modes) hold for the first module alone. No module is called before all threads are
+    tensors, function and dispatch modes) hold in the caller's thread alone. No module is called before all threads are
     ready for theirs.
 
     Args:
@@ -37,7 +38,9 @@ def parallel_apply(
         inputs: For each the tuple or list of its arguments, or its only argument.
         kwargs: For each its keyword arguments.
         devices: For each the device that is current while it runs. By default the caller's.
-        turns: Which of them run one after the other instead.
+        turns: Which of them run one after the other instead, each in its thread, for modules that wait for others.
+        thread_per_device: Whether modules of one device are called one after the other in one thread, those of the
+            first device in the caller's. When one raises, the rest of its device are not called.
 
     Returns:
         What each module returned.
@@ -58,19 +61,21 @@ def parallel_apply(
         _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None, turns)
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
+    lines = _by_place(calls) if thread_per_device else [[call] for call in calls]
     state = _ThreadState(place.type for place in places if place is not None)
-    start = _CommonStart(len(calls) - 1)
+    start = _CommonStart(len(lines) - 1)
     threads: list[threading.Thread] = []
     try:
-        _start_all(calls[1:], state, start, threads)
+        _start_all(lines[1:], state, start, threads)
         if start.all_ready():
-            calls[0].run(start.begin)
+            _run(lines[0], start.begin)
     finally:
         start.call_off()  # of no effect on calls that have begun
         _join_all(threads)
     if any(call.error is not None for call in calls):
         error = _first_error(calls)
         calls.clear()  # else the traceback, which holds this frame, would keep every replica's results alive
+        lines.clear()
         try:
             raise error
         finally:
@@ -84,15 +89,48 @@ def _present_device() -> torch.device | None:
     return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _start_all(
-    calls: Iterable[_Call], state: _ThreadState, start: _CommonStart, threads: list[threading.Thread]
-) -> None:
+def _by_place(calls: Iterable[_Call]) -> list[list[_Call]]:
+    """The calls of each device, in order."""
+    lines: dict[torch.device | None, list[_Call]] = {}
     for call in calls:
+        lines.setdefault(call.device, []).append(call)
+    return list(lines.values())
+
+
+def _start_all(
+    lines: Iterable[list[_Call]], state: _ThreadState, start: _CommonStart, threads: list[threading.Thread]
+) -> None:
+    for line in lines:
         context = contextvars.copy_context()
-        name = f"replica-{call.index}"
-        thread = threading.Thread(target=context.run, args=(call.run_within, state, start), name=name)
+        name = f"replica-{line[0].index}"
+        thread = threading.Thread(target=context.run, args=(_run_within, line, state, start), name=name)
         thread.start()
         threads.append(thread)
+
+
+def _run(line: Iterable[_Call], begin: Callable[[], None] | None = None) -> None:
+    """Makes one thread's calls, until one raises.
+
+    Args:
+        line: The calls.
+        begin: Called before each, by the thread that has the others begin.
+    """
+    for call in line:
+        call.run(begin)
+        if call.error is not None:
+            return
+
+
+def _run_within(line: Sequence[_Call], state: _ThreadState, start: _CommonStart) -> None:
+    """As :func:`_run`, in a thread that takes over another's state, when all are ready."""
+    try:
+        with state.applied(line[0].device):
+            if start.ready():
+                _run(line)
+    except BaseException as error:
+        if all(call.error is None for call in line):  # a module's own says more
+            line[0].error = error
+        start.call_off()
 
 
 def _join_all(threads: Iterable[threading.Thread]) -> None:
@@ -190,16 +228,6 @@ class _Call:
                 self.result = self.module(*self.inputs, **self.kwargs)
         except BaseException as error:  # whatever it is, the others are waited for
             self.error = error
-
-    def run_within(self, state: _ThreadState, start: _CommonStart) -> None:
-        """As :meth:`run`, in a thread that takes over another's state, when all are ready."""
-        try:
-            with state.applied(self.device):
-                if start.ready():
-                    self.run()
-        except BaseException as error:
-            self.error = error
-            start.call_off()
 
     def take_error(self) -> BaseException:
         """The error, with a note that says where it was raised."""

@@ -19,7 +19,6 @@ from lightning_bucketddp.flat_copies import FlatCopies
 from lightning_bucketddp.module_copies import HELD, ModuleCopy, ModuleTree, require_copyable
 from lightning_bucketddp.nested import move_to
 from lightning_bucketddp.parallel_apply import parallel_apply
-from lightning_bucketddp.round_robin import RoundRobin
 from lightning_bucketddp.scattering import Device, as_device, as_devices, gather, scatter
 
 __all__ = ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
@@ -262,7 +261,7 @@ def data_parallel(
 ) -> Any:
     """Calls ``module`` on a batch that is split over devices: scatter, replicate, apply in parallel, gather.
 
-    Devices run at the same time, replicas of one device one after the other.
+    Devices run at the same time, replicas of one device one after the other, those of the first in the caller's thread.
 
     Gradients are *summed* into the module's parameters, so a loss that is a mean over the gathered output has the
     gradients that it has on one device. The replicas are kept with the module for the next call, and are dropped with
@@ -299,7 +298,7 @@ def data_parallel(
             [args for args, _ in scattered],
             [kwargs for _, kwargs in scattered],
             targets[:count],
-            RoundRobin(targets[:count]),
+            thread_per_device=True,
         )
         if module.training:
             _bring_buffers_home(module, replicas, targets)

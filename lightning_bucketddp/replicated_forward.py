@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.nested import tensors_in
 from lightning_bucketddp.replicas import Replicas, gather, parallel_apply, scatter
-from lightning_bucketddp.round_robin import RoundRobin
 from lightning_bucketddp.scattering import Device, as_device
 
 
 class ReplicatedForward:
     """Runs a module on parts of a batch, one per device, and puts the outputs together.
 
-    Devices run at the same time, replicas of one device one after the other.
+    Devices run at the same time, replicas of one device one after the other, those of the first in the caller's thread.
 
     The gradients of the replicas come to the module's own parameters in the same backward, as those of one parameter
     that was used several times.
@@ -57,7 +56,7 @@ class ReplicatedForward:
             modules = replicas if self._copied else [self._module, *replicas[1:]]
         devices = self.devices[: len(parts)]
         arguments, kwarguments = [args for args, _ in parts], [kwargs for _, kwargs in parts]
-        outputs = parallel_apply(modules, arguments, kwarguments, devices, RoundRobin(devices))
+        outputs = parallel_apply(modules, arguments, kwarguments, devices, thread_per_device=True)
         return gather(outputs, self.output_device, self.dim)
 
     def _replicas_now(self) -> Replicas:

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel_apply": {"round_robin", "scattering"},
     "flat_copies": {"layout"},
     "module_copies": set(),
-    "replicas": {"flat_copies", "module_copies", "nested", "parallel_apply", "round_robin", "scattering"},
+    "replicas": {"flat_copies", "module_copies", "nested", "parallel_apply", "scattering"},
     "turns": set(),
     "gradient_checks": set(),
     "collectives": set(),
@@ -127,7 +127,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnostics": {"collectives", "layout", "slots"},
     "megatron": {"checks", "collectives", "master_params", "module_state", "reducer"},
     "uneven": {"checks", "collectives", "master_params", "module_state", "options", "reducer"},
-    "replicated_forward": {"nested", "replicas", "round_robin", "scattering"},
+    "replicated_forward": {"nested", "replicas", "scattering"},
     "checks": {"agreement", "layout", "options", "reducer", "sync_batchnorm"},
     "wrapper": {
         "agreement",

@@ -5,8 +5,8 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -32,6 +32,15 @@ class Calls(nn.Module):
 
 def each(count: int, function: Callable[..., Any]) -> list[nn.Module]:
     return [Calls(function) for _ in range(count)]
+
+
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # the CPU too, but another device to compare with
+
+
+@pytest.fixture
+def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps ``OTHER`` from being taken for ``CPU``."""
+    monkeypatch.setattr("lightning_bucketddp.parallel_apply.as_device", torch.device)
 
 
 def test_arguments_reach_their_modules_and_results_come_in_order() -> None:
@@ -94,11 +103,14 @@ def test_a_call_that_failed_keeps_nothing_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(ArithmeticError) as caught:
             parallel_apply(each(3, one), [0, 1, 2])
+        while_it_is_looked_at = sum(ref() is not None for ref in held)
+        del caught
         gone = [ref() is None for ref in held]
     finally:
         gc.enable()
+    assert while_it_is_looked_at == 1, "what the one that raised had, in its own frame"
     assert gone == [True] * 3
 
 
@@ -241,3 +253,139 @@ def test_no_module_is_called_unless_all_can_be(monkeypatch: pytest.MonkeyPatch, 
     assert ("raised in replica 2" in getattr(caught.value, "__notes__", ())) == (what == "set")
     monkeypatch.undo()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
+
+
+# -- a thread per device -----------------------------------------------------------------------------
+
+
+def test_modules_of_the_first_device_run_in_the_callers_thread_and_those_of_another_beside_them(
+    other_device: None,
+) -> None:
+    beside = threading.Barrier(2, timeout=30)
+    order: list[int] = []
+
+    def run(index: int) -> tuple[int, int]:
+        beside.wait()  # the first of both devices, then the second of both
+        order.append(index)
+        return index, threading.get_ident()
+
+    found = parallel_apply(each(4, run), [0, 1, 2, 3], devices=[CPU, OTHER, CPU, OTHER], thread_per_device=True)
+    assert [index for index, _ in found] == [0, 1, 2, 3]
+    threads = [thread for _, thread in found]
+    assert threads[0] == threads[2] == threading.get_ident()
+    assert threads[1] == threads[3] != threading.get_ident()
+    assert sorted(order[:2]) == [0, 1]
+
+
+def test_one_device_needs_no_thread_and_modes_of_the_caller_hold_for_all_its_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    weight = torch.ones(2, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = parallel_apply(each(3, weight.pow), [2, 2, 2], devices=["cpu"] * 3, thread_per_device=True)
+    assert len(outputs) == len(saved) == 3
+
+
+@pytest.mark.parametrize(("raising", "called"), [({0}, {0, 1, 3}), ({1}, {0, 1, 2}), ({2, 3}, {0, 1, 2, 3})])
+def test_a_module_that_raises_ends_its_device_and_the_first_by_place_reaches_the_caller(
+    raising: set[int], called: set[int], other_device: None
+) -> None:
+    seen: set[int] = set()
+
+    def run(index: int) -> None:
+        seen.add(index)
+        if index in raising:
+            raise ArithmeticError(f"in {index}")
+
+    with pytest.raises(ArithmeticError, match=f"in {min(raising)}"):
+        parallel_apply(each(4, run), [0, 1, 2, 3], devices=[CPU, OTHER, CPU, OTHER], thread_per_device=True)
+    assert seen == called
+
+
+# -- a thread's state --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_error_on_leaving_a_threads_state_reaches_the_caller_but_for_the_modules_own(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    class Leaves:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            raise OSError("cannot leave")
+
+    def run(index: int) -> None:
+        if own and index == 1:
+            raise ArithmeticError("cannot compute")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(torch, "autocast", Leaves)
+        expected = (ArithmeticError, "cannot compute") if own else (OSError, "cannot leave")
+        with pytest.raises(expected[0], match=expected[1]) as caught:
+            parallel_apply(each(2, run), [0, 1])
+        monkeypatch.undo()
+    assert getattr(caught.value, "__notes__", ["raised in replica 1"]) == ["raised in replica 1"]
+
+
+class Accelerators:
+    """Pretended accelerators that note, for each thread, which is current and with which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = threading.local()
+        accelerator = torch.accelerator
+        monkeypatch.setattr(accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        monkeypatch.setattr(accelerator, "current_device_index", lambda: getattr(self.current, "index", 0))
+        monkeypatch.setattr(accelerator, "current_stream", lambda device: self.stream(device.index))
+        monkeypatch.setattr(accelerator, "device_index", lambda index: self.within("index", index))
+
+    @contextmanager
+    def within(self, name: str, value: Any) -> Iterator[None]:
+        before = vars(self.current).copy()
+        setattr(self.current, name, value)
+        try:
+            yield
+        finally:
+            vars(self.current).clear()
+            vars(self.current).update(before)
+
+    def stream(self, index: int) -> Any:
+        return self.within("stream", (index, threading.current_thread().name))
+
+
+@pytest.mark.parametrize("thread_per_device", [False, True])
+def test_a_modules_device_is_current_with_the_callers_stream_and_the_default_one(
+    monkeypatch: pytest.MonkeyPatch, thread_per_device: bool
+) -> None:
+    pretended = Accelerators(monkeypatch)
+    caller = threading.current_thread().name
+
+    def told() -> tuple[dict[str, Any], torch.device]:
+        return vars(pretended.current).copy(), torch.get_default_device()
+
+    devices = [2, "cpu", "cuda:1", 2]
+    with torch.device("cuda", 0):
+        found = parallel_apply(each(4, told), [()] * 4, devices=devices, thread_per_device=thread_per_device)
+    assert [current for current, _ in found] == [
+        {"index": 2, "stream": (2, caller)},
+        {},
+        {"index": 1, "stream": (1, caller)},
+        {"index": 2, "stream": (2, caller)},
+    ]
+    given = torch.device("cuda", 0)  # which the caller's own thread keeps
+    own = given if thread_per_device else torch.device("cuda", 2)
+    assert [default for _, default in found] == [given, given, torch.device("cuda", 1), own]
+    assert not vars(pretended.current), "the caller's device stays what it was"
+
+    with pretended.within("index", 1):
+        found = parallel_apply(each(2, told), [()] * 2)
+    assert [current for current, _ in found] == [{"index": 1, "stream": (1, caller)}] * 2

@@ -17,8 +17,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_bucketddp import flat_copies
+from lightning_bucketddp import replicas as replicas_file
 from lightning_bucketddp.flat_copies import FlatLayout, reduce_add
 from lightning_bucketddp.replicas import Replicas, data_parallel, gather, parallel_apply, replicate, scatter
+from lightning_bucketddp.replicated_forward import ReplicatedForward
 from tests.models import (
     MODELS,
     REPLICATED,
@@ -32,6 +34,7 @@ from tests.models import (
     loss_of,
 )
 
+CPU = torch.device("cpu")
 THREE = ["cpu"] * 3
 ALL = {**MODELS, **REPLICATED}
 SINGLE = {"mixed_dtypes", "all_kinds"}  # cast to fp32 inside
@@ -686,6 +689,52 @@ def test_an_error_in_one_replica_reaches_the_caller_and_the_next_call_works() ->
     assert getattr(caught.value, "__notes__", ["raised in replica 1 on cpu"]) == ["raised in replica 1 on cpu"]
     assert threading.enumerate() == before
     assert_same(data_parallel(module, torch.ones(3, 8), THREE), module(torch.ones(3, 8)))
+
+
+def test_modes_of_the_caller_hold_in_all_replicas_of_its_first_device() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).square()
+
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    calls = [lambda x: data_parallel(Squares(), x, THREE), ReplicatedForward(Squares(), [CPU] * 3, CPU, 0)]
+    for apply in calls:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            apply(torch.ones(3, 2))
+        assert sum(tensor.shape == (1, 2) and tensor.requires_grad for tensor in saved) == 3
+
+
+@pytest.mark.parametrize("name", ["conv_batchnorm_channels_last", "trained_buffer"])
+def test_module_buffers_on_none_of_the_devices_are_brought_home(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU under another name is as good as another device: nothing is shared."""
+    elsewhere = torch.device("cpu", 0)
+    monkeypatch.setattr(replicas_file, "as_devices", lambda devices: (elsewhere,) * len(devices))
+    module, reference = make(name), make(name)
+    before = copy.deepcopy(module.state_dict())
+    for number in range(2):
+        x, y = data(number, 6)
+        expected_output, expected = one_by_one(reference, x, y)
+        output = data_parallel(module, x, THREE)
+        assert_same(output, expected_output)
+        loss_of(output, y).backward()
+        assert_same_grads(module, expected)
+        assert_same_state(module, expected)
+        reference.load_state_dict(expected.state_dict())
+        clear(module)
+    assert any(not torch.equal(buffer.to_dense(), before[key].to_dense()) for key, buffer in module.named_buffers())
+    after_training = copy.deepcopy(module)
+    assert_same(data_parallel(module.eval(), x, THREE), reference.eval()(x))
+    assert_same_state(module, after_training)
 
 
 def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:

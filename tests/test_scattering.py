@@ -2,15 +2,17 @@
 
 import warnings
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp.nested import move_to
-from lightning_bucketddp.replicas import gather, scatter
+from lightning_bucketddp.replicas import Replicas, gather, scatter
 from lightning_bucketddp.scattering import as_device
 
 
@@ -176,3 +178,57 @@ def test_packed_sequences_move_with_their_sizes_left_on_the_cpu() -> None:
     (moved,) = move_to((packed,), torch.device("meta"))
     assert moved.data.device.type == "meta"
     assert moved.batch_sizes.device.type == "cpu"
+
+
+class Transfers(TorchDispatchMode):
+    """Notes where copies between devices go, and whether the host waits for them. Meta tensors stand for a device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            source, target = args[1], args[0].device
+            non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        elif func is torch.ops.aten._to_copy.default:
+            source, target = args[0], kwargs.get("device", args[0].device)
+            non_blocking = kwargs.get("non_blocking", False)
+        else:
+            return func(*args, **kwargs)
+        if source.device == target:
+            return func(*args, **kwargs)
+        self.found.add((target.type, "goes on" if non_blocking else "waits"))
+        if target.type == "meta":
+            return func(*args, **kwargs)
+        return args[0] if func is torch.ops.aten.copy_.default else torch.zeros_like(source, **kwargs)
+
+
+def backward_on(device: torch.device, home: torch.device) -> None:
+    (replica,) = Replicas(nn.Linear(2, 2, device=home), [device]).refresh()
+    replica(torch.ones(2, 2, device=device)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda there, here: move_to({"x": [torch.ones(4, device=here)]}, there),
+        lambda there, here: scatter(torch.ones(4, device=here), [there] * 2),
+        lambda there, here: scatter(torch.ones(4, device=here, requires_grad=True), [there] * 2),
+        lambda there, here: gather([torch.ones(4, device=here)] * 2, there),
+        lambda there, here: Replicas(nn.BatchNorm1d(2, device=here), [there] * 2).refresh(),
+        backward_on,
+    ],
+    ids=["move_to", "scatter", "scatter with gradients", "gather", "replicas", "replicas' gradients"],
+)
+def test_the_host_waits_for_copies_to_the_cpu_alone(move: Callable[[torch.device, torch.device], Any]) -> None:
+    """Values on the CPU that have not come yet would be read as they are; a device's own work waits for them."""
+    cpu, device = torch.device("cpu"), torch.device("meta")
+    both_ways = move is backward_on
+    for there, here, way in ((device, cpu, ("meta", "goes on")), (cpu, device, ("cpu", "waits"))):
+        with Transfers() as transfers:
+            move(there, here)
+        assert way in transfers.found
+        assert both_ways or transfers.found == {way}
+        assert ("cpu", "goes on") not in transfers.found
