@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -68,6 +68,7 @@ class ModuleTree:
                         self.is_param.append(kind == 0)
                     own[kind].append((name, position))
             self.slots.append(own)
+        self._own = frozenset(map(id, chain[Any](self.modules, self.tensors)))
         self._found = self._entries()
 
     def _entries(self) -> tuple[list[int], list[str], list[Any]]:
@@ -77,12 +78,25 @@ class ModuleTree:
             dicts += attributes["_modules"], attributes["_parameters"], attributes["_buffers"]
         sizes, names = list(map(len, dicts)), list(chain.from_iterable(dicts))
         compiled = [part.__dict__.get("_compiled_call_impl") for part in self.modules]
-        return sizes, names, [*chain.from_iterable(map(dict.values, dicts)), *compiled]
+        return sizes, names, [*chain.from_iterable(map(dict.values, dicts)), *compiled, *map(type, self.modules)]
 
     def still_holds(self) -> bool:
-        """Whether submodules and tensors are the same objects still, under the same names."""
+        """Whether submodules and tensors are the same objects still, under the same names, and of the same classes."""
         sizes, names, values = self._entries()
         return sizes == self._found[0] and names == self._found[1] and all(map(operator.is_, values, self._found[2]))
+
+    def aliases(self) -> list[tuple[int, str]]:
+        """The attributes, by number of the module, that lead to modules or tensors of the tree now."""
+        own = self._own
+        return [
+            (index, name)
+            for index, part in enumerate(self.modules)
+            for name, value in part.__dict__.items()
+            if type(value) not in _PLAIN  # most attributes end here or in the next line, as empty registries of hooks
+            and (type(value) not in _CONTAINERS or value)
+            and name not in _REGISTRIES
+            and _leads_to(value, own)
+        ]
 
 
 class ModuleCopy:
@@ -91,7 +105,7 @@ class ModuleCopy:
     Its modules are of the same classes and have the attributes that the originals have at the last :meth:`renew`, as
     the replicas of torch.nn.DataParallel. Beyond what those do, methods, hooks and plain attributes that lead to
     modules or tensors of the original (``self.act = self.net.forward``, ``self.stages = [self.a, self.b]``) lead to the
-    replica's, as far as they were there when the replica was made.
+    replica's.
 
     Args:
         tree: The original.
@@ -116,27 +130,20 @@ class ModuleCopy:
             for index, slots in enumerate(tree.slots)
             if any(at in self._replaced for entries in slots for _, at in entries)
         ]
-        tensors = {id(tree.tensors[position]): None for position in self._replaced}
-        self._module_aliases = self._aliases(self._by_id)
-        self._tensor_aliases = self._aliases(tensors)
+        self._aliases: Sequence[tuple[int, str]] = ()
         self._held: dict[int, Tensor] = {}  # where aliases may lead to
-
-    def _aliases(self, replacements: Mapping[int, Any]) -> list[tuple[int, str]]:
-        """The attributes, by number of the module, that lead to something that is to be replaced."""
-        return [
-            (index, name)
-            for index, original in enumerate(self._tree.modules)
-            for name, value in original.__dict__.items()
-            if name not in ("_modules", "_parameters", "_buffers") and _leads_to(value, replacements)
-        ]
 
     @property
     def root(self) -> nn.Module:
         """The replica of the module itself."""
         return self._copies[0]
 
-    def renew(self) -> None:
-        """Takes over the original's present attributes; the tensors are the original's until :meth:`hold`."""
+    def renew(self, aliases: Sequence[tuple[int, str]]) -> None:
+        """Takes over the original's present attributes; the tensors are the original's until :meth:`hold`.
+
+        Args:
+            aliases: The tree's present ones.
+        """
         for original, copy, children, own_way in zip(
             self._tree.modules, self._copies, self._children, self._own_way, strict=True
         ):
@@ -150,7 +157,8 @@ class ModuleCopy:
                     attributes[name] = attributes[name].copy()
             attributes.pop(HELD, None)
             object.__setattr__(copy, "__dict__", attributes)
-        self._redirect(self._module_aliases, self._by_id)
+        self._aliases = aliases
+        self._redirect(self._by_id)
         self._held.clear()
 
     def hold(self, tensors: Sequence[Tensor | None]) -> None:
@@ -168,7 +176,7 @@ class ModuleCopy:
                     tensor = tensors[position]
                     if tensor is not None:
                         entries[name] = tensor
-        if self._tensor_aliases:
+        if self._aliases:
             originals = self._tree.tensors
             replacements = {}
             for position in self._replaced:
@@ -176,16 +184,18 @@ class ModuleCopy:
                 if tensor is not None:
                     before = self._held.get(position, originals[position])
                     replacements[id(originals[position])] = replacements[id(before)] = self._held[position] = tensor
-            self._redirect(self._tensor_aliases, replacements)
+            self._redirect(replacements)
 
-    def _redirect(self, aliases: Sequence[tuple[int, str]], replacements: Mapping[int, Any]) -> None:
-        for index, name in aliases:
+    def _redirect(self, replacements: Mapping[int, Any]) -> None:
+        for index, name in self._aliases:
             attributes = self._copies[index].__dict__
             if name in attributes:
                 attributes[name] = _redirected(attributes[name], replacements)
 
 
-_CONTAINERS = (list, tuple, dict, OrderedDict)
+_CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
+_PLAIN = frozenset({bool, int, float, str, set, type(None)})
+_REGISTRIES = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -194,15 +204,14 @@ def _items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def _leads_to(value: Any, replacements: Mapping[int, Any]) -> bool:
-    return any(
-        id(item) in replacements or (isinstance(item, MethodType) and id(item.__self__) in replacements)
-        for item in _items(value)
-    )
+def _leads_to(value: Any, ids: Container[int]) -> bool:
+    return any(id(item) in ids or (isinstance(item, MethodType) and id(item.__self__) in ids) for item in _items(value))
 
 
 def _redirected(value: Any, replacements: Mapping[int, Any]) -> Any:
     """``value``, or what a container holds, replaced if it is, or is a method of, one of what is to be replaced."""
+    if not _leads_to(value, replacements):
+        return value
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _redirected_item(item, replacements)) for key, item in value.items())
     if type(value) in (list, tuple):

@@ -28,8 +28,8 @@ class ReadyOrder:
             self._positions[slot] = len(self._positions)
 
     def share(
-        self, slots: int, collectives: Collectives, device: torch.device, on_idle: Callable[[], None]
-    ) -> tuple[list[float | None], list[int]]:
+        self, slots: int, collectives: Collectives, device: torch.device, on_idle: Callable[[], None], conclusive: bool
+    ) -> tuple[list[float | None], list[int], bool]:
         """Merges what the ranks saw. All ranks must call this.
 
         Args:
@@ -37,22 +37,24 @@ class ReadyOrder:
             collectives: The group.
             device: The device whose tensors travel.
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+            conclusive: Whether this rank has seen a pass as later ones are.
 
         Returns:
-            Per slot, its mean position over the ranks that had a gradient for it, None if none had; and the slots that
-            had more than one gradient on some rank.
+            Per slot, its mean position over the ranks that had a gradient for it, None if none had; the slots that had
+            more than one gradient on some rank; and whether the pass was conclusive on any.
         """
-        vector = torch.zeros(3, slots, dtype=torch.int64)
+        vector = torch.zeros(3, slots + 1, dtype=torch.int64)
         for slot, position in self._positions.items():
             vector[0, slot] = position
             vector[1, slot] = 1
         for slot in self._repeated:
             vector[2, slot] = 1
+        vector[:, slots] = int(conclusive)
         vector = vector.to(device)
         collectives.all_reduce_sum(vector).wait(on_idle)
         total, ranks, repeated = vector.tolist()
-        positions = [at / seen if seen else None for at, seen in zip(total, ranks, strict=True)]
-        return positions, [slot for slot in range(slots) if repeated[slot]]
+        positions = [at / seen if seen else None for at, seen in zip(total[:slots], ranks[:slots], strict=True)]
+        return positions, [slot for slot in range(slots) if repeated[slot]], repeated[slots] > 0
 
 
 class OrderLearner:
@@ -99,19 +101,24 @@ class OrderLearner:
         if self._order is not None:
             self._order = ReadyOrder()
 
-    def learn(self, device: torch.device, on_idle: Callable[[], None]) -> bool:
+    def learn(self, device: torch.device, on_idle: Callable[[], None], conclusive: bool = True) -> bool:
         """Takes in what this pass showed. All ranks must call this.
 
         Args:
             device: The device whose tensors travel.
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+            conclusive: Whether gradients came as often on this rank as they may in later passes. If on none, the next
+                pass teaches too.
 
         Returns:
             Whether there was anything to learn, so that the layout is to be planned anew.
         """
         assert self._order is not None
-        positions, repeated = self._order.share(len(self._slots), self._collectives, device, on_idle)
-        if all(position is None for position in positions):
+        positions, repeated, conclusive = self._order.share(
+            len(self._slots), self._collectives, device, on_idle, conclusive
+        )
+        if not conclusive or all(position is None for position in positions):
+            self._order = ReadyOrder()
             return False
         self._slots.learn(positions, repeated)
         self._order = None

@@ -114,6 +114,8 @@ class Reducer:
         failures: What is known of failures, and how this rank gives up.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
             drops the reducer removes them.
+        in_one_replica: Whether the last forward ran in one replica where others may run in several, each of which
+            brings gradients of its own if layers are checkpointed re-entrantly: its pass does not show how many come.
         announce: Given what is worth a line, on rank 0.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
@@ -166,7 +168,7 @@ class Reducer:
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.announce: Callable[[str], None] = logger.info
         self._synchronise = True
-        self.uneven = False
+        self.uneven = self.in_one_replica = False
         self._out_of_data = self.replaying = self._contributed = False
         self._passes_begun = self._passes_begun_before_step = 0
         self.early_launches = 0
@@ -743,7 +745,9 @@ class Reducer:
         self._sparse.reduce(sparse, self.failures.waiting_for, self._while_waiting, factor)
         if self._learner.learning and not self._by_hand:  # which teaches nothing
             with self.failures.waiting_for("the order of readiness"):
-                self._replan_due |= self._learner.learn(runs.device, self.failures.raise_if_published)
+                self._replan_due |= self._learner.learn(
+                    runs.device, self.failures.raise_if_published, not self.in_one_replica
+                )
         if self._planner.watching and not self._by_hand:
             with self.failures.waiting_for("the times of readiness"):
                 self._replan_due |= self._planner.finish(self.layout, runs.device, self.failures.raise_if_published)

@@ -186,8 +186,9 @@ class Replicas:
             self._plan()
         self._copies = self._modules_for_now()
         copies = self._copies[:count]
+        aliases = self._tree.aliases()
         for copy in copies:
-            copy.renew()
+            copy.renew(aliases)
         self._write(copies, parameters_only=False)
         return [copy.root for copy in copies]
 

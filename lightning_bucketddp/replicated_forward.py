@@ -31,6 +31,7 @@ class ReplicatedForward:
     Attributes:
         groups: Gives the parameters whose gradients may come home together from another device: the same list as long
             as nothing changes. None: all of them.
+        parts: How many replicas the last forward took.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ReplicatedForward:
         self.output_device = output_device
         self.dim = dim
         self.groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None
+        self.parts = 0
         self._copied = False
         self._replicas: Replicas | None = Replicas(module, devices)  # which refuses what it cannot replicate
         self._grouped_by: Sequence[Sequence[Tensor]] | None = None
@@ -49,6 +51,7 @@ class ReplicatedForward:
         """A forward."""
         divisible = any(tensor.dim() for tensor in tensors_in((args, kwargs)))
         parts = scatter((args, kwargs), self.devices if divisible else self.devices[:1], self.dim)
+        self.parts = len(parts)
         modules: list[nn.Module] = [self._module]
         if len(parts) > 1:
             replicas = self._replicas_now().refresh(len(parts))

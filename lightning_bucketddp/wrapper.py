@@ -402,6 +402,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self.synchronise_module_buffers()
         with cutting_graphs(self._graph_cuts):
             output = self._callee(*args, **kwargs)
+        if self._replicated is not None:
+            self._reducer.in_one_replica = self._replicated.parts == 1
         self._hook_roots(output)
         return output
 

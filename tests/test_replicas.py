@@ -554,6 +554,45 @@ def test_replicas_are_modules_of_the_same_class_with_the_originals_hooks() -> No
     assert [name for name, _ in modules[1].named_parameters()] == [name for name, _ in module.named_parameters()]
 
 
+class NotesItself(nn.Linear):
+    """Has a method that serves as a hook."""
+
+    seen: list[nn.Module]
+
+    def note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        assert module is self
+        self.seen.append(self)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_and_attributes_lead_to_the_replicas_own_whenever_they_were_set(after: bool) -> None:
+    module = nn.Sequential(NotesItself(4, 4), nn.Linear(4, 4))
+    own: list[nn.Module] = []
+    theirs: list[nn.Module] = []
+    replicas = replicas_of(module, COPIED)
+    if after:
+        replicas.refresh()
+    module[0].seen = own
+    module[0].register_forward_hook(module[0].note)
+    module[1].register_forward_hook(lambda module, *_: theirs.append(module))
+    module.again, module.stages, module.weights = module[0].forward, [module[1]], (module[0].weight,)
+    modules = replicas.refresh()
+    parallel_apply(modules, list(torch.ones(3, 1, 4)), devices=THREE)
+    for replica in modules:
+        assert replica.again.__self__ is replica[0]
+        assert replica.stages[0] is replica[1]
+        assert replica.weights[0] is replica[0].weight is not module[0].weight
+    assert sorted(map(id, own)) == sorted(id(replica[0]) for replica in modules)
+    assert sorted(map(id, theirs)) == sorted(id(replica[1]) for replica in modules)
+    module[0]._forward_hooks.clear()
+    module[1].__class__ = NotesItself
+    assert [type(replica[1]) for replica in replicas.refresh()] == [NotesItself] * 3
+    del module.again, module.stages[0]
+    assert [hasattr(replica, "again") or len(replica.stages) for replica in replicas.refresh()] == [0] * 3
+    call(replicas, torch.ones(3, 4))
+    assert len(own) == 3
+
+
 def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
     module = fx.symbolic_trace(make("mlp"))
     reference = copy.deepcopy(module)
