@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
 
@@ -155,10 +155,9 @@ class Reducer:
         self._registration = HookRegistration(agreement, self.failures, options)
         self.checks = ControlChecks(self.failures, collectives.rank)
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
-        devices = {param.device for param in self._slots.all_params}
-        # Each device has its autograd thread; with one device there is nobody to lock out.
-        self._several_devices = len(devices) > 1
-        self._lock: AbstractContextManager[object] = threading.RLock() if self._several_devices else nullcontext()
+        self._several_devices = len({param.device for param in self._slots.all_params}) > 1
+        # Each device has its autograd thread, and outputs may be on other devices than parameters.
+        self._lock = threading.RLock()
         self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
         self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
         self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)

@@ -384,6 +384,34 @@ def test_gradients_of_a_bucket_come_together_unless_it_is_watched_when_they_come
     run_ranks(2, groups_of_gradients)
 
 
+def two_threads_of_the_engine(share: bool) -> None:
+    """Backward has come to an output on one device while parameters on another get gradients."""
+    net = replicated(Mlp(), share, output_device="cpu")
+    reducer = net._reducer
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def look() -> None:
+        inside.set()
+        assert may_leave.wait(30)
+
+    reducer._queue_end = lambda: None  # type: ignore[method-assign]
+    reducer._look_before_gradients = look  # type: ignore[method-assign]
+    thread = threading.Thread(target=reducer.on_root, args=(True,))
+    thread.start()
+    assert inside.wait(30)
+    try:
+        assert not reducer._lock.acquire(blocking=False), "a gradient's thread would open the pass at the same time"
+    finally:
+        may_leave.set()
+        thread.join()
+    net.close()
+
+
+@PLACES
+def test_threads_of_outputs_and_of_gradients_exclude_each_other(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(1, two_threads_of_the_engine, share)
+
+
 # -- state -------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_bucketddp import flat_copies
@@ -591,6 +592,45 @@ def test_hooks_and_attributes_lead_to_the_replicas_own_whenever_they_were_set(af
     assert [hasattr(replica, "again") or len(replica.stages) for replica in replicas.refresh()] == [0] * 3
     call(replicas, torch.ones(3, 4))
     assert len(own) == 3
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts changes of dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.casts += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", [SHARED, COPIED])
+@pytest.mark.parametrize("threads", [False, True])
+def test_gradients_do_not_depend_on_the_cache_of_autocast(way: str, threads: bool) -> None:
+    """Threads have one cache in common, which each empties when it ends."""
+    found = []
+    x, y = batch(0, 0, 24)
+    for cache in (False, True):
+        torch.manual_seed(1)
+        module = Mlp(depth=3)
+        replicas = replicas_of(module, way)
+        casts = 0
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache), CountsCasts() as counted:
+                outputs = parallel_apply(
+                    replicas.refresh(), list(x.chunk(3)), devices=THREE, thread_per_device=not threads
+                )
+                output = gather(outputs, "cpu")
+            assert output.dtype is torch.bfloat16
+            loss_of(output.float(), y).backward()
+            casts += counted.casts
+        found.append(([param.grad for param in module.parameters()], casts))
+    (expected, uncached), (grads, cached) = found
+    if way == SHARED and not threads:
+        assert cached < uncached, "the cache was not used"
+    torch.testing.assert_close(grads, expected, rtol=0.02, atol=2e-3)
 
 
 def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
