@@ -215,6 +215,37 @@ def test_what_a_step_sets_and_what_it_recorded_stays_when_optimizers_step(share:
     close_to(run(step, share=share), run(step, devices=1))
 
 
+@replicas
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+def test_what_follows_an_optimizers_step_sees_the_stepped_parameters(share: bool, closure: bool) -> None:
+    losses: dict[int, list[Tensor]] = {1: [], 2: []}
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        def backward() -> Tensor:
+            second.zero_grad()
+            loss = critic_loss(module, batch)
+            module.manual_backward(loss)
+            return loss
+
+        if closure:
+            second.step(backward)
+        else:
+            backward()
+            second.step()
+        module.losses.append(backward().detach())
+        second.step()
+
+    def trained(devices: int) -> Manual:
+        model = type("Tested", (Manual,), {"step": step})()
+        model.losses = losses[devices]
+        fit(model, devices, share, samples((8,)))
+        return model
+
+    close_to(trained(2), trained(1))
+    torch.testing.assert_close(losses[2], losses[1])
+    assert len(losses[1]) == 8
+
+
 def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
     class Plateau(Manual):
         def configure_optimizers(self) -> Any:
@@ -298,17 +329,21 @@ def test_what_the_first_replica_raised_for_all_is_raised_in_all_and_they_go_on()
         def __init__(self, first: str, second: str) -> None:  # which cannot be copied
             super().__init__(first + second)
 
+    caught: list[BaseException] = []
+
     def replica(index: int, lockstep: Lockstep) -> int:
         for error in (LookupError("of all"), Odd("of ", "all")):
 
             def once(_: list[Any], error: Exception = error) -> None:
                 raise error
 
-            with pytest.raises(type(error), match="of all"):
+            with pytest.raises(type(error), match="of all") as found:
                 lockstep.meet(index, "fail()", None, once)
+            caught.append(found.value)
         return lockstep.meet(index, "add()", index, sum)
 
     assert in_threads(3, replica) == [3] * 3
+    assert len({id(error) for error in caught if type(error) is LookupError}) == 3, "each with its own traceback"
 
 
 def test_an_earlier_failure_is_what_later_calls_raise() -> None:

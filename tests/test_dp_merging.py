@@ -21,7 +21,7 @@ from torchmetrics.text import CharErrorRate
 
 from lightning_bucketddp import BucketDPStrategy
 from lightning_bucketddp.batch_division import divide
-from lightning_bucketddp.merging import merge
+from lightning_bucketddp.merging import merge, weighted_mean
 from lightning_bucketddp.replica_lists import AppendedLists
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Memory
@@ -72,6 +72,11 @@ def test_batches_of_several_loaders_are_divided_one_by_one() -> None:
     close(first, {"few": [x[:3]], "many": [y[:6], y[:6]]})
     close(second, {"few": [x[3:]], "many": [y[6:], y[6:]]})
     assert division.sizes == [3, 3]
+    first, second = divide([["of all"], [x], [y]], HOME).shards
+    assert first[0] == second[0] == ["of all"]
+    close((first[1:], second[1:]), ([[x[:3]], [y[:6]]], [[x[3:]], [y[6:]]]))
+    first, second = divide({"x": [x], "names": list("abcdef")}, HOME).shards  # of one size
+    assert (first["names"], second["names"]) == (list("abc"), list("def"))
     with pytest.raises(ValueError, match=r"same proportion, found \[2, 1\] samples per device in one and \[6, 6\]"):
         divide({"few": [x[:3]], "many": [y]}, HOME)
 
@@ -232,6 +237,12 @@ def test_what_replicas_log_is_logged_once_as_on_one_device(share: bool) -> None:
     assert found["result"]["largest"] == float(torch.cat([batch for (batch,) in LOADER]).max())
     close(found, expected)
     assert len(found["steps"]) == 4
+
+
+def test_weights_of_zero_leave_values_out_unless_all_are_zero() -> None:
+    values = [torch.tensor(1.0), torch.tensor(3.0), torch.tensor(float("nan"))]
+    close(weighted_mean(values, [1, 3, 0], CPU), torch.tensor(2.5))
+    close(weighted_mean(values[:2], [0, 0], CPU), torch.tensor(2.0))
 
 
 def test_a_share_without_samples_leaves_the_mean_as_it_is() -> None:
@@ -491,6 +502,27 @@ def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -
 
     with pytest.raises(RuntimeError, match=r"replica 1 \(cpu\) called the metric 'metric', replica 0 \(cpu\) ended"):
         logged(forward, metric=MeanMetric)
+
+    def compute(module: Any, x: Tensor, in_second: bool) -> None:
+        if in_second:
+            module.metric.compute()
+        else:
+            module.metric(x)
+
+    with pytest.raises(
+        RuntimeError, match=r"0 \(cpu\) called the metric 'metric', .* the metric 'metric'\.compute\(\)"
+    ):
+        logged(compute, metric=MeanMetric)
+
+
+def test_one_number_of_each_replicas_one_sample_is_one_update() -> None:
+    def ended(devices: int) -> Any:
+        module = Logging(lambda module, x, _: module.metric.update(x.mean()), metric=MeanMetric())
+        one_process(devices).validate(module, samples((8,), count=8, batch_size=2), verbose=False)
+        return module.metric
+
+    found, expected = ended(2), ended(1)
+    assert found.update_count == expected.update_count == 4
 
 
 def test_a_metric_can_be_the_loss() -> None:

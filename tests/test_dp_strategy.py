@@ -234,6 +234,15 @@ def test_there_is_one_rank_and_nothing_is_left_behind() -> None:
     assert len(model.losses) == 8
 
 
+def test_a_trainer_can_be_used_for_one_module_after_another() -> None:
+    trainer = one_process(2)
+    for lr in (1e-2, 1e-3):
+        model, expected = Digits(lr), Digits(lr)
+        nn.init.constant_(model.head.bias, lr)
+        nn.init.constant_(expected.head.bias, lr)
+        close(trainer.predict(model, digits()), one_process().predict(expected, digits()))
+
+
 def test_print_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Talking(Digits):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
