@@ -39,6 +39,11 @@ def test_several_processes_are_refused() -> None:
         fit(Plain(), 2, plugins=[OfTwo()], loader=samples((8,)))
 
 
+def test_the_first_device_is_the_root_device() -> None:
+    devices = [torch.device("cpu"), torch.device("meta")]
+    assert BucketDPStrategy(parallel_devices=devices).root_device == devices[0]
+
+
 def test_synchronised_batchnorm_is_refused_and_its_layers_are_warned_of() -> None:
     with pytest.raises(ValueError, match=r"expected Trainer\(sync_batchnorm=False\)"):
         fit(Plain(), 2, sync_batchnorm=True, loader=samples((8,)))
@@ -84,11 +89,11 @@ def test_steps_that_take_no_batch_or_belong_to_the_instance_are_refused() -> Non
 
     with pytest.raises(TypeError, match=r"expected a batch as argument of training_step, .* found dataloader_iter"):
         fit(TakesLoader(), 2, loader=samples((8,)))
-    model = Plain()
-    step = model.training_step
-    model.training_step = lambda batch, batch_idx: step(batch, batch_idx)  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="expected training_step as a method of Plain"):
-        fit(model, 2, loader=samples((8,)))
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        model = Plain()
+        setattr(model, name, lambda batch, batch_idx: None)
+        with pytest.raises(TypeError, match=f"expected {name} as a method of Plain"):
+            fit(model, 2, loader=samples((8,)))
 
 
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])

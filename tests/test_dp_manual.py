@@ -246,6 +246,44 @@ def test_what_follows_an_optimizers_step_sees_the_stepped_parameters(share: bool
     assert len(losses[1]) == 8
 
 
+def test_arguments_of_manual_backward_are_passed_on_but_no_gradient_is_taken() -> None:
+    def twice(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        loss = critic_loss(module, batch)
+        second.zero_grad()
+        module.manual_backward(loss, retain_graph=True)
+        module.manual_backward(loss)
+        second.step()
+
+    close_to(run(twice), run(twice, devices=1))
+    for args, kwargs in (((torch.tensor(2.0),), {}), ((), {"gradient": torch.tensor(2.0)})):
+
+        def weighted(
+            module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool, args: Any = args, kw: Any = kwargs
+        ) -> None:
+            module.manual_backward(critic_loss(module, batch), *args, **kw)
+
+        with pytest.raises(ValueError, match=r"without a gradient, .* multiply the loss with it"):
+            run(weighted)
+
+
+def test_outputs_of_manual_optimisation_may_be_of_each_sample() -> None:
+    class Returning(Manual):
+        seen: list[Any]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(outputs)
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> Any:
+        return {"loss": module.critic(batch)[:, 0]}
+
+    def outputs(devices: int) -> list[Any]:
+        model = type("Tested", (Returning,), {"step": step, "seen": []})()
+        fit(model, devices, loader=samples((8,)), max_epochs=1)
+        return model.seen
+
+    torch.testing.assert_close(outputs(2), outputs(1))
+
+
 def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
     class Plateau(Manual):
         def configure_optimizers(self) -> Any:

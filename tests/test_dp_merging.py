@@ -23,6 +23,7 @@ from lightning_bucketddp import BucketDPStrategy
 from lightning_bucketddp.batch_division import divide
 from lightning_bucketddp.merging import merge, weighted_mean
 from lightning_bucketddp.replica_lists import AppendedLists
+from lightning_bucketddp.replica_logging import LogBook
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Memory
 
@@ -117,6 +118,8 @@ def test_a_function_divides_batches_of_another_kind() -> None:
     strategy = BucketDPStrategy(scatter_batch=halves)
     found = one_process(2, strategy=strategy).predict(Detector(), loader)
     close(found, one_process().predict(Detector(), loader))
+    strategy = BucketDPStrategy(scatter_batch=lambda batch, count: [({"images": batch["images"][:1]}, 1)])
+    assert [len(outputs) for outputs in one_process(2, strategy=strategy).predict(Detector(), loader)] == [1, 1]
     for wrong in ([], ["a"], [("a", 1)] * 3, [("a", 0)]):
         with pytest.raises(ValueError, match="expected scatter_batch to return 1 to 2 pairs"):
             divide([], HOME, lambda batch, count, wrong=wrong: wrong)
@@ -274,6 +277,16 @@ def test_a_log_method_may_have_arguments_of_its_own() -> None:
     (found,) = one_process(2).validate(Staged(what), LOADER, verbose=False)
     close([found], one_process().validate(Staged(what), LOADER, verbose=False))
     assert found.keys() == {"evaluation mean", "evaluation rows"}
+
+
+@pytest.mark.parametrize("enable_graph", [True, False])
+def test_values_have_a_graph_if_that_is_asked_for(enable_graph: bool) -> None:
+    book = LogBook([1, 1], CPU, "training_step")
+    for replica in range(2):
+        book.log(replica, "loss", torch.ones((), requires_grad=True) * 2, enable_graph=enable_graph)
+    logged: list[Any] = []
+    book.replay(lambda name, value, **_: logged.append(value), lambda *_: None)
+    assert [value.requires_grad for value in logged] == [enable_graph]
 
 
 def test_a_name_that_some_replicas_log_is_weighted_by_their_samples() -> None:
@@ -715,13 +728,17 @@ def test_all_gather_gives_every_replica_the_whole_batch(share: bool) -> None:
             mine = nn.functional.normalize(self.net(batch[0]))
             everyone = self.all_gather(mine, sync_grads=True)
             index = self.all_gather(batch[1])
+            counts.append(self.all_gather(len(batch[0])))
             target = (batch[1][:, None, 0] == index[None, :, 0]).float().argmax(1)
             return nn.functional.cross_entropy(mine @ everyone.T, target)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    counts: list[Any] = []
     found, expected = Contrastive(), Contrastive()
     for devices, model in ((2, found), (1, expected)):
         fit(model, devices, share, loader=samples((8,), (1,)))
     close(found.net.weight, expected.net.weight)
+    assert all(isinstance(count, Tensor) for count in counts)
+    assert [int(count) for count in counts] == ([6] * 6 + [5] * 2) * 2 + ([6] * 3 + [5]) * 2

@@ -213,15 +213,18 @@ def test_there_is_one_rank_and_nothing_is_left_behind() -> None:
         threads = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.print(f"batch {batch_idx}")
+            modules.append(self)
             Watched.threads = max(Watched.threads, threading.active_count())
             return super().training_step(batch, batch_idx)
 
     before = threading.active_count()
+    modules: list[Any] = []
     model = Watched()
     trainer = one_process(2, strategy="bucketdp", max_epochs=1)
     assert (trainer.world_size, trainer.global_rank, trainer.num_devices) == (1, 0, 2)
     assert trainer.is_global_zero
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    assert trainer.strategy.reduce(model.lr) is model.lr
     trainer.fit(model, digits(), digits(count=13))
     assert Watched.threads > before, "replicas run in threads"
     assert threading.active_count() == before
@@ -229,6 +232,7 @@ def test_there_is_one_rank_and_nothing_is_left_behind() -> None:
     assert trainer.strategy.launcher is None
     assert not vars(model).keys() & {"log", "log_dict", "print", "all_gather"}, "the module is left as it was"
     assert type(model.f1) is type(Watched().f1)
+    assert len({id(module) for module in modules}) == 2, "replicas are kept between steps"
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, digits(), digits(count=13))  # again
     assert len(model.losses) == 8
@@ -321,9 +325,13 @@ def test_steps_that_have_ended_are_let_go_without_garbage_collection(share: bool
             alive.append([sum(ref() is not None for ref in refs) for refs in (shards, steps)])
             return super().training_step(batch, batch_idx)["loss"]
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            left.extend(ref() for ref in (*shards, *steps))
+
     shards: list[Any] = []
     steps: list[Any] = []
     alive: list[list[int]] = []
+    left: list[Any] = []
     model = Counted()
     gc.collect()
     gc.disable()
@@ -333,3 +341,5 @@ def test_steps_that_have_ended_are_let_go_without_garbage_collection(share: bool
         gc.enable()
     assert len(alive) == 20
     assert max(max(counts) for counts in alive) <= 4, alive
+    assert left
+    assert set(left) == {None}
