@@ -86,10 +86,10 @@ class Lockstep:
             if replica != 0:
                 self._changed.wait_for(lambda: self._meetings != meeting or self._error is not None)
                 if self._meetings == meeting:
-                    self._raise(replica)
+                    self._raise()
                 return self._read()
             self._changed.wait_for(lambda: len(self._arrived) == len(self._devices) or self._error is not None)
-            self._raise(replica)
+            self._raise()
             values = [self._arrived[index].value for index in range(len(self._devices))]
         result: Any = None
         raised: BaseException | None = None
@@ -127,7 +127,6 @@ class Lockstep:
         """
         with self._changed:
             self._ended[replica] = error
-            self._arrived.pop(replica, None)
             self._look()
 
     def raised_by(self, replica: int) -> BaseException | None:
@@ -139,25 +138,23 @@ class Lockstep:
         calls = {arrival.call for arrival in self._arrived.values()}
         differ = bool(calls) and (bool(self._ended) or len(calls) > 1)
         handled = {index: found.handled for index, found in self._arrived.items() if found.handled is not None}
-        if self._error is None and any(error is not None for error in self._ended.values()):
-            self._error = self._abandoned
-        elif self._error is None and differ and handled:
-            self._ended.update(handled)
-            self._error = self._abandoned
-        elif self._error is None and differ:
-            self._fail(self._difference())
+        if self._error is None:
+            if any(error is not None for error in self._ended.values()):
+                self._error = self._abandoned
+            elif differ and handled:
+                self._ended.update(handled)
+                self._error = self._abandoned
+            elif differ:
+                self._fail(self._difference())
         self._changed.notify_all()
 
     def _fail(self, message: str) -> None:
-        if self._error is None:
-            self._error = lambda: RuntimeError(message)
+        self._error = lambda: RuntimeError(message)
         self._changed.notify_all()
 
-    def _raise(self, arrived: int | None = None) -> None:
-        """Raises if replicas cannot meet any more; the one that has arrived then no longer waits."""
+    def _raise(self) -> None:
+        """Raises if replicas cannot meet any more."""
         if self._error is not None:
-            if arrived is not None:
-                self._arrived.pop(arrived, None)
             raise self._error()
 
     def _abandoned(self) -> RuntimeError:

@@ -231,7 +231,8 @@ def test_what_follows_an_optimizers_step_sees_the_stepped_parameters(share: bool
             second.step(backward)
         else:
             backward()
-            second.step()
+            with torch.no_grad():
+                second.step()
         module.losses.append(backward().detach())
         second.step()
 
@@ -264,6 +265,20 @@ def test_arguments_of_manual_backward_are_passed_on_but_no_gradient_is_taken() -
 
         with pytest.raises(ValueError, match=r"without a gradient, .* multiply the loss with it"):
             run(weighted)
+
+
+def test_optimizers_as_torch_has_them_are_stepped_once_for_all_replicas() -> None:
+    counts = []
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        _, plain = module.optimizers(use_pl_optimizer=False)
+        plain.zero_grad()
+        module.manual_backward(critic_loss(module, batch))
+        plain.step()
+        counts.append(module.trainer.global_step)
+
+    close_to(run(step), run(step, devices=1))
+    assert set(counts) == {0}, "Lightning counts steps of its own optimizers only"
 
 
 def test_outputs_of_manual_optimisation_may_be_of_each_sample() -> None:
@@ -367,16 +382,21 @@ def test_what_the_first_replica_raised_for_all_is_raised_in_all_and_they_go_on()
         def __init__(self, first: str, second: str) -> None:  # which cannot be copied
             super().__init__(first + second)
 
+    class Changing(LookupError):
+        def __reduce__(self) -> Any:  # whose copies are of another class
+            return LookupError, self.args
+
     caught: list[BaseException] = []
 
     def replica(index: int, lockstep: Lockstep) -> int:
-        for error in (LookupError("of all"), Odd("of ", "all")):
+        for error in (LookupError("of all"), Odd("of ", "all"), Changing("of all")):
 
             def once(_: list[Any], error: Exception = error) -> None:
                 raise error
 
             with pytest.raises(type(error), match="of all") as found:
                 lockstep.meet(index, "fail()", None, once)
+            assert type(found.value) is type(error)
             caught.append(found.value)
         return lockstep.meet(index, "add()", index, sum)
 
@@ -418,6 +438,36 @@ def test_results_are_kept_no_longer_than_all_have_read_them() -> None:
         assert [result is found[0] for result in found] == [True] * 3
         del found
         assert results[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_errors_are_kept_no_longer_than_all_have_caught_them() -> None:
+    class Failure(Exception):
+        pass
+
+    errors: list[weakref.ref[Failure]] = []
+
+    def failure() -> Failure:
+        error = Failure()
+        errors.append(weakref.ref(error))
+        return error
+
+    def once(_: list[Any]) -> None:
+        raise failure()
+
+    def replica(index: int, lockstep: Lockstep) -> bool:
+        try:
+            lockstep.meet(index, "fail()", None, once)
+        except Failure:
+            return True
+        return False
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert in_threads(3, replica) == [True] * 3
+        assert errors[0]() is None
     finally:
         gc.enable()
 

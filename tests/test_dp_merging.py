@@ -488,6 +488,7 @@ def test_what_a_helper_reaches_by_a_reference_of_its_own_counts_for_the_replica_
         def __init__(self) -> None:
             super().__init__(what)
             self.metric, self.updated = MeanMetric(), MeanMetric()
+            self.scores = MetricCollection({"largest": MaxMetric(), "sum": SumMetric()})
             self.helper = Helper(self)
 
     def what(module: Any, x: Tensor, in_second: bool) -> None:
@@ -495,6 +496,9 @@ def test_what_a_helper_reaches_by_a_reference_of_its_own_counts_for_the_replica_
         original.metric(x)
         original.updated.update(x)
         original.log_dict({"metric": original.metric, "updated": original.updated, "mean": x.mean()})
+        original.scores.update(x)
+        for _ in range(2):  # as one replica's, a second time would be another
+            original.log_dict(original.scores)
 
     (found,) = one_process(2).validate(Helped(), LOADER, verbose=False)
     close([found], one_process().validate(Helped(), LOADER, verbose=False))
