@@ -104,7 +104,7 @@ def _divide_part(part: Any, path: str, devices: Sequence[torch.device]) -> tuple
         )
     samples = torch.empty(first_dims[0], 0)  # whose division everything else follows
     sizes = [len(chunk) for chunk in samples.chunk(len(devices))]
-    return _divide(part, path, sizes, devices[: len(sizes)]), sizes
+    return _divide(part, path, sizes, devices), sizes
 
 
 def _divide(value: Any, path: str, sizes: list[int], devices: Sequence[torch.device]) -> list[Any]:

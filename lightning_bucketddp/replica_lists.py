@@ -107,10 +107,6 @@ def _is_nested(value: Any) -> bool:
     return type(value) is list and bool(value) and all(type(item) is list for item in value)
 
 
-def _is_internal(name: str) -> bool:
-    return name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")  # of torch.nn.Module
-
-
 def _lists_in(attributes: dict[str, Any]) -> list[tuple[_Path, list[Any]]]:
     found: list[tuple[_Path, list[Any]]] = []
     for name, value in attributes.items():
@@ -118,7 +114,7 @@ def _lists_in(attributes: dict[str, Any]) -> list[tuple[_Path, list[Any]]]:
             found.append(((name,), value))
             if _is_nested(value):
                 found += [((name, index), item) for index, item in enumerate(value)]
-        elif not _is_internal(name) and _holds_lists(value):
+        elif _holds_lists(value):
             found += [((name, key), item) for key, item in value.items() if type(item) is list]
     return found
 
@@ -130,7 +126,7 @@ def _copy_lists(attributes: dict[str, Any]) -> None:
             if id(value) not in copies and _is_nested(value):
                 copies[id(value)] = [copies.setdefault(id(item), list(item)) for item in value]
             attributes[name] = copies.setdefault(id(value), list(value))
-        elif not _is_internal(name) and _holds_lists(value):
+        elif _holds_lists(value):
             attributes[name] = copied = copy.copy(value)  # of its own class, which dict.copy() may not keep
             for key, item in value.items():
                 if type(item) is list:

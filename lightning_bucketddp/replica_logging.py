@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,8 +121,6 @@ class LogBook:
         if len(found) == len(self._sizes) and len(set(sizes)) == 1 and self._is_of_batch(sizes[0]):
             return self._value(values, self._sizes, found), sizes[0]
         given = any(logged.batch_size is not None for _, logged in found) or len(found) < len(self._sizes)
-        if all(isinstance(value, Mapping) for value in values):  # which Lightning refuses, in its own words
-            return values[0], None
         return self._value(values, sizes, found), sum(sizes) if given else None
 
     def _is_of_batch(self, batch_size: int) -> bool:
@@ -133,7 +131,7 @@ class LogBook:
     def _value(self, values: Sequence[Any], sizes: Sequence[int], found: Sequence[tuple[int, Logged]]) -> Any:
         if all(isinstance(value, Tensor | numbers.Number) for value in values):
             return _reduced(values, sizes, found[0][1].options.get("reduce_fx", "mean"), self._home)
-        return values[0]
+        return values[0]  # such as a dict, which Lightning refuses in its own words
 
 
 def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, home: torch.device) -> Any:
@@ -145,6 +143,5 @@ def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, home: 
         stacked = torch.stack([tensor.to(tensors[0].dtype) for tensor in tensors])
         merged = getattr(torch, f"a{kind}" if kind != "sum" else kind)(stacked, 0)
     else:
-        floating = [tensor if tensor.is_floating_point() else tensor.float() for tensor in tensors]
-        merged = weighted_mean(floating, sizes, floating[0].device)
+        merged = weighted_mean(tensors, sizes, tensors[0].device)
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()

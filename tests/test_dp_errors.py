@@ -163,14 +163,21 @@ def test_numbers_of_which_other_replicas_shares_are_lost_are_warned_of_once(shar
         total: Any = None
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.latest = batch_idx  # the same in all
+            self.latest = kind(batch_idx)  # the same in all
+            self.is_whole = len(batch[0]) == 3  # no number
             self.size = len(batch[0])  # which no step has set before
             self.total = self.total + kind(int(batch[0].sum() * 1000))
             del self.size
+            if batch_idx == 3:
+                setattr(self, f"size_{self.current_epoch}", len(batch[0]))
+                if len(batch[0]) == 3:
+                    self.mine = batch_idx  # the first replica alone
             return super().training_step(batch, batch_idx)
 
     model = Counts()
-    model.latest = -1
+    model.latest = kind(-1)
+    model.is_whole = True
+    model.mine = 0
     model.total = kind(0)
     with pytest.warns(UserWarning, match=r'self\.total to the same number .* SumMetric, .*reduce_fx="sum"') as warned:
         fit(model, 2, share, samples((8,)))

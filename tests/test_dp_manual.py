@@ -228,7 +228,7 @@ def test_what_follows_an_optimizers_step_sees_the_stepped_parameters(share: bool
             return loss
 
         if closure:
-            second.step(backward)
+            module.losses.append(second.step(backward).detach())
         else:
             backward()
             with torch.no_grad():
@@ -244,7 +244,45 @@ def test_what_follows_an_optimizers_step_sees_the_stepped_parameters(share: bool
 
     close_to(trained(2), trained(1))
     torch.testing.assert_close(losses[2], losses[1])
-    assert len(losses[1]) == 8
+    assert len(losses[1]) == 8 * (1 + closure)
+
+
+class Scaling(torch.optim.SGD):
+    """Scales its parameters before it asks for the loss."""
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.mul_(scale)
+        return super().step(closure)
+
+
+@replicas
+def test_an_optimizers_own_arguments_reach_it_when_all_replicas_have_got_there(share: bool) -> None:
+    class Scaled(Manual):
+        def configure_optimizers(self) -> Any:
+            self.losses: list[Tensor] = []
+            return [Scaling(net.parameters(), lr=0.1) for net in (self.generator, self.critic)]
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        def backward() -> None:  # returns no loss
+            second.zero_grad()
+            module.manual_backward(critic_loss(module, batch))
+
+        assert module.lr_schedulers() is None
+        module.losses.append(critic_loss(module, batch).detach())
+        second.step(backward, scale=0.5)
+        module.losses.append(critic_loss(module, batch).detach())
+        second.step(scale=0.9)
+
+    def trained(devices: int) -> Any:
+        model = type("Tested", (Scaled,), {"step": step})()
+        fit(model, devices, share, samples((8,)))
+        return model
+
+    found, expected = trained(2), trained(1)
+    close_to(found, expected)
+    torch.testing.assert_close(found.losses, expected.losses)
 
 
 def test_arguments_of_manual_backward_are_passed_on_but_no_gradient_is_taken() -> None:
@@ -299,7 +337,8 @@ def test_outputs_of_manual_optimisation_may_be_of_each_sample() -> None:
     torch.testing.assert_close(outputs(2), outputs(1))
 
 
-def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
+@pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
+def test_schedulers_get_the_mean_of_what_replicas_give_them(by_name: bool) -> None:
     class Plateau(Manual):
         def configure_optimizers(self) -> Any:
             optimizers, _ = super().configure_optimizers()
@@ -314,7 +353,7 @@ def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
         second.step()
         scheduler = module.lr_schedulers()
         assert isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        scheduler.step(loss.detach())
+        scheduler.step(metrics=loss.detach()) if by_name else scheduler.step(loss.detach())
         module.log("rate", second.param_groups[0]["lr"])
         module.log("bad", float(scheduler.num_bad_epochs))
 
@@ -325,6 +364,22 @@ def test_schedulers_get_the_mean_of_what_replicas_give_them() -> None:
     found, expected = logged(2), logged(1)
     torch.testing.assert_close(found, expected)
     assert len({metrics["rate"] for _, metrics in found if "rate" in metrics}) > 1
+
+
+def test_a_schedulers_epoch_is_that_of_every_replica() -> None:
+    class Restarted(Manual):
+        def configure_optimizers(self) -> Any:
+            optimizers, _ = super().configure_optimizers()
+            return optimizers, [torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizers[1], T_0=10)]
+
+    def step(module: Manual, first: Any, second: Any, batch: Tensor, in_second: bool) -> None:
+        module.lr_schedulers().step(3)
+
+    def rate(devices: int) -> float:
+        model = type("Tested", (Restarted,), {"step": step})()
+        return fit(model, devices, loader=samples((8,))).optimizers[1].param_groups[0]["lr"]
+
+    assert rate(2) == rate(1) < 1e-2
 
 
 def test_schedulers_step_once_for_all_replicas_in_automatic_optimisation_too() -> None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,7 @@ from torchmetrics.text import CharErrorRate
 
 from lightning_bucketddp import BucketDPStrategy
 from lightning_bucketddp.batch_division import divide
-from lightning_bucketddp.merging import merge, weighted_mean
+from lightning_bucketddp.merging import merge, merge_loss, weighted_mean
 from lightning_bucketddp.replica_lists import AppendedLists
 from lightning_bucketddp.replica_logging import LogBook
 from tests.dp import fit, one_process, replicas, samples
@@ -60,6 +60,10 @@ def test_batches_are_divided_by_samples_whatever_they_are_made_of() -> None:
         close(shard["scale"], scale)
     first, second = divide(Sample(x, list("abcde")), HOME).shards
     assert (first.name, second.name) == (["a", "b", "c"], ["d", "e"])
+    for other in (["a", "b"], [1, 2.5, None], (b"a", torch.float32, CPU)):
+        assert [shard["other"] for shard in divide({"x": x, "other": other}, HOME).shards] == [other] * 2
+    first, second = divide([x, y, y, y, y], HOME).shards  # as many tensors as samples
+    close((first, second), ([x[:3], *[y[:3]] * 4], [x[3:], *[y[3:]] * 4]))
     assert divide([x, y], [CPU] * 4).sizes == [2, 2, 1]
     assert divide(x[:1], HOME).sizes == [1]
     assert divide("nothing to divide", HOME).shards == ["nothing to divide"]
@@ -120,6 +124,9 @@ def test_a_function_divides_batches_of_another_kind() -> None:
     close(found, one_process().predict(Detector(), loader))
     strategy = BucketDPStrategy(scatter_batch=lambda batch, count: [({"images": batch["images"][:1]}, 1)])
     assert [len(outputs) for outputs in one_process(2, strategy=strategy).predict(Detector(), loader)] == [1, 1]
+    devices = [CPU, torch.device("meta")]
+    division = divide([], devices, lambda batch, count: [(torch.ones(2), 2), (torch.ones(1), 1)])
+    assert [shard.device for shard in division.shards] == devices
     for wrong in ([], ["a"], [("a", 1)] * 3, [("a", 0)]):
         with pytest.raises(ValueError, match="expected scatter_batch to return 1 to 2 pairs"):
             divide([], HOME, lambda batch, count, wrong=wrong: wrong)
@@ -148,6 +155,9 @@ def test_a_function_divides_batches_of_another_kind() -> None:
         ([(torch.tensor(1.0), torch.ones(3)), (torch.tensor(5.0), torch.ones(1))], (torch.tensor(2.0), torch.ones(4))),
         ([Pair(torch.ones(3), None), Pair(torch.ones(1), None)], Pair(torch.ones(4), None)),
         ([{"a": {"b": torch.ones(3)}}, {"a": {"b": torch.ones(1)}}], {"a": {"b": torch.ones(4)}}),
+        ([[torch.ones(3)] * 3, [torch.ones(1)]], [torch.ones(n) for n in (3, 3, 3, 1)]),
+        ([torch.tensor(2, dtype=torch.int32)] * 2, torch.tensor(4, dtype=torch.int32)),
+        ([torch.tensor(1.0j), torch.tensor(5.0j)], torch.tensor(2.0j)),
         ([np.ones((3, 2)), np.ones((1, 2))], np.ones((4, 2))),
     ],
 )
@@ -176,6 +186,7 @@ def test_values_are_merged_as_one_device_makes_them(values: list[Any], merged: A
         ),
         ([{"a": 1}, {"b": 1}], "expected the same keys, found"),
         ([torch.ones(3), "a"], "expected a tensor of each, found Tensor, str"),
+        ([torch.ones(3), torch.ones(1).long()], r"found \(3,\) of torch.float32, \(1,\) of torch.int64"),
         ([1, "a"], "expected values of one type, found int, str"),
         ([(1, 2), (1,)], "expected as many items in each, found 2, 1"),
         ([torch.tensor(True), torch.tensor(False)], "expected the same value, found True, False"),
@@ -184,6 +195,45 @@ def test_values_are_merged_as_one_device_makes_them(values: list[Any], merged: A
 def test_values_that_cannot_be_merged_are_an_error(values: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge(values, [3, 1], CPU)
+
+
+def test_items_of_each_sample_are_told_from_batches() -> None:
+    ones, zeros = torch.ones(2), torch.zeros(2)
+    close(merge([[ones, ones], [zeros, zeros]], [2, 2], CPU), [torch.cat([ones, zeros])] * 2)
+    close(merge([(torch.tensor(1.0),), (torch.tensor(3.0),)], [1, 1], CPU), (torch.tensor(2.0),))
+
+
+def test_dataclasses_are_merged_by_their_fields() -> None:
+    @dataclass
+    class Lazy(Sample):
+        later: Tensor = field(init=False)
+
+    merged = merge([Lazy(torch.ones(3), list("abc")), Lazy(torch.zeros(1), ["d"])], [3, 1], CPU)
+    assert type(merged) is Lazy
+    close(merged.x, torch.tensor([1.0, 1, 1, 0]))
+    assert merged.name == list("abcd")
+    first, second = divide(Lazy(torch.ones(3), list("abc")), HOME).shards
+    assert (first.name, second.name) == (["a", "b"], ["c"])
+
+
+def test_values_that_a_step_has_moved_to_the_cpu_stay_there() -> None:
+    meta = torch.device("meta")
+    assert merge([torch.ones(3), torch.ones(1)], [3, 1], meta).device == CPU
+    items = merge([[torch.ones(n, device=meta) for n in (2, 5, 1)], [torch.ones(4)]], [3, 1], meta)
+    assert [item.device for item in items] == [meta] * 4
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        ([torch.tensor(1.0), torch.tensor([1.0])], r"shape \(1,\) in replica 1"),
+        ([torch.ones(2), torch.ones(2)], r"shape \(2,\) in replica 0"),
+        ([torch.tensor(1.0), None], "None in replica 1"),
+    ],
+)
+def test_losses_that_have_no_mean_are_an_error(losses: list[Any], found: str) -> None:
+    with pytest.raises(ValueError, match=f"one element for manual_backward, .* found {found}"):
+        merge_loss(losses, [3, 1], CPU, "manual_backward")
 
 
 # -- logging -----------------------------------------------------------------------------------------
@@ -221,6 +271,7 @@ def in_every_way(module: Any, x: Tensor, in_second: bool) -> None:
         module.log(f"mean {reduce_fx}", x.mean(), on_step=True, on_epoch=True, reduce_fx=reduce_fx)
     module.log("rows", len(x), on_step=True, on_epoch=True, reduce_fx="sum")
     module.log("rows of torch", float(len(x)), on_step=True, reduce_fx=torch.sum)
+    module.log("total", x.sum(), reduce_fx="SUM")
     module.log("largest", x.max(), reduce_fx="max")
     module.log("smallest", x.min().item(), reduce_fx=min)
     module.log("explicit", x[:, :3].mean(), batch_size=3 * len(x))
@@ -257,12 +308,19 @@ def test_a_share_without_samples_leaves_the_mean_as_it_is() -> None:
     close(found["result"]["masked"], float(torch.cat([batch[:2, 0] for (batch,) in LOADER]).mean()))
 
 
-def test_a_constant_batch_size_is_the_batchs() -> None:
+@pytest.mark.parametrize("batch_size", [9, 4])
+def test_a_constant_batch_size_is_the_batchs(batch_size: int) -> None:
     def what(module: Any, x: Tensor, in_second: bool) -> None:
-        module.log("constant", x.mean(), batch_size=9)
+        module.log("constant", x.mean(), batch_size=batch_size)
 
     (found, _), (expected, _) = logged(what), logged(what, devices=1)
     close(found, expected)
+
+
+def test_a_batch_size_that_a_replica_has_is_its_own() -> None:
+    found, _ = logged(lambda module, x, _: module.log("own", x.mean(), batch_size=2))
+    means = [float(share.mean()) for (batch,) in LOADER for share in batch.split(2)]
+    close(found["result"]["own"], sum(means) / len(means))
 
 
 def test_a_log_method_may_have_arguments_of_its_own() -> None:
@@ -270,13 +328,23 @@ def test_a_log_method_may_have_arguments_of_its_own() -> None:
         def log(self, name: str, value: Any, stage: str = "fit", **options: Any) -> None:
             super().log(f"{stage} {name}", value, **options)
 
+    class Passing(Logging):
+        def log(self, *args: Any, **options: Any) -> None:
+            super().log(*args, **options)
+
     def what(module: Any, x: Tensor, in_second: bool) -> None:
         module.log("mean", x.mean(), "evaluation")
         module.log("rows", float(len(x)), "evaluation", reduce_fx="sum")
 
+    def by_position(module: Any, x: Tensor, in_second: bool) -> None:
+        module.log("rows", float(len(x)), False, False, False, True, "sum")
+
     (found,) = one_process(2).validate(Staged(what), LOADER, verbose=False)
     close([found], one_process().validate(Staged(what), LOADER, verbose=False))
     assert found.keys() == {"evaluation mean", "evaluation rows"}
+    trainer = one_process(2)
+    trainer.validate(Passing(by_position), LOADER, verbose=False)
+    assert trainer.callback_metrics == {"rows": 11.0}
 
 
 @pytest.mark.parametrize("enable_graph", [True, False])
@@ -287,6 +355,15 @@ def test_values_have_a_graph_if_that_is_asked_for(enable_graph: bool) -> None:
     logged: list[Any] = []
     book.replay(lambda name, value, **_: logged.append(value), lambda *_: None)
     assert [value.requires_grad for value in logged] == [enable_graph]
+
+
+def test_numbers_stay_numbers_of_the_same_precision() -> None:
+    book = LogBook([1, 1], CPU, "training_step")
+    for replica in range(2):
+        book.log(replica, "constant", 0.1)
+    logged: list[Any] = []
+    book.replay(lambda name, value, **_: logged.append(value), lambda *_: None)
+    assert [(type(value), value) for value in logged] == [(float, 0.1)]
 
 
 def test_a_name_that_some_replicas_log_is_weighted_by_their_samples() -> None:
@@ -318,6 +395,8 @@ def test_lightnings_own_errors_are_raised() -> None:
 
     with pytest.raises(MisconfigurationException, match="is not useful"):
         logged(what)
+    with pytest.raises(ValueError, match="nested dictionaries cannot be logged"):
+        logged(lambda module, x, _: module.log("loss", {"a": {"b": x.mean()}}, batch_size=len(x)))
 
 
 # -- metrics -----------------------------------------------------------------------------------------
@@ -414,6 +493,20 @@ def test_collections_of_metrics_are_those_of_one_device(share: bool) -> None:
     assert "computed" in found["steps"][0][1]
 
 
+class Total(Metric):
+    """The sum of values, each multiplied by a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0))
+
+    def update(self, values: Tensor, factor: Any = 1) -> None:
+        self.total = self.total + (values * factor).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class Average(Metric):
     """The mean of losses, each with its number of samples."""
 
@@ -441,6 +534,11 @@ class Average(Metric):
         (lambda: RunningSum(2), lambda metric, x: metric.update(x.sum())),
         (lambda: RunningMean(2), lambda metric, x: metric.update(x.mean())),
         (lambda: MetricCollection([SumMetric(), MaxMetric()]), lambda metric, x: metric.update(x[:, 0].sum())),
+        (lambda: MetricCollection([SumMetric(), Total()]), lambda metric, x: metric.update(x[:, 0].sum())),
+        (Total, lambda metric, x: metric.update(x, 2)),
+        (Total, lambda metric, x: metric.update(x, torch.tensor(2))),
+        (LargestStep, lambda metric, x: [metric.update(row) for row in x]),
+        (MeanMetric, lambda metric, x: (metric.reset(), metric.update(x))),
     ],
 )
 def test_metrics_that_get_numbers_are_those_of_one_device(
@@ -532,6 +630,26 @@ def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -
         logged(compute, metric=MeanMetric)
 
 
+def test_replicas_that_update_a_metric_count_by_their_samples() -> None:
+    def update(module: Any, x: Tensor, in_second: bool) -> None:
+        if not torch.equal(x[0], batch[0]):
+            module.metric.update(x.mean())
+        module.log("metric", module.metric)
+
+    loader = samples((8,), count=5, batch_size=5)
+    ((batch,),) = loader
+    (result,) = one_process(3).validate(Logging(update, metric=MeanMetric()), loader, verbose=False)
+    close(result["metric"], float(batch[2:].mean()))
+
+
+def test_replicas_that_give_a_metric_other_arguments_are_an_error() -> None:
+    def forward(module: Any, x: Tensor, in_second: bool) -> None:
+        module.metric(x, **({"weight": x.abs()} if in_second else {}))
+
+    with pytest.raises(ValueError, match="given to the metric 'metric' in the replicas: expected the same arguments"):
+        logged(forward, metric=MeanMetric)
+
+
 def test_one_number_of_each_replicas_one_sample_is_one_update() -> None:
     def ended(devices: int) -> Any:
         module = Logging(lambda module, x, _: module.metric.update(x.mean()), metric=MeanMetric())
@@ -574,6 +692,7 @@ def test_lists_that_a_step_appends_to_are_those_of_one_device(share: bool) -> No
             self.outputs: list[Any] = []
             self.same = self.outputs
             self.by_name: dict[str, list[Any]] = {"x": [], "name": []}
+            self.seen_by_hooks: dict[str, list[Any]] = {"x": []}
             self.by_key: defaultdict[str, list[Any]] = defaultdict(list)
             self.some: list[Any] = []
 
@@ -583,6 +702,7 @@ def test_lists_that_a_step_appends_to_are_those_of_one_device(share: bool) -> No
         module.by_name["x"].append(x)
         module.by_name["name"].extend([f"{value:.3f}" for value in x[:, 0]])
         module.by_key["new"].append(x)
+        module.seen_by_hooks["x"].append(x)
         assert module.outputs[-2]["x"] is x
 
         if in_second:
@@ -595,6 +715,7 @@ def test_lists_that_a_step_appends_to_are_those_of_one_device(share: bool) -> No
     assert found.same is found.outputs
     close(found.by_key["new"], expected.by_key["new"])
     close(found.by_name["x"], expected.by_name["x"])
+    close(found.seen_by_hooks, expected.seen_by_hooks)
     assert [len(batch) for batch in found.by_name["x"]] == [4, 4, 3]
     assert sorted(found.by_name["name"]) == sorted(expected.by_name["name"])
     close(found.some, [batch[2:] for (batch,) in LOADER])
@@ -700,6 +821,16 @@ def test_lists_that_lose_items_in_the_step_have_what_all_replicas_appended() -> 
     close(module.cleared, [x])
     close(module.ring, [old[1], x])
     close(module.corrected, [old[0], x])
+
+
+def test_a_list_that_the_first_replica_sets_stays() -> None:
+    def step(replica: Any, size: int) -> None:
+        if size == 2:
+            replica.kept = ["set"]
+        else:
+            replica.kept.append("appended")
+
+    assert lists_after(step, kept=[]).kept == ["set"]
 
 
 def test_items_that_a_step_has_moved_to_the_cpu_stay_there() -> None:

@@ -117,6 +117,34 @@ def test_lower_precision_reaches_all_replicas(share: bool, precision: Any) -> No
         close(value, other, rtol=0.1, atol=0.03)
 
 
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_lower_precision_reaches_evaluation(stage: str) -> None:
+    class Watched(Digits):
+        def forward(self, x: Tensor) -> Tensor:
+            predictions = super().forward(x)
+            dtypes.append(predictions.dtype)
+            return predictions.float()
+
+    dtypes: list[torch.dtype] = []
+    getattr(one_process(2, precision="bf16-mixed"), stage)(Watched(), digits())
+    assert set(dtypes) == {torch.bfloat16}
+
+
+@replicas
+def test_a_loss_returned_alone_is_weighted_by_samples(share: bool) -> None:
+    class Alone(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx)["loss"]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(outputs["loss"])
+
+    expected, _ = trained(1, share, Alone)
+    found, _ = trained(2, share, Alone)
+    close_to(found, expected)
+    close(found.seen, expected.seen)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from digits().dataset
