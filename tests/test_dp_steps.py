@@ -1,6 +1,7 @@
 """``strategy="bucketdp"``: what steps do beyond losses and outputs, as on one device or found and said."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +16,11 @@ from torchmetrics.aggregation import RunningMean, RunningSum
 from torchmetrics.wrappers import Running
 
 from lightning_bucketddp.batch_division import divide
+from lightning_bucketddp.finetuning import CHECKPOINT_KEY
 from lightning_bucketddp.merging import merge
 from lightning_bucketddp.replica_metrics import _class_in_replica
-from tests.dp import fit, one_process, replicas, samples
-from tests.lightning_models import Digits, close_to
+from tests.dp import digits, fit, one_process, replicas, samples
+from tests.lightning_models import Digits, close_to, strategy_of, trainer
 
 CPU = torch.device("cpu")
 close = torch.testing.assert_close
@@ -507,3 +509,37 @@ def test_classes_of_stand_ins_are_not_kept_for_ever() -> None:
     made = [_class_in_replica(metric) for metric in metrics]
     assert [issubclass(stand_in, metric) for stand_in, metric in zip(made, metrics, strict=True)] == [True] * 100
     assert _class_in_replica.cache_info().currsize < 100
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def handed_over_among_strategies(folder: str) -> None:
+    def trained(strategy: str, epochs: int, resume: str | None = None) -> tuple[Any, Path]:
+        path = Path(folder, f"{strategy} {epochs} {resume and Path(resume).name}.ckpt")
+        model = Digits()
+        if strategy == "bucketdp":
+            runs = one_process(2, max_epochs=epochs)
+        else:
+            runs = trainer(strategy_of(strategy), devices=1, max_epochs=epochs)
+        runs.fit(model, digits(), ckpt_path=resume, weights_only=False)
+        runs.save_checkpoint(path)
+        return torch.load(path, weights_only=False), path
+
+    kinds = ("ddp", "bucketddp", "bucketdp")
+    expected, _ = trained("ddp", 2)
+    firsts = {kind: trained(kind, 1)[1] for kind in kinds}
+    for first, second in (
+        ("bucketdp", "ddp"),
+        ("bucketdp", "bucketddp"),
+        ("ddp", "bucketdp"),
+        ("bucketddp", "bucketdp"),
+    ):
+        found, _ = trained(second, 2, str(firsts[first]))
+        assert found.keys() - expected.keys() <= {CHECKPOINT_KEY}
+        for key in ("state_dict", "optimizer_states", "global_step"):
+            close(found[key], expected[key], msg=lambda m, what=(key, first, second): f"{what}: {m}")
+
+
+def test_checkpoints_go_from_one_process_to_several_and_back(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(1, handed_over_among_strategies, str(tmp_path))
