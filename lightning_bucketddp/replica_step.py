@@ -13,17 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
 
 from lightning_bucketddp.batch_division import Division
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.merging import merge, merge_loss
-from lightning_bucketddp.nested import move_to
 from lightning_bucketddp.replica_checks import Counters, Gradients, SharedParameters, watched_optimizers
 from lightning_bucketddp.replica_lists import AppendedLists
 from lightning_bucketddp.replica_logging import LogBook
+from lightning_bucketddp.replica_methods import ReplicaMethods, do_nothing
 from lightning_bucketddp.replica_metrics import SharedMetrics
-from lightning_bucketddp.replica_optimizers import in_replica, original_of
 from lightning_bucketddp.replica_profiler import first_replicas_profiler, without_profilers
 from lightning_bucketddp.replicas import Replicas, parallel_apply
 from lightning_bucketddp.round_robin import RoundRobin
@@ -72,7 +70,7 @@ class ReplicaStep:
         self._warned = warned
         self._params: SharedParameters | None = None
         self._gradients: Gradients | None = None
-        self._toggled: Any = None  # the optimizer that the step has toggled last
+        self._methods = ReplicaMethods(module, self, self._logs, hook)  # until the step ends
 
     def run(self, *args: Any) -> Any:
         """Runs the step.
@@ -105,7 +103,9 @@ class ReplicaStep:
         metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
             entries = metrics.stand_ins(replica, index, device)
-            entries += [(vars(replica), name, method) for name, method in self._methods(index, replica, device).items()]
+            entries += [
+                (vars(replica), name, method) for name, method in self._methods.of(index, replica, device).items()
+            ]
             if index == 0:
                 self._entries = entries
             else:
@@ -122,8 +122,8 @@ class ReplicaStep:
                 shards = [(shard, *args) for shard in self._shards]
                 outputs = parallel_apply(steps, shards, devices=self._devices, turns=self._turns)
         except BaseException:
-            if self._toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
-                module.untoggle_optimizer(self._toggled)
+            if self._methods.toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
+                module.untoggle_optimizer(self._methods.toggled)
             raise
         self._check()
         counters.check()
@@ -137,7 +137,7 @@ class ReplicaStep:
         self._has_ended = True
         _put(self._of_others)
         self._entries, self._of_others, self._params, self._gradients = [], [], None, None
-        del self._shards, self._logs, self._lockstep
+        del self._shards, self._logs, self._lockstep, self._methods
 
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
         self._thread.replica = index
@@ -188,89 +188,11 @@ class ReplicaStep:
                 return {"loss": loss, **merge(rest, self.sizes, self.home, path)}
         return merge(outputs, self.sizes, self.home, path)
 
-    # -- what a step does by way of the LightningModule ----------------------------------------------
-
-    def _methods(self, index: int, replica: Any, device: torch.device) -> dict[str, Callable[..., Any]]:
-        """The methods that a replica has in the place of the LightningModule's."""
-        methods: dict[str, Callable[..., Any]] = {
-            "log": partial(self._log, index),
-            "log_dict": partial(self._log_dict, index, replica.log_dict),
-            "all_gather": partial(self._all_gather, index, device),
-        }
-        if index != 0:
-            methods["print"] = _do_nothing
-        if self._manual:
-            methods["manual_backward"] = partial(self._manual_backward, index)
-            methods["clip_gradients"] = partial(self._clip_gradients, index)
-            methods["toggle_optimizer"] = partial(self.toggle, index, on=True)
-            methods["untoggle_optimizer"] = partial(self.toggle, index, on=False)
-            methods["toggled_optimizer"] = partial(self._toggled_optimizer, index)
-            methods["optimizers"] = partial(self._optimizers, index)
-        if self._hook == "training_step":
-            methods["lr_schedulers"] = partial(self._schedulers, index)
-        return methods
-
-    def _log(self, index: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._logs.log(self.current(index), name, value, *args, **kwargs)
-
-    def _log_dict(self, index: int, method: Callable[..., None], dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, MetricCollection):
-            self._logs.log_collection(self.current(index), dictionary, *args, **kwargs)
-        else:
-            method(dictionary, *args, **kwargs)  # which calls `log` for each
-
-    def _all_gather(self, index: int, device: torch.device, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """The data of all replicas, which on one device is the data itself."""
-
-        def once(found: list[Any]) -> Any:
-            merged = merge(found, self.sizes, self.home, "what was given to all_gather")
-            return self._module.all_gather(merged, *args, **kwargs)
-
-        return move_to(self.meet(index, "all_gather()", data, once), device)
-
-    def _manual_backward(self, index: int, loss: Any, *args: Any, **kwargs: Any) -> None:
-        if args or "gradient" in kwargs:
-            raise ValueError(
-                "expected manual_backward(loss) without a gradient, as the mean of the replicas' losses is taken, "
-                "found one; multiply the loss with it"
-            )
-
-        def once(losses: list[Any]) -> None:
-            total = merge_loss(losses, self.sizes, self.home, "manual_backward")
-            self._module.manual_backward(total, **kwargs)
-
-        self.meet(index, "manual_backward()", loss, once)
-
-    def _clip_gradients(self, index: int, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        original = original_of(optimizer)
-        call = f"clip_gradients() for {_name_of(optimizer)}"
-        self.meet(index, call, None, lambda _: self._module.clip_gradients(original, *args, **kwargs))
+    # -- what replicas' methods, optimizers and metrics need ------------------------------------------
 
     def toggle(self, replica: int, optimizer: Any, on: bool) -> None:
         """Calls ``toggle_optimizer`` or ``untoggle_optimizer`` once for all replicas."""
-        name = "toggle_optimizer" if on else "untoggle_optimizer"
-        original = original_of(optimizer)
-
-        def once(_: list[Any]) -> None:
-            getattr(self._module, name)(original)
-            self._toggled = original if on else None
-            self.renew()
-
-        self.meet(replica, f"{name}() for {_name_of(optimizer)}", None, once)
-
-    @contextmanager
-    def _toggled_optimizer(self, index: int, optimizer: Any) -> Iterator[None]:
-        self.toggle(index, optimizer, on=True)
-        yield
-        self.toggle(index, optimizer, on=False)  # not after an exception, which other replicas may not have raised
-
-    def _optimizers(self, index: int, use_pl_optimizer: bool = True) -> Any:
-        return in_replica(type(self._module).optimizers(self._module, use_pl_optimizer), "optimizer", self, index)
-
-    def _schedulers(self, index: int) -> Any:
-        return in_replica(type(self._module).lr_schedulers(self._module), "scheduler", self, index)
-
-    # -- what they have in common --------------------------------------------------------------------
+        self._methods.toggle(replica, optimizer, on)
 
     def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
         """As :meth:`Lockstep.meet`; ``once`` sees the LightningModule as it is outside of steps."""
@@ -382,15 +304,7 @@ def _place(replica: torch.nn.Module, device: torch.device) -> None:
     ``zero_grad`` does nothing in it: the gradients are the original's, and the first replica's to let go of.
     """
     for module in replica.modules():
-        vars(module)["zero_grad"] = _do_nothing
+        vars(module)["zero_grad"] = do_nothing
         # Private, as the property has no setter; Lightning sets it the same way before `setup`.
         if "_device" in vars(module) and hasattr(type(module), "device"):
             vars(module)["_device"] = device
-
-
-def _name_of(optimizer: Any) -> str:
-    return getattr(optimizer, "_name", None) or type(optimizer).__name__
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What all replicas but the first do where one is enough."""
