@@ -49,7 +49,7 @@ class BucketDPStrategy(ParallelStrategy):
       ``manual_backward``, what optimizers and schedulers do, toggling and clipping happen once for all of them.
 
     Other attributes that a step sets stay if the first replica set them; other objects that it changes are changed by
-    all replicas at once. BatchNorm has statistics of each replica's samples, and keeps the first one's; a last batch
+    all replicas. BatchNorm has statistics of each replica's samples, and keeps the first one's; a last batch
     that leaves a replica one sample fails in it as a batch of one does, which ``drop_last=True`` avoids. Profilers
     record what the first replica does.
 
