@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.aggregation import RunningMean, RunningSum
 from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 from torchmetrics.regression import PearsonCorrCoef
@@ -538,6 +538,7 @@ class Average(Metric):
         (Total, lambda metric, x: metric.update(x, 2)),
         (Total, lambda metric, x: metric.update(x, torch.tensor(2))),
         (LargestStep, lambda metric, x: [metric.update(row) for row in x]),
+        (CatMetric, lambda metric, x: [metric.update(row) for row in x]),
         (MeanMetric, lambda metric, x: (metric.reset(), metric.update(x))),
     ],
 )
@@ -588,6 +589,12 @@ def test_what_a_helper_reaches_by_a_reference_of_its_own_counts_for_the_replica_
             self.metric, self.updated = MeanMetric(), MeanMetric()
             self.scores = MetricCollection({"largest": MaxMetric(), "sum": SumMetric()})
             self.helper = Helper(self)
+            self.collections: list[Any] = []
+
+        def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+            if isinstance(dictionary, MetricCollection):
+                self.collections.append(dictionary)
+            super().log_dict(dictionary, *args, **options)
 
     def what(module: Any, x: Tensor, in_second: bool) -> None:
         original = module.helper.module
@@ -595,11 +602,12 @@ def test_what_a_helper_reaches_by_a_reference_of_its_own_counts_for_the_replica_
         original.updated.update(x)
         original.log_dict({"metric": original.metric, "updated": original.updated, "mean": x.mean()})
         original.scores.update(x)
-        for _ in range(2):  # as one replica's, a second time would be another
-            original.log_dict(original.scores)
+        original.log_dict(original.scores)
 
-    (found,) = one_process(2).validate(Helped(), LOADER, verbose=False)
+    helped = Helped()
+    (found,) = one_process(2).validate(helped, LOADER, verbose=False)
     close([found], one_process().validate(Helped(), LOADER, verbose=False))
+    assert [collection is helped.scores for collection in helped.collections] == [True] * len(LOADER), "once a batch"
 
 
 def test_some_replicas_may_update_a_metric_but_all_have_to_ask_for_its_value() -> None:
