@@ -119,14 +119,14 @@ class Lockstep:
         return result
 
     def end(self, replica: int, error: BaseException | None = None) -> None:
-        """Says that a replica's step has ended; those that wait for it raise.
+        """Says that a replica's step has ended; those that wait for it raise. What is said first holds.
 
         Args:
             replica: The replica's index.
             error: What it raised, if it did.
         """
         with self._changed:
-            self._ended[replica] = error
+            self._ended.setdefault(replica, error)
             self._look()
 
     def raised_by(self, replica: int) -> BaseException | None:

@@ -24,8 +24,9 @@ def parallel_apply(
     devices: Sequence[Device] | None = None,
     turns: RoundRobin | None = None,
     thread_per_device: bool = False,
+    on_end: Callable[[int, BaseException | None], None] | None = None,
 ) -> list[Any]:
-    """Calls every module with its inputs, all at the same time.
+    """Calls every module with its inputs, all at the same time, or those of different devices.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
     caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables
@@ -41,6 +42,8 @@ def parallel_apply(
         turns: Which of them run one after the other instead, each in its thread, for modules that wait for others.
         thread_per_device: Whether modules of one device are called one after the other in one thread, those of the
             first device in the caller's. When one raises, the rest of its device are not called.
+        on_end: Told of each call's end as it comes, in its thread: the module's place, and what it raised if it did.
+            Called for every call that has begun, so that none waits for one that has ended.
 
     Returns:
         What each module returned.
@@ -58,7 +61,9 @@ def parallel_apply(
         return []
     places = [as_device(device) for device in devices] if devices is not None else [_present_device()] * len(modules)
     calls = [
-        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None, turns)
+        _Call(
+            module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None, turns, on_end
+        )
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
     lines = _by_place(calls) if thread_per_device else [[call] for call in calls]
@@ -67,8 +72,9 @@ def parallel_apply(
     threads: list[threading.Thread] = []
     try:
         _start_all(lines[1:], state, start, threads)
-        if start.all_ready():
-            _run(lines[0], start.begin)
+        with lines[0][0].current():
+            if start.all_ready():
+                _run(lines[0], start.begin)
     finally:
         start.call_off()  # of no effect on calls that have begun
         _join_all(threads)
@@ -124,7 +130,7 @@ def _run(line: Iterable[_Call], begin: Callable[[], None] | None = None) -> None
 def _run_within(line: Sequence[_Call], state: _ThreadState, start: _CommonStart) -> None:
     """As :func:`_run`, in a thread that takes over another's state, when all are ready."""
     try:
-        with state.applied(line[0].device):
+        with state.applied(line[0].device), line[0].current():
             if start.ready():
                 _run(line)
     except BaseException as error:
@@ -203,6 +209,7 @@ class _Call:
         device: torch.device | None,
         tells_device: bool,
         turns: RoundRobin | None,
+        on_end: Callable[[int, BaseException | None], None] | None,
     ) -> None:
         self.tells_device = tells_device
         self.module = module
@@ -210,10 +217,15 @@ class _Call:
         self.kwargs = kwargs
         self.index = index
         self.device = device
+        self._on_end = on_end
         self._turn: AbstractContextManager[None] = nullcontext() if turns is None else turns.turn(index)
-        self.stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
+        self._stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def current(self) -> AbstractContextManager[None]:
+        """Inside, the call's device is current, and on it the stream that was."""
+        return _current(self.device, self._stream)
 
     def run(self, begin: Callable[[], None] | None = None) -> None:
         """Calls the module and keeps what it returns or raises.
@@ -222,12 +234,15 @@ class _Call:
             begin: Called before, by the one that has the others begin.
         """
         try:
-            with self._turn, _current(self.device, self.stream):
+            with self._turn:
                 if begin is not None:
                     begin()
                 self.result = self.module(*self.inputs, **self.kwargs)
         except BaseException as error:  # whatever it is, the others are waited for
             self.error = error
+        finally:
+            if self._on_end is not None:
+                self._on_end(self.index, self.error)
 
     def take_error(self) -> BaseException:
         """The error, with a note that says where it was raised."""

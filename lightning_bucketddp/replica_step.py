@@ -120,7 +120,9 @@ class ReplicaStep:
                 first_replicas_profiler(module.trainer, lambda: self.current(0) == 0),
             ):
                 shards = [(shard, *args) for shard in self._shards]
-                outputs = parallel_apply(steps, shards, devices=self._devices, turns=self._turns)
+                outputs = parallel_apply(
+                    steps, shards, devices=self._devices, turns=self._turns, on_end=self._lockstep.end
+                )
         except BaseException:
             if self._methods.toggled is not None:  # replicas do not meet any more, and parameters would stay frozen
                 module.untoggle_optimizer(self._methods.toggled)
@@ -142,18 +144,10 @@ class ReplicaStep:
     def _run_one(self, index: int, replica: Any, *args: Any) -> Any:
         self._thread.replica = index
         self._thread.handled = sys.exc_info()[1]
-        own: BaseException | None = None
         try:
-            output = getattr(replica, self._hook)(*args)
-        except AbandonedError as error:  # what the other replica raised is raised to the caller
+            return getattr(replica, self._hook)(*args)
+        except AbandonedError:  # what the other replica raised is raised to the caller
             own = self._lockstep.raised_by(index)  # or what this one did, before a `finally` that calls something
-            self._lockstep.end(index, own or error)
-        except BaseException as error:
-            self._lockstep.end(index, error)
-            raise
-        else:
-            self._lockstep.end(index)
-            return output
         if own is not None:
             try:
                 raise own

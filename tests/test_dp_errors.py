@@ -1,5 +1,6 @@
 """``strategy="bucketdp"``: what it cannot do is refused before training, and says what to do instead."""
 
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDPStrategy
+from lightning_bucketddp.replica_step import ReplicaStep
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Digits, PoolEnvironment
 
@@ -205,3 +207,17 @@ def test_the_lightning_cli_takes_the_class_path(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(cli.trainer.strategy, BucketDPStrategy)
     assert cli.trainer.strategy.root_device == torch.device("cpu")
     assert cli.trainer.num_devices == 2
+
+
+def test_a_replica_that_ends_before_its_step_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_one = ReplicaStep._run_one
+
+    def interrupted(self: ReplicaStep, index: int, *args: Any) -> Any:
+        if index == 0:
+            raise ArithmeticError
+        return run_one(self, index, *args)
+
+    monkeypatch.setattr(ReplicaStep, "_run_one", interrupted)
+    with pytest.raises(ArithmeticError):
+        fit(Digits(), 2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
