@@ -22,6 +22,7 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
+    *,
     turns: RoundRobin | None = None,
     thread_per_device: bool = False,
     on_end: Callable[[int, BaseException | None], None] | None = None,
