@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class ModuleTree:
             if type(value) not in _PLAIN  # most attributes end here or in the next line, as empty registries of hooks
             and (type(value) not in _CONTAINERS or value)
             and name not in _REGISTRIES
+            and not (type(value) is FunctionType and hasattr(value, "__wrapped__"))  # of metrics: count in the original
             and _leads_to(value, own)
         ]
 
@@ -105,7 +107,8 @@ class ModuleCopy:
     Its modules are of the same classes and have the attributes that the originals have at the last :meth:`renew`, as
     the replicas of torch.nn.DataParallel. Beyond what those do, methods, hooks and plain attributes that lead to
     modules or tensors of the original (``self.act = self.net.forward``, ``self.stages = [self.a, self.b]``) lead to the
-    replica's.
+    replica's, also inside other containers, ``functools.partial``, and functions nested in a method, which refer to
+    ``self``. Functions that keep one of the module's lists or dicts in a variable of their own keep the original's.
 
     Args:
         tree: The original.
@@ -196,33 +199,65 @@ class ModuleCopy:
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _PLAIN = frozenset({bool, int, float, str, set, type(None)})
 _REGISTRIES = frozenset({"_modules", "_parameters", "_buffers"})
+_DEPTH = 4
+"""How deep in containers and functions modules are looked for, as these may lead back to themselves."""
 
 
-def _items(value: Any) -> Iterable[Any]:
-    if type(value) not in _CONTAINERS:
-        return (value,)
-    return value.values() if isinstance(value, dict) else value
+def _parts(value: Any) -> list[Any]:
+    """What a value leads to by itself: a container's items, a method's object, what functions and partials refer to."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return list(value.values() if isinstance(value, dict) else value)
+    if kind is MethodType:
+        return [value.__self__]
+    if kind is partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    return list(map(_content, value.__closure__ or ())) if kind is FunctionType else []
 
 
-def _leads_to(value: Any, ids: Container[int]) -> bool:
-    return any(id(item) in ids or (isinstance(item, MethodType) and id(item.__self__) in ids) for item in _items(value))
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return None
 
 
-def _redirected(value: Any, replacements: Mapping[int, Any]) -> Any:
-    """``value``, or what a container holds, replaced if it is, or is a method of, one of what is to be replaced."""
-    if not _leads_to(value, replacements):
-        return value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _redirected_item(item, replacements)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_redirected_item(item, replacements) for item in value)
-    return _redirected_item(value, replacements)
+def _leads_to(value: Any, ids: Container[int], depth: int = _DEPTH, in_container: bool = True) -> bool:
+    kind = type(value)
+    if kind in _PLAIN or (kind in _CONTAINERS and not in_container):
+        return False  # as functions append to containers that they refer to, which have to stay the same
+    return id(value) in ids or (
+        depth > 0 and any(_leads_to(part, ids, depth - 1, kind in _CONTAINERS) for part in _parts(value))
+    )
 
 
-def _redirected_item(item: Any, replacements: Mapping[int, Any]) -> Any:
-    if isinstance(item, MethodType) and id(item.__self__) in replacements:
-        return MethodType(item.__func__, replacements[id(item.__self__)])
-    return replacements.get(id(item), item)
+def _redirected(value: Any, replacements: Mapping[int, Any], depth: int = _DEPTH, in_container: bool = True) -> Any:
+    """``value`` around replacements, if it is, or leads to, something that is to be replaced; else itself."""
+    kind = type(value)
+    if id(value) in replacements or not _leads_to(value, replacements, depth, in_container):
+        return replacements.get(id(value), value)
+    parts = [_redirected(part, replacements, depth - 1, kind in _CONTAINERS) for part in _parts(value)]
+    if kind is MethodType:
+        return MethodType(value.__func__, parts[0])
+    if kind is FunctionType:
+        return _with_contents(value, parts)
+    if kind is partial:
+        first_keyword = 1 + len(value.args)
+        keywords = dict(zip(value.keywords, parts[first_keyword:], strict=True))
+        return partial(parts[0], *parts[1:first_keyword], **keywords)
+    return kind(zip(value, parts, strict=True) if isinstance(value, dict) else parts)
+
+
+def _with_contents(function: FunctionType, contents: Sequence[Any]) -> FunctionType:
+    """A nested function that refers to something else in the place of some variables around it."""
+    cells = [
+        cell if _content(cell) is content else CellType(content)
+        for cell, content in zip(function.__closure__ or (), contents, strict=True)
+    ]
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    vars(made).update(vars(function))
+    return made
 
 
 def require_copyable(module: nn.Module) -> None:

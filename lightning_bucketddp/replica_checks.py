@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric, MetricCollection
+
+OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
+_MANY = 1000
+"""Longer lists are what steps have collected, not copies of a module's parameters."""
 
 
 class SharedParameters:
-    """Parameters that several replicas hold, which a step may only change where it is done once for all of them.
+    """Tensors that several replicas hold, which a step may only change where it is done once for all of them.
+
+    These are parameters, and tensors that are attributes, or in lists or dicts that are.
 
     Args:
         module: The LightningModule.
@@ -28,22 +38,20 @@ class SharedParameters:
             for name, param in (module.named_parameters() if shared else ())
             if id(param) in shared and not param.is_inference()
         ]
+        self._plain = list(_plain_tensors(module)) if others else []
         self._hook = hook
         self._warned = warned
         self.renew()
 
     def renew(self) -> None:
-        """Takes the parameters as they are now for unchanged."""
-        # Private, as there is no public way to see that a tensor was changed in place.
-        self._versions = [param._version for _, param in self._params]
+        """Takes the tensors as they are now for unchanged."""
+        self._versions = _versions(self._params)
+        self._plain_versions = _versions(self._plain)
 
     def check(self) -> None:
-        """Warns if a parameter has changed."""
-        changed = [
-            name
-            for (name, param), version in zip(self._params, self._versions, strict=True)
-            if param._version != version
-        ]
+        """Warns if a tensor has changed."""
+        self._check_plain()
+        changed = _changed(self._params, self._versions)
         key = f"parameters in {self._hook}"
         if changed and key not in self._warned:
             self._warned.add(key)
@@ -52,6 +60,50 @@ class SharedParameters:
                 "and so by all replicas at once, which share them; do it once, in on_train_batch_end or "
                 "on_before_optimizer_step"
             )
+
+    def _check_plain(self) -> None:
+        changed = _changed(self._plain, self._plain_versions)
+        key = f"tensors in {self._hook}"
+        if changed and key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(
+                f"expected {self._hook} to leave tensors that replicas share as they are, found "
+                f"{', '.join(changed[:3])} changed in place, which every replica did. Sums over samples, and rows that "
+                "belong to them, are those of one device; what happens once a step, as to a moving average, belongs in "
+                "on_train_batch_end or on_before_optimizer_step"
+            )
+
+
+def _versions(tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
+    # Private, as there is no public way to see that a tensor was changed in place.
+    return [tensor._version for _, tensor in tensors]
+
+
+def _changed(tensors: Sequence[tuple[str, Tensor]], versions: Sequence[int]) -> list[str]:
+    return [name for (name, tensor), version in zip(tensors, versions, strict=True) if tensor._version != version]
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point tensors that are attributes of modules, or in their lists and dicts, with names for messages."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items() if may_count(part) else ():
+            if isinstance(value, Tensor):
+                items = [("", value)]
+            elif isinstance(value, dict) and name not in OF_MODULES:
+                items = [(f"[{key!r}]", item) for key, item in value.items() if isinstance(item, Tensor)]
+            elif type(value) is list and len(value) <= _MANY:
+                items = [(f"[{index}]", item) for index, item in enumerate(value) if isinstance(item, Tensor)]
+            else:
+                continue
+            for key, tensor in items:
+                if tensor.is_floating_point() and not tensor.is_inference():
+                    yield f"self.{path}{'.' if path else ''}{name}{key}", tensor
+
+
+def may_count(part: nn.Module) -> bool:
+    """Whether a module is one that steps change, as those of torch.nn are not, and metrics have means of their own."""
+    in_torch = type(part).__module__.startswith("torch.nn.") or isinstance(part, _BatchNorm)
+    return not in_torch and not isinstance(part, Metric | MetricCollection)
 
 
 class Gradients:
@@ -120,62 +172,3 @@ def watched_optimizers(optimizers: Sequence[Any], hook: str, is_outside: Callabl
     finally:
         for handle in handles:
             handle.remove()
-
-
-class Counters:
-    """Numbers that are attributes of the LightningModule and its modules, which keep those that the first replica sets.
-
-    Args:
-        module: The LightningModule.
-        others: The other replicas, before their step.
-        sizes: How many samples each replica has.
-        hook: The step's name, for messages.
-        warned: What has been warned of before, and need not be again.
-    """
-
-    def __init__(
-        self, module: nn.Module, others: Sequence[nn.Module], sizes: Sequence[int], hook: str, warned: set[str]
-    ) -> None:
-        named = list(module.named_modules())
-        self._found = [
-            (name, vars(kept), vars(part), dict(vars(part)), size)
-            for other, size in zip(others, sizes[1:], strict=True)
-            for (name, kept), part in zip(named, other.modules(), strict=True)
-            if not type(part).__module__.startswith("torch.nn.")  # which count nothing
-        ]
-        self._hook = hook
-        self._warned = warned
-
-    def check(self) -> None:
-        """Warns if the share of another replica is lost: if it has set another number, or added that of its samples."""
-        for path, kept, now, before, size in self._found:
-            for key, value in now.items():
-                was = before.get(key)
-                if value is was or not (_is_number(value) and _is_number(was)):
-                    continue
-                name = f"{path}.{key}" if path else key
-                if name in self._warned or not self._is_lost(kept.get(key), value, was, size):
-                    continue
-                self._warned.add(name)
-                rank_zero_warn(
-                    f"expected {self._hook} to set self.{name} to the same number in all replicas, and not to one that "
-                    "depends on their samples; the first replica's stays, whose samples are a part of the batch. To "
-                    "count or add up, use a metric such as SumMetric, a list that is appended to, or self.log(..., "
-                    'reduce_fx="sum")'
-                )
-
-    def _is_lost(self, kept: Any, value: Any, was: Any, size: int) -> bool:
-        plain = _plain(value)
-        if not _is_number(kept) or _plain(kept) != plain:
-            return True
-        return size > 1 and plain - _plain(was) == size
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

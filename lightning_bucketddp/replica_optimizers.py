@@ -53,6 +53,12 @@ class _InReplica:
 class _OptimizerInReplica(_InReplica):
     """An optimizer, or what Lightning wraps one in."""
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's; in other replicas than the first copies, so that what a step does to them is done once."""
+        groups: list[dict[str, Any]] = self._original.param_groups
+        return groups if self._step.current(self._replica) == 0 else [dict(group) for group in groups]
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         call = f"{self._name}.zero_grad()"
         self._step.meet(self._replica, call, None, lambda _: self._original.zero_grad(*args, **kwargs))

@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_bucketddp.batch_division import Division
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.merging import merge, merge_loss
-from lightning_bucketddp.replica_checks import Counters, Gradients, SharedParameters, watched_optimizers
+from lightning_bucketddp.replica_checks import Gradients, SharedParameters, watched_optimizers
+from lightning_bucketddp.replica_counters import Counters
 from lightning_bucketddp.replica_lists import AppendedLists
 from lightning_bucketddp.replica_logging import LogBook
 from lightning_bucketddp.replica_methods import ReplicaMethods, do_nothing
@@ -98,8 +99,8 @@ class ReplicaStep:
         at_home = [other for other, device in zip(others, self._devices[1:], strict=True) if device == self.home]
         self._params = SharedParameters(module, at_home, self._hook, self._warned)
         self._gradients = Gradients(module) if self._manual else None
-        counters = Counters(module, others, self.sizes, self._hook, self._warned)
         lists = AppendedLists(module, modules)
+        counters = Counters(module, others, self.sizes, self._hook, self._warned)
         metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
             entries = metrics.stand_ins(replica, index, device)

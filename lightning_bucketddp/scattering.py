@@ -123,7 +123,8 @@ def _is_dataclass(value: Any) -> bool:
 
 def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]:
     if isinstance(value, Tensor):
-        chunks = value.chunk(len(targets), dim) if value.dim() else [value] * len(targets)
+        # of no dimension: each has its own, as each has its own part of others, to change in place
+        chunks = value.chunk(len(targets), dim) if value.dim() else [value, *(value.clone() for _ in targets[1:])]
         return [_moved(chunk, device) for chunk, device in zip(chunks, targets, strict=True)]
     parts = [_scatter(item, targets, dim) for item in _items(value)]
     return [_rebuild(value, [part[index] for part in parts]) for index in range(len(targets))]

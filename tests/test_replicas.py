@@ -7,8 +7,10 @@ import pickle
 import random
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -592,6 +594,60 @@ def test_hooks_and_attributes_lead_to_the_replicas_own_whenever_they_were_set(af
     assert [hasattr(replica, "again") or len(replica.stages) for replica in replicas.refresh()] == [0] * 3
     call(replicas, torch.ones(3, 4))
     assert len(own) == 3
+
+
+class Referring(nn.Module):
+    """Refers to itself and its layers in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.layer = nn.Linear(4, 4)
+        self.stages = {"x": [self.layer, (self.layer.weight, 1)]}
+        self.doubled = partial(self.scaled, scale=2)
+        self.itself = partial(id, self)
+        self.nested = lambda x: self.scaled(x, 3)
+        self.layer.register_forward_hook(partial(self.note, "a"))
+        self.layer.register_forward_hook(self.made("b"))
+
+    def scaled(self, x: Tensor, scale: int) -> Tensor:
+        return self.layer(x) * scale
+
+    def note(self, name: str, *_: Any) -> None:
+        self.seen.append((name, self))
+
+    def made(self, name: str) -> Any:
+        seen = self.seen
+
+        @torch.no_grad()
+        def hook(module: nn.Module, *_: Any, key: str = name) -> None:
+            assert module is self.layer
+            seen.append((key, self))
+
+        return hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.doubled(x) + self.nested(x)
+
+
+def test_partials_nested_functions_and_containers_inside_others_lead_to_the_replicas_own() -> None:
+    module = Referring()
+    replicas = replicas_of(module, COPIED)
+    module(torch.ones(1, 4))
+    module.seen.clear()
+    for _ in range(2):
+        modules = replicas.refresh()
+        parallel_apply(modules, list(torch.ones(3, 1, 4)), devices=THREE)
+        for replica in modules:
+            assert replica.stages["x"][0] is replica.layer
+            assert replica.stages["x"][1][0] is replica.layer.weight is not module.layer.weight
+            assert replica.doubled.func.__self__ is replica
+            assert replica.itself() == id(replica)
+            assert Counter(name for name, seer in module.seen if seer is replica) == {"a": 2, "b": 2}
+        assert len(module.seen) == 12
+        module.seen.clear()
+    assert module.stages["x"][0] is module.layer
+    assert module.doubled.func.__self__ is module
 
 
 class CountsCasts(TorchDispatchMode):
