@@ -108,6 +108,9 @@ class AppendedLists:
     def _merge_lists(
         self, path: _Path, now: Sequence[dict[_Path, Any]], sizes: Sequence[int], home: torch.device
     ) -> None:
+        pairs = zip(self._before, now, strict=True)
+        if len({before[path][0] is found.get(path) for before, found in pairs if path in before}) > 1:
+            return  # some replicas have set another list
         appended = [self._appended(path, replica, found) for replica, found in enumerate(now)]
         lists = [items for items in appended if items is not None]
         if not any(lists) or len(lists) < len(appended):
@@ -128,7 +131,7 @@ class AppendedLists:
             return list(found) if isinstance(now.get(path[:-1]), dict) else None
         if found is before:
             return list(found)[_kept(list(items), list(found)) :]
-        starts_as_before = len(items) > 0 and len(found) > len(items) and all(map(operator.is_, items, found))
+        starts_as_before = len(found) > len(items) and all(map(operator.is_, items, found))
         return list(found)[len(items) :] if starts_as_before else None
 
 
