@@ -45,7 +45,7 @@ class AppendedLists:
             for number, part in enumerate(module.modules())
             if not isinstance(part, Metric | MetricCollection)  # which have means of their own
             for name, value in vars(part).items()
-            if _is_kept(value) and name not in _OF_MODULES
+            if name not in _OF_MODULES and _is_kept(value)
         ]
         for attributes in self._attributes[1:]:
             copies: dict[int, Any] = {}  # a list under two names stays one
