@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_bucketddp.batch_division import ScatterBatch, divide
+from lightning_bucketddp.doubts import StepMemory
 from lightning_bucketddp.module_copies import require_copyable
 from lightning_bucketddp.replica_step import ReplicaStep
 from lightning_bucketddp.replicas import Replicas
@@ -40,9 +41,11 @@ class BucketDPStrategy(ParallelStrategy):
 
     - The loss is the mean of the replicas' losses, weighted by their samples. There is one backward.
     - Outputs are concatenated, and numbers averaged or, if they are integers, added up; see :func:`merge`. So is what
-      all replicas append to a list that is an attribute of the LightningModule.
+      all replicas append to a list that is an attribute of the LightningModule. Integers that are no counts stay as
+      they are under a name that says so, with idx, index, epoch, step, seed, dim or classes in it; the step's
+      position without a name, as in ``return batch_idx, predictions``, is added up with a warning.
     - ``self.log`` is called once: with the mean weighted by batch sizes, or the sum, minimum or maximum, as its
-      ``reduce_fx`` says.
+      ``reduce_fx`` says. Of integers that differ, or that are the numbers of samples, it is the sum.
     - Metrics of torchmetrics get what all replicas give them in one piece. Calls that return something, as
       ``self.accuracy(...)``, have to be made in all replicas; ``update`` may be called in some.
     - In manual optimisation, replicas wait for each other wherever something is changed that they share:
@@ -56,6 +59,12 @@ class BucketDPStrategy(ParallelStrategy):
     What a step has to observe:
 
     - Losses must be means over samples: of sums, the mean over the replicas is not what one device would have had.
+      Nor is it of means over something else, of which replicas may have more or less: of tokens, of samples weighted by
+      their classes, or of those that ``ignore_index`` leaves. The same holds for floating-point numbers that are
+      returned or logged without their ``batch_size``.
+    - What is returned has the samples along its first dimension, or is a number: of vectors and matrices that are made
+      of all samples, such as a mean over them or a confusion matrix, one device would have had one, which a metric
+      makes. A fixed number of values is a tuple or a dict, not a list.
     - In manual optimisation, gradients are clipped by ``self.clip_gradients``, and otherwise changed in
       ``on_before_optimizer_step``: a step that changes them itself, as by ``torch.nn.utils.clip_grad_norm_``, would do
       so once in each replica on the same gradients, and raises.
@@ -98,7 +107,7 @@ class BucketDPStrategy(ParallelStrategy):
         self._scatter_batch = scatter_batch
         self._share = True
         self._replicas: Replicas | None = None
-        self._warned: set[str] = set()
+        self._memory = StepMemory()
 
     # -- one rank ------------------------------------------------------------------------------------
 
@@ -200,6 +209,7 @@ class BucketDPStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._replicas = None
+        self._memory.forget()
         super().teardown()
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ class BucketDPStrategy(ParallelStrategy):
             if len(division.shards) > 1:
                 if self._replicas is None:
                     self._replicas = Replicas(module, devices, share=self._share)
-                return ReplicaStep(module, hook, self._replicas, division, self._warned).run(*args)
+                return ReplicaStep(module, hook, self._replicas, division, self._memory).run(*args)
             (batch,) = division.shards
         return getattr(module, hook)(batch, *args)
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_bucketddp.nested import cloned
+
 
 class AbandonedError(RuntimeError):
     """Ends a replica that waits for one that has raised; what that one raised is what the caller should see."""
@@ -40,7 +42,7 @@ class Lockstep:
         self._arrived: dict[int, _Arrival] = {}
         self._ended: dict[int, BaseException | None] = {}
         self._meetings = 0
-        self._result: Any = None
+        self._copies: dict[int, Any] = {}
         self._raised: BaseException | None = None
         self._unread = 0
         self._error: Callable[[], RuntimeError] | None = None
@@ -64,7 +66,7 @@ class Lockstep:
                 another call, that is why.
 
         Returns:
-            What ``once`` returned.
+            What ``once`` returned; all but the first replica have copies of its tensors, which they may change.
 
         Raises:
             BaseException: What ``once`` raised, in all replicas, so that those that go on stay together.
@@ -87,14 +89,16 @@ class Lockstep:
                 self._changed.wait_for(lambda: self._meetings != meeting or self._error is not None)
                 if self._meetings == meeting:
                     self._raise()
-                return self._read()
+                return self._read(replica)
             self._changed.wait_for(lambda: len(self._arrived) == len(self._devices) or self._error is not None)
             self._raise()
             values = [self._arrived[index].value for index in range(len(self._devices))]
-        result: Any = None
+        copies: dict[int, Any] = {}
         raised: BaseException | None = None
         try:  # not under the lock: it may take long, and an interrupted thread must be able to leave
             result = once(values)
+            with torch.enable_grad():  # as the first replica's has its graph in any case
+                copies = {index: cloned(result) for index in range(1, len(self._devices))}
             return result
         except BaseException as error:
             raised = error
@@ -102,18 +106,18 @@ class Lockstep:
         finally:
             with self._changed:
                 self._arrived.clear()
-                self._result, self._raised = result, raised
+                self._copies, self._raised = copies, raised
                 self._unread = len(self._devices) - 1
                 self._meetings += 1
                 self._changed.notify_all()
             raised = None  # else the traceback, which holds this frame, would keep itself alive
 
-    def _read(self) -> Any:
+    def _read(self, replica: int) -> Any:
         """What came of the last meeting; kept no longer than until all have read it."""
-        result, raised = self._result, self._raised
+        result, raised = self._copies.pop(replica, None), self._raised
         self._unread -= 1
         if self._unread == 0:
-            self._result = self._raised = None
+            self._raised = None
         if raised is not None:
             raise _another(raised)
         return result

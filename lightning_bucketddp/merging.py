@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.doubts import Doubts
 from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
 from lightning_bucketddp.scattering import gather
 
-_INDEX = re.compile("idx|index|indices", re.IGNORECASE)
-"""In the names of integers that say where something is, not how much of it there is."""
+_NO_COUNT = re.compile(r"idx|index|indices|(?<![a-z])(epoch|step|seed|dim|classes)(?![a-z])", re.IGNORECASE)
+"""In the names of integers that say where or what something is, not how much of it there is."""
+
+_NAME = re.compile(r"'([^']*)'|\.(\w+)")
+"""A name in a path, which also has words in it that are no names, such as training_step."""
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], device: torch.device) -> Tensor:
@@ -35,15 +39,31 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], device: to
     return result
 
 
-def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str = "the output") -> Any:
+def is_count(name: str) -> bool:
+    """Whether integers of a name are added up over replicas, and do not say where or what something is."""
+    return not _NO_COUNT.search(name)
+
+
+def merge(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    device: torch.device,
+    path: str = "the output",
+    doubts: Doubts | None = None,
+) -> Any:
     """Merges one value per replica, as far as values tell how one device would have made it.
 
     - Tensors are concatenated along their first dimension. Of floating-point tensors without dimensions, and of
       floats, the mean is taken, weighted by the number of samples; integers, and integer tensors without dimensions,
-      are added up. Integers whose name has idx or index in it, as ``batch_idx``, have to be the same in every replica.
-    - Containers and dataclasses are merged item by item, but lists with one item per sample (which are not all
-      tensors with one row per sample), lists without tensors, and lists of dicts whose tensors have other numbers of
-      rows, are concatenated. So are tuples without tensors that have one item per sample. NumPy arrays are as tensors.
+      are added up. Integers whose name says that they are no count, as ``batch_idx``, ``epoch`` or ``num_classes``,
+      have to be the same in every replica.
+    - Containers and dataclasses are merged item by item, but lists of samples are concatenated. Lists are of samples
+      if they have one item per sample, and those are not all tensors with one row per sample; if there are no tensors
+      in them; and if they hold dicts whose tensors have other numbers of rows. Lists of numbers may be something else,
+      such as a loss and an accuracy. Of tensors without dimensions, one per sample in replicas of as many samples, and
+      of floats, as many in all replicas but not one per sample, they are taken to be that, with a warning.
+    - Tuples hold a fixed number of values, and are merged item by item. They are concatenated if they have one item
+      per sample, all of one type that is not merged itself, such as file names. NumPy arrays are as tensors.
     - What a replica of one sample has squeezed gets its first dimension back, if others have it.
     - Anything else has to be the same in every replica.
 
@@ -52,36 +72,48 @@ def merge(values: Sequence[Any], sizes: Sequence[int], device: torch.device, pat
         sizes: How many samples each replica had.
         device: Where tensors go, unless all are in one other place.
         path: What the values are, for messages.
+        doubts: Warns of what may have been meant otherwise; of nothing by default.
 
     Raises:
         ValueError: If the values cannot be merged; says which and why.
     """
+
+    def of_items(columns: Iterable[Sequence[Any]], paths: Iterable[str]) -> list[Any]:
+        return [merge(column, sizes, device, at, doubts) for column, at in zip(columns, paths, strict=True)]
+
     first = values[0]
     if isinstance(first, Tensor):
         _require(all(isinstance(value, Tensor) for value in values), path, "a tensor of each", _kinds(values))
-        return _merge_tensors(list(values), sizes, device, path)
+        return _merge_tensors(list(values), sizes, device, path, doubts)
     same_kind = all(type(value) is type(first) for value in values)
     _require(same_kind, path, "values of one type", _kinds(values))
     if type(first) in (list, tuple):
-        return _merge_sequences(values, sizes, device, path)
+        if _are_of_samples(values, sizes, path, doubts):
+            apart = len({tensor.device for tensor in tensors_in(list(values))}) > 1  # else where the step has put them
+            return type(first)(move_to(item, device) if apart else item for value in values for item in value)
+        lengths = [len(value) for value in values]
+        _require(len(set(lengths)) == 1, path, "as many items in each", lengths)
+        return type(first)(of_items(zip(*values, strict=True), (f"{path}[{index}]" for index in range(lengths[0]))))
     if isinstance(first, Mapping):
         keys = all(value.keys() == first.keys() for value in values)
         _require(keys, path, "the same keys", [list(value) for value in values])
-        return rebuilt(first, [merge([v[key] for v in values], sizes, device, f"{path}[{key!r}]") for key in first])
+        return rebuilt(first, of_items([[v[key] for v in values] for key in first], [f"{path}[{k!r}]" for k in first]))
     if isinstance(first, tuple):  # a named one
-        columns = enumerate(zip(*values, strict=True))
-        return rebuilt(first, [merge(column, sizes, device, f"{path}[{index}]") for index, column in columns])
+        names = first._fields if hasattr(first, "_fields") else range(len(first))
+        return rebuilt(first, of_items(zip(*values, strict=True), [f"{path}.{name}" for name in names]))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first) if hasattr(first, field.name)]
-        items = [merge([getattr(v, name) for v in values], sizes, device, f"{path}.{name}") for name in names]
-        return rebuilt(first, items)
+        columns = [[getattr(value, name) for value in values] for name in names]
+        return rebuilt(first, of_items(columns, [f"{path}.{name}" for name in names]))
     if isinstance(first, float):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-    if type(first) is int and not _INDEX.search(path):
+    if type(first) is int and _is_count(path):
+        if doubts is not None:
+            doubts.integers(values, sizes, path)
         return sum(values)
     if _is_array(first):
         arrays = [torch.as_tensor(value) for value in values]
-        return _merge_tensors(arrays, sizes, torch.device("cpu"), path).numpy()
+        return _merge_tensors(arrays, sizes, torch.device("cpu"), path, doubts).numpy()
     _require(all(value is first or bool(value == first) for value in values), path, "the same value", list(values))
     return first
 
@@ -121,7 +153,13 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) or (type(value).__module__ == "numpy" and hasattr(value, "__array__"))
 
 
-def _merge_tensors(values: list[Tensor], sizes: Sequence[int], device: torch.device, path: str) -> Tensor:
+def _is_count(path: str) -> bool:
+    return all(map(is_count, ("".join(found.groups("")) for found in _NAME.finditer(path))))
+
+
+def _merge_tensors(
+    values: list[Tensor], sizes: Sequence[int], device: torch.device, path: str, doubts: Doubts | None
+) -> Tensor:
     if all(value.device == values[0].device for value in values):
         device = values[0].device  # predictions that a step has moved to the CPU stay there
     if any(value.dim() for value in values):
@@ -136,27 +174,53 @@ def _merge_tensors(values: list[Tensor], sizes: Sequence[int], device: torch.dev
             "tensors of one dtype and shape but for the first dimension",
             [f"{tuple(value.shape)} of {value.dtype}" for value in values],
         )
+        if doubts is not None:
+            doubts.rows([value.size(0) for value in values], sizes, path)
         return gather(values, device)
     if values[0].is_floating_point() or values[0].is_complex():
         return weighted_mean(values, sizes, device)
     moved = [value.to(device) for value in values]
-    if values[0].dtype is torch.bool:
-        _require(len({bool(value) for value in moved}) == 1, path, "the same value", [bool(value) for value in moved])
+    if values[0].dtype is torch.bool or not _is_count(path):
+        found = [value.item() for value in moved]
+        _require(len(set(found)) == 1, path, "the same value", found)
         return moved[0]
     return torch.stack(moved).sum(0, dtype=moved[0].dtype)
 
 
-def _merge_sequences(values: Sequence[Any], sizes: Sequence[int], device: torch.device, path: str) -> Any:
-    kind = type(values[0])
+def _are_of_samples(values: Sequence[Any], sizes: Sequence[int], path: str, doubts: Doubts | None) -> bool:
+    """Whether lists or tuples hold items of samples, which are concatenated, and not values, which are merged."""
     lengths = [len(value) for value in values]
-    tensors = [tensor for value in values for tensor in tensors_in(value)]
-    per_sample = lengths == list(sizes) and not batched(values, sizes) and (kind is list or not tensors)
-    if per_sample or (kind is list and (not tensors or _are_records(values, sizes))):
-        apart = len({tensor.device for tensor in tensors}) > 1
-        return kind(move_to(item, device) if apart else item for value in values for item in value)
-    _require(len(set(lengths)) == 1, path, "as many items in each", lengths)
-    columns = enumerate(zip(*values, strict=True))
-    return kind(merge(column, sizes, device, f"{path}[{index}]") for index, column in columns)
+    items = [item for value in values for item in value]
+    one_each = lengths == list(sizes)
+    if type(values[0]) is tuple:
+        kinds = {type(item) for item in items}
+        return one_each and len(kinds) == 1 and not any(map(_is_merged, items))
+    with_tensors = any(True for _ in tensors_in(items))
+    if not all(map(_is_number, items)) or not (with_tensors or any(map(_is_float, items))):
+        return not with_tensors or _are_records(values, sizes) or (one_each and not batched(values, sizes))
+    if with_tensors:
+        doubtful = one_each and len(set(sizes)) == 1
+        of_samples = one_each and not doubtful
+    else:
+        doubtful = not one_each and len(set(lengths)) == 1
+        of_samples = not doubtful
+    if doubtful and doubts is not None:
+        doubts.numbers(lengths, sizes, path)
+    return of_samples
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or (_is_array(value) and value.ndim == 0)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or (_is_array(value) and torch.as_tensor(value).is_floating_point())
+
+
+def _is_merged(value: Any) -> bool:
+    """Whether a value is merged with other replicas', and does not have to be the same."""
+    container = isinstance(value, list | tuple | Mapping) or dataclasses.is_dataclass(value)
+    return container or value is None or isinstance(value, int | float | complex) or _is_array(value)
 
 
 def _are_records(values: Sequence[list[Any]], sizes: Sequence[int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,23 +46,37 @@ def rebuilt(value: Any, items: Iterable[Any]) -> Any:
 
 def move_to(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``; containers are rebuilt, tensors that are there already are shared."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=device.type != "cpu")  # copies to the CPU end when nobody is told
-    if isinstance(value, PackedSequence):
-        return value.to(device)  # type: ignore[arg-type]  # which takes what Tensor.to() does
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device)  # type: ignore[arg-type]  # which takes what Tensor.to() does
+        return leaf.to(device, non_blocking=device.type != "cpu")  # copies to the CPU end when nobody is told
+
+    return _mapped(value, moved)
+
+
+def cloned(value: Any) -> Any:
+    """``value`` with copies of its tensors, whose graphs go on unless gradients are off; containers are rebuilt."""
+    return _mapped(value, lambda leaf: leaf.to(leaf.data.device, copy=True))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with its tensors and packed sequences changed; containers are rebuilt."""
+    if isinstance(value, Tensor | PackedSequence):
+        return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_to(item, device) for item in value))
+        return type(value)(*(_mapped(item, change) for item in value))
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(move_to(item, device) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, Mapping):
-        moved = copy.copy(value)
+        result = copy.copy(value)
         for key, item in value.items():
-            moved[key] = move_to(item, device)  # type: ignore[index]
-        return moved
+            result[key] = _mapped(item, change)  # type: ignore[index]
+        return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = copy.copy(value)  # type: ignore[arg-type]
+        result = copy.copy(value)  # type: ignore[arg-type]
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(moved, field.name, move_to(getattr(value, field.name), device))
-        return moved
+                object.__setattr__(result, field.name, _mapped(getattr(value, field.name), change))
+        return result
     return value

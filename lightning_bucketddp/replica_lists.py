@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_bucketddp.doubts import Doubts
 from lightning_bucketddp.merging import batched, merge
 from lightning_bucketddp.nested import move_to, tensors_in
 
@@ -66,12 +67,13 @@ class AppendedLists:
             for path, value in _walk((number, name), self._attributes[replica][number].get(name), seen)
         }
 
-    def merge(self, sizes: Sequence[int], home: torch.device) -> None:
+    def merge(self, sizes: Sequence[int], home: torch.device, doubts: Doubts | None = None) -> None:
         """Merges what the replicas changed into the module's lists and dicts.
 
         Args:
             sizes: How many samples each replica had.
             home: The module's device.
+            doubts: Warns of items that may have been meant otherwise; of nothing by default.
         """
         now = [self._found_in(replica) for replica in range(len(self._attributes))]
         for path in dict.fromkeys(path for found in now for path in found):
@@ -80,7 +82,7 @@ class AppendedLists:
             if isinstance(now[0][path], dict):
                 self._merge_dicts(path, now, home)
             else:
-                self._merge_lists(path, now, sizes, home)
+                self._merge_lists(path, now, sizes, home, doubts)
 
     def _add_empty(self, path: _Path, now: Sequence[dict[_Path, Any]]) -> bool:
         """Gives the module a list or dict where a dict has one that the others alone have added."""
@@ -106,7 +108,12 @@ class AppendedLists:
                     mine[key] = move_to(value, home) if apart else value
 
     def _merge_lists(
-        self, path: _Path, now: Sequence[dict[_Path, Any]], sizes: Sequence[int], home: torch.device
+        self,
+        path: _Path,
+        now: Sequence[dict[_Path, Any]],
+        sizes: Sequence[int],
+        home: torch.device,
+        doubts: Doubts | None,
     ) -> None:
         pairs = zip(self._before, now, strict=True)
         if len({before[path][0] is found.get(path) for before, found in pairs if path in before}) > 1:
@@ -117,7 +124,7 @@ class AppendedLists:
             return
         mine = now[0][path]
         kept = list(mine)[: len(mine) - len(lists[0])]
-        merged = _merged(lists, path, sizes, home)
+        merged = _merged(lists, path, sizes, home, doubts)
         mine.clear()
         mine.extend(kept + merged)
 
@@ -182,11 +189,13 @@ def _kept(before: list[Any], now: list[Any]) -> int:
     return next((index for index, (old, new) in enumerate(pairs) if old is not new), len(pairs))
 
 
-def _merged(appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device) -> list[Any]:
+def _merged(
+    appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device, doubts: Doubts | None
+) -> list[Any]:
     if len({len(items) for items in appended}) == 1 and not _per_sample(appended, sizes):
         what = f"what was appended to {path[1]!r}"
         try:
-            return [merge(column, sizes, home, what) for column in zip(*appended, strict=True)]
+            return [merge(column, sizes, home, what, doubts) for column in zip(*appended, strict=True)]
         except ValueError:  # one replica after the other does as well
             pass
     apart = len({tensor.device for tensor in tensors_in(list(appended))}) > 1  # else where the step has put them

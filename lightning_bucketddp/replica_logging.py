@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
 
-from lightning_bucketddp.merging import weighted_mean
+from lightning_bucketddp.merging import is_count, weighted_mean
 from lightning_bucketddp.replica_metrics import original_of
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LOG = inspect.signature(pl.LightningModule.log)
 _LOG_DICT = inspect.signature(pl.LightningModule.log_dict)
 
@@ -46,15 +47,22 @@ class LogBook:
         home: Where merged values go.
         step: What the replicas run, for messages.
         log: The ``log`` of the LightningModule's class, which may take arguments of its own.
+        batch_sizes: Steps, names and batch sizes that were whole batches' in steps before; gets those of this one.
     """
 
     def __init__(
-        self, sizes: Sequence[int], home: torch.device, step: str, log: Callable[..., None] = pl.LightningModule.log
+        self,
+        sizes: Sequence[int],
+        home: torch.device,
+        step: str,
+        log: Callable[..., None] = pl.LightningModule.log,
+        batch_sizes: set[tuple[str, str, int]] | None = None,
     ) -> None:
         self._sizes = sizes
         self._home = home
         self._step = step
         self._log = inspect.signature(log)
+        self._batch_sizes = set() if batch_sizes is None else batch_sizes
         self._books: list[dict[tuple[Any, int], Logged]] = [{} for _ in sizes]
         self._times: list[Counter[Any]] = [Counter() for _ in sizes]
 
@@ -92,6 +100,8 @@ class LogBook:
         """Logs what the replicas logged, once.
 
         What several replicas logged under one name is merged by its ``reduce_fx``: the mean is weighted by batch sizes.
+        Integers whose mean is asked for are counts, and added up, if they differ or are the replicas' numbers of
+        samples, unless these have a name that says otherwise, as ``batch_idx`` does.
 
         Args:
             log: The LightningModule's method.
@@ -112,34 +122,69 @@ class LogBook:
             if first.is_dict:
                 log_dict(first.value, **first.options)
             else:
-                value, batch_size = self._merged(found)
+                value, batch_size = self._merged(key[0], found)
                 log(key[0], value, **first.options, **({} if batch_size is None else {"batch_size": batch_size}))
 
-    def _merged(self, found: Sequence[tuple[int, Logged]]) -> tuple[Any, int | None]:
+    def _merged(self, name: str, found: Sequence[tuple[int, Logged]]) -> tuple[Any, int | None]:
         values = [logged.value for _, logged in found]
+        reduce_fx = found[0][1].options.get("reduce_fx", "mean")
+        if _is_mean(reduce_fx) and _are_counts(values, [self._sizes[replica] for replica, _ in found], name):
+            reduce_fx = "sum"
         sizes = [self._sizes[replica] if logged.batch_size is None else logged.batch_size for replica, logged in found]
-        if len(found) == len(self._sizes) and len(set(sizes)) == 1 and self._is_of_batch(sizes[0]):
-            return self._value(values, self._sizes, found), sizes[0]
+        by_all = len(found) == len(self._sizes) and all(logged.batch_size is not None for _, logged in found)
+        if by_all and len(set(sizes)) == 1 and self._is_of_batch(name, sizes[0]):
+            return self._value(values, self._sizes, reduce_fx), sizes[0]
         given = any(logged.batch_size is not None for _, logged in found) or len(found) < len(self._sizes)
-        return self._value(values, sizes, found), sum(sizes) if given else None
+        return self._value(values, sizes, reduce_fx), sum(sizes) if given else None
 
-    def _is_of_batch(self, batch_size: int) -> bool:
-        """Whether a batch size that all replicas gave is the whole batch's: none has it, or a multiple of it."""
+    def _is_of_batch(self, name: str, batch_size: int) -> bool:
+        """Whether a batch size that all replicas gave is the whole batch's.
+
+        It is if a larger batch had that many samples, and it was given for that one too; or if no replica has as many,
+        or a multiple of them.
+        """
+        key = self._step, name, batch_size
+        if batch_size == sum(self._sizes):
+            self._batch_sizes.add(key)
+        if key in self._batch_sizes:
+            return True
         multiple = len(set(self._sizes)) == 1 and batch_size % self._sizes[0] == 0
-        return batch_size not in self._sizes and (batch_size == sum(self._sizes) or not multiple)
+        return batch_size not in self._sizes and not multiple
 
-    def _value(self, values: Sequence[Any], sizes: Sequence[int], found: Sequence[tuple[int, Logged]]) -> Any:
+    def _value(self, values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any) -> Any:
         if all(isinstance(value, Tensor | numbers.Number) for value in values):
-            return _reduced(values, sizes, found[0][1].options.get("reduce_fx", "mean"), self._home)
+            return _reduced(values, sizes, reduce_fx, self._home)
         return values[0]  # such as a dict, which Lightning refuses in its own words
 
 
+def _kind(reduce_fx: Any) -> str:
+    return getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
+
+
+def _is_mean(reduce_fx: Any) -> bool:
+    return _kind(reduce_fx) not in ("sum", "max", "min")
+
+
+def _are_counts(values: Sequence[Any], sizes: Sequence[int], name: str) -> bool:
+    """Whether values are integers that say how much of something replicas have, not what is the same in all."""
+    if not all(_is_integer(value) for value in values):
+        return False
+    found = [int(value) for value in values]
+    return len(set(found)) > 1 or (found == list(sizes) and is_count(name))
+
+
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype in _INTEGERS
+    return type(value) is int
+
+
 def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any, home: torch.device) -> Any:
-    kind = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
+    kind = _kind(reduce_fx)
     tensors = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in values]
     if any(isinstance(value, Tensor) for value in values):
         tensors = [tensor.to(home) for tensor in tensors]
-    if kind in ("sum", "max", "min"):
+    if not _is_mean(reduce_fx):
         stacked = torch.stack([tensor.to(tensors[0].dtype) for tensor in tensors])
         merged = getattr(torch, f"a{kind}" if kind != "sum" else kind)(stacked, 0)
     else:

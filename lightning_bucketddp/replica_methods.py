@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torchmetrics import MetricCollection
 
-from lightning_bucketddp.merging import merge, merge_loss
+from lightning_bucketddp.merging import merge_loss
 from lightning_bucketddp.nested import move_to
 from lightning_bucketddp.replica_logging import LogBook
 from lightning_bucketddp.replica_optimizers import Meeting, in_replica, original_of
@@ -70,7 +70,7 @@ class ReplicaMethods:
         """The data of all replicas, which on one device is the data itself."""
 
         def once(found: list[Any]) -> Any:
-            merged = merge(found, self._step.sizes, self._step.home, "what was given to all_gather")
+            merged = self._step.merge(found, "what was given to all_gather")
             return self._module.all_gather(merged, *args, **kwargs)
 
         return move_to(self._step.meet(index, "all_gather()", data, once), device)

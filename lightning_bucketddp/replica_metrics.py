@@ -13,7 +13,7 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMet
 from torchmetrics.wrappers import Running
 
 from lightning_bucketddp.merging import merge
-from lightning_bucketddp.nested import move_to, rebuilt, tensors_in
+from lightning_bucketddp.nested import cloned, move_to, rebuilt, tensors_in
 
 _AGGREGATORS = (MaxMetric, MeanMetric, MinMetric, SumMetric)
 
@@ -68,8 +68,9 @@ class SharedMetric:
         self._updates: list[list[_Call]] = [[] for _ in step.sizes]
 
     def update(self, replica: int, *args: Any, **kwargs: Any) -> None:
-        """Keeps a replica's arguments to the metric's ``update``."""
-        self._updates[self._step.current(replica)].append(_Call(args, kwargs))
+        """Keeps a replica's arguments to the metric's ``update``, as they are now: the step may change its tensors."""
+        with torch.no_grad():
+            self._updates[self._step.current(replica)].append(cloned(_Call(args, kwargs)))
 
     def call(self, replica: int, method: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the metric that returns something, with what all replicas gave it.
@@ -201,6 +202,12 @@ class _InReplica:
 
     def reset(self) -> None:
         self._shared.call(self._replica, "reset", self._place)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"expected a metric to be copied or pickled outside of steps, as it has not yet got all samples of the "
+            f"batch, found the copy of a {type(self).__name__} in one; make it in a hook such as on_train_batch_end"
+        )
 
 
 def original_of(metric: Any) -> Any:

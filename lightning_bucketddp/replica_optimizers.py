@@ -22,6 +22,9 @@ class Meeting(Protocol):
     def meet(self, replica: int, call: str, value: Any, once: Callable[[list[Any]], Any]) -> Any:
         """As :meth:`Lockstep.meet`; ``once`` sees the LightningModule as it is outside of steps."""
 
+    def merge(self, values: Sequence[Any], path: str) -> Any:
+        """Merges one value per replica, with warnings where it may have been meant otherwise."""
+
     def current(self, replica: int) -> int:
         """The replica whose thread this is."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.batch_division import Division
+from lightning_bucketddp.doubts import Doubts, StepMemory
 from lightning_bucketddp.lockstep import AbandonedError, Lockstep
 from lightning_bucketddp.merging import merge, merge_loss
 from lightning_bucketddp.replica_checks import Gradients, SharedParameters, watched_optimizers
@@ -42,7 +43,7 @@ class ReplicaStep:
         hook: The step's name.
         replicas: The module's replicas.
         division: The divided batch; at least two shards.
-        warned: What steps before this one have warned of.
+        memory: What is known from the steps before this one.
 
     Attributes:
         sizes: How many samples each replica has.
@@ -50,7 +51,7 @@ class ReplicaStep:
     """
 
     def __init__(
-        self, module: pl.LightningModule, hook: str, replicas: Replicas, division: Division, warned: set[str]
+        self, module: pl.LightningModule, hook: str, replicas: Replicas, division: Division, memory: StepMemory
     ) -> None:
         self.sizes: Sequence[int] = division.sizes
         self.home = replicas.devices[0]
@@ -63,12 +64,13 @@ class ReplicaStep:
         self._thread = threading.local()
         self._lockstep = Lockstep(self._devices, hook)
         self._turns = RoundRobin(self._devices)
-        self._logs = LogBook(self.sizes, self.home, hook, type(module).log)
+        self._logs = LogBook(self.sizes, self.home, hook, type(module).log, memory.batch_sizes)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
         self._of_others: list[_Entry] = []  # what takes the other replicas' stand-ins and methods from them
         self._has_ended = False
         self._is_outside = True
-        self._warned = warned
+        self._memory = memory
+        self._doubts: Doubts | None = None
         self._params: SharedParameters | None = None
         self._gradients: Gradients | None = None
         self._methods = ReplicaMethods(module, self, self._logs, hook)  # until the step ends
@@ -97,10 +99,13 @@ class ReplicaStep:
         others = self._replicas.refresh(len(self._shards))[1:]
         modules: list[Any] = [module, *others]
         at_home = [other for other, device in zip(others, self._devices[1:], strict=True) if device == self.home]
-        self._params = SharedParameters(module, at_home, self._hook, self._warned)
+        indices = dict(zip(("batch_idx", "dataloader_idx"), args, strict=False))
+        reached = {"current_epoch": module.current_epoch, "global_step": module.global_step}
+        self._doubts = Doubts(self._memory, indices | reached)
+        self._params = SharedParameters(module, at_home, self._hook, self._memory.warned)
         self._gradients = Gradients(module) if self._manual else None
         lists = AppendedLists(module, modules)
-        counters = Counters(module, others, self.sizes, self._hook, self._warned)
+        counters = Counters(module, others, self.sizes, self._hook, self._memory.warned)
         metrics = SharedMetrics(module, weakref.proxy(self))  # as what it makes refers to it and to itself
         for index, (replica, device) in enumerate(zip(modules, self._devices, strict=True)):
             entries = metrics.stand_ins(replica, index, device)
@@ -132,7 +137,7 @@ class ReplicaStep:
         counters.check()
         metrics.flush()
         self._logs.replay(module.log, module.log_dict)
-        lists.merge(self.sizes, self.home)
+        lists.merge(self.sizes, self.home, self._doubts)
         return self._merged(outputs)
 
     def _end(self) -> None:
@@ -180,8 +185,8 @@ class ReplicaStep:
             if all(isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) for output in outputs):
                 loss = merge_loss([output["loss"] for output in outputs], self.sizes, self.home, call)
                 rest = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
-                return {"loss": loss, **merge(rest, self.sizes, self.home, path)}
-        return merge(outputs, self.sizes, self.home, path)
+                return {"loss": loss, **self.merge(rest, path)}
+        return self.merge(outputs, path)
 
     # -- what replicas' methods, optimizers and metrics need ------------------------------------------
 
@@ -207,6 +212,10 @@ class ReplicaStep:
             handled = None
         with self._turns.away(replica):
             return self._lockstep.meet(replica, call, value, outside, handled)
+
+    def merge(self, values: Sequence[Any], path: str) -> Any:
+        """Merges one value per replica, with warnings where it may have been meant otherwise."""
+        return merge(values, self.sizes, self.home, path, self._doubts)
 
     def current(self, replica: int) -> int:
         """The replica whose thread this is, which may have got at another replica's things by a reference it kept."""
