@@ -16,16 +16,19 @@ class StepMemory:
         warned: What has been warned of, and need not be again.
         batch_sizes: Hooks, names and numbers given as ``batch_size`` to ``self.log`` that were the whole batch's.
         of_samples: Paths of values that were seen to depend on the samples.
+        fixed: Paths of lists, and how many items they got in steps where replicas had another number of samples.
     """
 
     warned: set[str] = field(default_factory=set)
     batch_sizes: set[tuple[str, str, int]] = field(default_factory=set)
     of_samples: set[str] = field(default_factory=set)
+    fixed: set[tuple[str, int]] = field(default_factory=set)
 
     def forget(self) -> None:
         """Forgets all but what has been warned of, as another run may have other steps."""
         self.batch_sizes.clear()
         self.of_samples.clear()
+        self.fixed.clear()
 
 
 class Doubts:
@@ -39,6 +42,14 @@ class Doubts:
     def __init__(self, memory: StepMemory, positions: Mapping[str, int]) -> None:
         self._memory = memory
         self._positions = positions
+
+    def is_fixed(self, counts: Sequence[int], sizes: Sequence[int], path: str) -> bool:
+        """Whether lists got as many items in this step as in one where that was not the number of samples."""
+        if len(set(counts)) > 1:
+            self._memory.of_samples.add(path)
+        elif list(counts) != list(sizes):
+            self._memory.fixed.add((path, counts[0]))
+        return (path, counts[0]) in self._memory.fixed and path not in self._memory.of_samples
 
     def integers(self, values: Sequence[int], sizes: Sequence[int], path: str) -> None:
         """Warns if integers without a name, which are added up, are the step's position."""

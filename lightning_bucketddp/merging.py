@@ -198,12 +198,13 @@ def _are_of_samples(values: Sequence[Any], sizes: Sequence[int], path: str, doub
     with_tensors = any(True for _ in tensors_in(items))
     if not all(map(_is_number, items)) or not (with_tensors or any(map(_is_float, items))):
         return not with_tensors or _are_records(values, sizes) or (one_each and not batched(values, sizes))
+    is_fixed = doubts is not None and doubts.is_fixed(lengths, sizes, path)
     if with_tensors:
-        doubtful = one_each and len(set(sizes)) == 1
-        of_samples = one_each and not doubtful
+        of_samples = one_each and len(set(sizes)) > 1
+        doubtful = one_each and not of_samples and not is_fixed
     else:
-        doubtful = not one_each and len(set(lengths)) == 1
-        of_samples = not doubtful
+        of_samples = len(set(lengths)) > 1 or (one_each and not is_fixed)
+        doubtful = not of_samples and not one_each
     if doubtful and doubts is not None:
         doubts.numbers(lengths, sizes, path)
     return of_samples

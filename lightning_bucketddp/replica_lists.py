@@ -192,8 +192,10 @@ def _kept(before: list[Any], now: list[Any]) -> int:
 def _merged(
     appended: Sequence[list[Any]], path: _Path, sizes: Sequence[int], home: torch.device, doubts: Doubts | None
 ) -> list[Any]:
-    if len({len(items) for items in appended}) == 1 and not _per_sample(appended, sizes):
-        what = f"what was appended to {path[1]!r}"
+    what = f"what was appended to {path[1]!r}" + "".join(f"[{key!r}]" for key in path[2:])
+    counts = [len(items) for items in appended]
+    is_fixed = doubts is not None and doubts.is_fixed(counts, sizes, what)
+    if len(set(counts)) == 1 and (is_fixed or not _per_sample(appended, sizes)):
         try:
             return [merge(column, sizes, home, what, doubts) for column in zip(*appended, strict=True)]
         except ValueError:  # one replica after the other does as well

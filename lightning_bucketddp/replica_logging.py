@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MetricCollection
 
+from lightning_bucketddp.doubts import StepMemory
 from lightning_bucketddp.merging import is_count, weighted_mean
 from lightning_bucketddp.replica_metrics import original_of
 
@@ -47,7 +48,7 @@ class LogBook:
         home: Where merged values go.
         step: What the replicas run, for messages.
         log: The ``log`` of the LightningModule's class, which may take arguments of its own.
-        batch_sizes: Steps, names and batch sizes that were whole batches' in steps before; gets those of this one.
+        memory: What is known from the steps before.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class LogBook:
         home: torch.device,
         step: str,
         log: Callable[..., None] = pl.LightningModule.log,
-        batch_sizes: set[tuple[str, str, int]] | None = None,
+        memory: StepMemory | None = None,
     ) -> None:
         self._sizes = sizes
         self._home = home
         self._step = step
         self._log = inspect.signature(log)
-        self._batch_sizes = set() if batch_sizes is None else batch_sizes
+        self._memory = StepMemory() if memory is None else memory
         self._books: list[dict[tuple[Any, int], Logged]] = [{} for _ in sizes]
         self._times: list[Counter[Any]] = [Counter() for _ in sizes]
 
@@ -100,8 +101,8 @@ class LogBook:
         """Logs what the replicas logged, once.
 
         What several replicas logged under one name is merged by its ``reduce_fx``: the mean is weighted by batch sizes.
-        Integers whose mean is asked for are counts, and added up, if they differ or are the replicas' numbers of
-        samples, unless these have a name that says otherwise, as ``batch_idx`` does.
+        Integers whose mean is asked for are counts, and added up, if they differ, or did in a step before, or are the
+        replicas' numbers of samples, unless these have a name that says otherwise, as ``batch_idx`` does.
 
         Args:
             log: The LightningModule's method.
@@ -128,7 +129,7 @@ class LogBook:
     def _merged(self, name: str, found: Sequence[tuple[int, Logged]]) -> tuple[Any, int | None]:
         values = [logged.value for _, logged in found]
         reduce_fx = found[0][1].options.get("reduce_fx", "mean")
-        if _is_mean(reduce_fx) and _are_counts(values, [self._sizes[replica] for replica, _ in found], name):
+        if _is_mean(reduce_fx) and self._are_counts(name, values, [self._sizes[replica] for replica, _ in found]):
             reduce_fx = "sum"
         sizes = [self._sizes[replica] if logged.batch_size is None else logged.batch_size for replica, logged in found]
         by_all = len(found) == len(self._sizes) and all(logged.batch_size is not None for _, logged in found)
@@ -136,6 +137,16 @@ class LogBook:
             return self._value(values, self._sizes, reduce_fx), sizes[0]
         given = any(logged.batch_size is not None for _, logged in found) or len(found) < len(self._sizes)
         return self._value(values, sizes, reduce_fx), sum(sizes) if given else None
+
+    def _are_counts(self, name: str, values: Sequence[Any], sizes: Sequence[int]) -> bool:
+        """Whether values are integers that say how much of something replicas have, not what is the same in all."""
+        if not all(_is_integer(value) for value in values):
+            return False
+        found = [int(value) for value in values]
+        key = f"{name!r} in {self._step}"
+        if len(set(found)) > 1:
+            self._memory.of_samples.add(key)  # and may be the same by chance in another step
+        return key in self._memory.of_samples or (found == list(sizes) and is_count(name))
 
     def _is_of_batch(self, name: str, batch_size: int) -> bool:
         """Whether a batch size that all replicas gave is the whole batch's.
@@ -145,8 +156,8 @@ class LogBook:
         """
         key = self._step, name, batch_size
         if batch_size == sum(self._sizes):
-            self._batch_sizes.add(key)
-        if key in self._batch_sizes:
+            self._memory.batch_sizes.add(key)
+        if key in self._memory.batch_sizes:
             return True
         multiple = len(set(self._sizes)) == 1 and batch_size % self._sizes[0] == 0
         return batch_size not in self._sizes and not multiple
@@ -163,14 +174,6 @@ def _kind(reduce_fx: Any) -> str:
 
 def _is_mean(reduce_fx: Any) -> bool:
     return _kind(reduce_fx) not in ("sum", "max", "min")
-
-
-def _are_counts(values: Sequence[Any], sizes: Sequence[int], name: str) -> bool:
-    """Whether values are integers that say how much of something replicas have, not what is the same in all."""
-    if not all(_is_integer(value) for value in values):
-        return False
-    found = [int(value) for value in values]
-    return len(set(found)) > 1 or (found == list(sizes) and is_count(name))
 
 
 def _is_integer(value: Any) -> bool:

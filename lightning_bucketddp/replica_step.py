@@ -64,7 +64,7 @@ class ReplicaStep:
         self._thread = threading.local()
         self._lockstep = Lockstep(self._devices, hook)
         self._turns = RoundRobin(self._devices)
-        self._logs = LogBook(self.sizes, self.home, hook, type(module).log, memory.batch_sizes)
+        self._logs = LogBook(self.sizes, self.home, hook, type(module).log, memory)
         self._entries: list[_Entry] = []  # what makes the first replica of the module, and back
         self._of_others: list[_Entry] = []  # what takes the other replicas' stand-ins and methods from them
         self._has_ended = False

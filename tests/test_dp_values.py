@@ -166,7 +166,6 @@ def test_integers_are_logged_as_on_one_device(count: int) -> None:
     [
         lambda module, x, _: (x.mean().item(), x[:, 0].mean().item()),
         lambda module, x, _: (x.mean(), x[:, 0].mean()),
-        lambda module, x, _: [(x.mean().item(), x[:, 0].mean().item())],
         lambda module, x, _: {"both": ([x.mean()], x[:, 0].mean())},
         lambda module, x, _: ([f"{value:.2f}" for value in x[:, 0]], x[:, 0].tolist()),
         lambda module, x, _: x[:, 0].tolist(),
@@ -216,7 +215,7 @@ def test_pairs_of_numbers_that_are_appended_stay_pairs(items: Any) -> None:
         ([list(torch.ones(3)), list(torch.zeros(2))], [3, 2], [*torch.ones(3), *torch.zeros(2)]),
         ([[1.0], [3.0, 4.0]], [2, 2], [1.0, 3.0, 4.0]),
         ([[3, 7], [2, 5]], [3, 3], [3, 7, 2, 5]),
-        ([([1.0, 2.0], [3.0, 4.0]), ([5.0, 6.0], [7.0, 8.0])], [2, 2], ([1.0, 2, 5, 6], [3.0, 4, 7, 8])),
+        ([([1.0, 2.0], [3.0, 4.0]), ([5.0, 6.0], [7.0, 8.0])], [2, 2], ([1.0, 2.0, 5.0, 6.0], [3.0, 4.0, 7.0, 8.0])),
     ],
 )
 def test_sequences_without_doubts_are_merged_without_warnings(values: Any, sizes: list[int], merged: Any) -> None:

@@ -193,7 +193,7 @@ ALLOWED: dict[str, set[str]] = {
     "replica_metrics": {"merging", "nested"},
     "replica_optimizers": {"merging"},
     "replica_profiler": {LIGHTNING},
-    "replica_logging": {"merging", "replica_metrics", LIGHTNING},
+    "replica_logging": {"doubts", "merging", "replica_metrics", LIGHTNING},
     "replica_methods": {"merging", "nested", "replica_logging", "replica_optimizers", LIGHTNING},
     "replica_step": {
         "batch_division",
