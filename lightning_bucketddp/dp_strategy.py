@@ -51,10 +51,14 @@ class BucketDPStrategy(ParallelStrategy):
     - In manual optimisation, replicas wait for each other wherever something is changed that they share:
       ``manual_backward``, what optimizers and schedulers do, toggling and clipping happen once for all of them.
 
-    Other attributes that a step sets stay if the first replica set them; other objects that it changes are changed by
-    all replicas. BatchNorm has statistics of each replica's samples, and keeps the first one's; a last batch
-    that leaves a replica one sample fails in it as a batch of one does, which ``drop_last=True`` avoids. Profilers
-    record what the first replica does.
+    Lists, deques and dicts that are attributes of the module and its submodules are each replica's own during a step,
+    and the first one's hold what all have added when it has ended. Hooks, methods, ``functools.partial`` and nested
+    functions that refer to ``self`` see their own replica; one that keeps such a list or dict in a variable of its own
+    still sees the first one's. Other attributes that a step sets stay if the first replica set them; other objects
+    that it changes are changed by all replicas. Module buffers keep what the first replica makes of them; where
+    numbers or buffers lose what the others have counted, a warning says so once. BatchNorm has statistics of each
+    replica's samples, and keeps the first one's; a last batch that leaves a replica one sample fails in it as a batch
+    of one does, which ``drop_last=True`` avoids. Profilers record what the first replica does.
 
     What a step has to observe:
 
