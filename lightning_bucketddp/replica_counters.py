@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bucketddp.replica_checks import OF_MODULES, may_count
-from lightning_bucketddp.replica_lists import is_count
+from lightning_bucketddp.replica_lists import is_counter
 
 _REMEDY = (
     'To count or add up, use a metric such as SumMetric, a list that is appended to, or self.log(..., reduce_fx="sum")'
@@ -113,7 +113,7 @@ def _values_of(name: str, kept: nn.Module, part: nn.Module, size: int) -> Iterat
     yield _Values(name, False, vars(kept), vars(part), dict(vars(part)), size)
     for key, value in vars(part).items():
         first = vars(kept).get(key)
-        if isinstance(value, dict) and isinstance(first, dict) and key not in OF_MODULES and not is_count(value):
+        if isinstance(value, dict) and isinstance(first, dict) and key not in OF_MODULES and not is_counter(value):
             yield _Values(f"{name}.{key}" if name else key, True, first, value, dict(value), size)
 
 

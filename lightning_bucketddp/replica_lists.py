@@ -101,7 +101,7 @@ class AppendedLists:
             if not isinstance(theirs, dict) or not isinstance(known, dict):
                 continue
             for key, value in theirs.items():
-                if is_count(mine) and isinstance(value, int | float) and path in before:
+                if is_counter(mine) and isinstance(value, int | float) and path in before:
                     mine[key] = mine.get(key, 0) + value - before[path][1].get(key, 0)
                 elif key not in mine and key not in known and not _is_kept(value):
                     apart = any(tensor.device.type == home.type for tensor in tensors_in(value))
@@ -146,7 +146,7 @@ def _is_kept(value: Any) -> bool:
     return type(value) in (list, deque) or isinstance(value, dict)
 
 
-def is_count(value: Any) -> bool:
+def is_counter(value: Any) -> bool:
     """Whether a value is a dict that is there to count or add up."""
     return isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in (int, float))
 
