@@ -43,7 +43,7 @@ def broadcast_tensors(
     def end_first() -> None:
         pending, staging, chunk = under_way.popleft()
         pending.wait(on_idle)
-        if not has_values:
+        if not (has_values and hidden):  # else version counters, by which backward raises, would differ between ranks
             _write_back(staging, chunk, hidden)
 
     for chunk in _chunks(tensors):
