@@ -134,6 +134,8 @@ class ModuleCopy:
             if any(at in self._replaced for entries in slots for _, at in entries)
         ]
         self._aliases: Sequence[tuple[int, str]] = ()
+        # What a replica registers in its forward is for its own samples; kept, as thousands of new ones are slow.
+        self._own_hooks: list[list[OrderedDict[int, Any]]] = [[OrderedDict() for _ in _HOOKS] for _ in tree.modules]
         self._held: dict[int, Tensor] = {}  # where aliases may lead to
 
     @property
@@ -147,17 +149,22 @@ class ModuleCopy:
         Args:
             aliases: The tree's present ones.
         """
-        for original, copy, children, own_way in zip(
-            self._tree.modules, self._copies, self._children, self._own_way, strict=True
+        for original, copy, children, own_way, own_hooks in zip(
+            self._tree.modules, self._copies, self._children, self._own_way, self._own_hooks, strict=True
         ):
             attributes = getattr(original, _OWN_WAY)().__dict__ if own_way else original.__dict__.copy()
             attributes["_parameters"] = original._parameters.copy()
             attributes["_buffers"] = original._buffers.copy()
             attributes["_modules"] = children.copy()
             attributes["_is_replica"] = True
-            for name in _HOOKS:  # what a replica registers in its forward is for its own samples
-                if name in attributes:
-                    attributes[name] = attributes[name].copy()
+            for name, mine in zip(_HOOKS, own_hooks, strict=True):
+                theirs = attributes.get(name)
+                if theirs is not None:
+                    if mine:
+                        mine.clear()
+                    if theirs:
+                        mine.update(theirs)
+                    attributes[name] = mine
             attributes.pop(HELD, None)
             object.__setattr__(copy, "__dict__", attributes)
         self._aliases = aliases
