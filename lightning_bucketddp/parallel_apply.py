@@ -1,4 +1,4 @@
-"""Modules called at the same time, a thread each, as if the caller had called them one after another."""
+"""Modules called in threads, as if the caller had called them one after another."""
 
 from __future__ import annotations
 

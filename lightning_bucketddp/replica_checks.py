@@ -57,7 +57,7 @@ class SharedParameters:
             self._warned.add(key)
             rank_zero_warn(
                 f"expected {self._hook} to leave parameters as they are, found {', '.join(changed[:3])} changed by it, "
-                "and so by all replicas at once, which share them; do it once, in on_train_batch_end or "
+                "and so once by every replica that shares them; do it once, in on_train_batch_end or "
                 "on_before_optimizer_step"
             )
 
