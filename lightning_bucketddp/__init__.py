@@ -3,7 +3,7 @@
 Importing the package registers ``Trainer(strategy="bucketddp")`` and its variants.
 """
 
-from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.dp_strategy import BucketDPStrategy
 from lightning_bucketddp.dp_strategy import register as _register_dp
 from lightning_bucketddp.fabric import BucketDDPFabricStrategy
@@ -24,6 +24,7 @@ __all__ = [
     "GradientError",
     "PeerFailureError",
     "RankMismatchError",
+    "WrapError",
     "__version__",
     "convert_sync_batchnorm",
     "declare_element_wise",

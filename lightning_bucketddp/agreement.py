@@ -33,7 +33,14 @@ _PROBLEM = "problem: "
 _wrappers_per_group: Counter[str] = Counter()
 
 
-class RankMismatchError(ValueError):
+class WrapError(ValueError, RuntimeError):
+    """A module or its options that cannot be wrapped.
+
+    torch's DDP raises a RuntimeError for some of these and a ValueError for others: code that catches either is right.
+    """
+
+
+class RankMismatchError(ValueError, RuntimeError):
     """Ranks disagree on something that must be the same on all of them."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import nn
 
-from lightning_bucketddp.agreement import Entry
+from lightning_bucketddp.agreement import Entry, WrapError
 from lightning_bucketddp.layout import ParamSpec
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.reducer import is_reducers_own
@@ -33,40 +33,40 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Con
         in_use: Ids of parameters whose gradients another wrapper averages.
 
     Raises:
-        ValueError: If not; names the parameter or module.
+        WrapError: If not; names the parameter or module.
     """
     if not any(param.requires_grad for _, param in params):
-        raise ValueError(
+        raise WrapError(
             "expected at least one parameter that requires grad, found none; there is nothing to average. Use the "
             "module as it is"
         )
     for name, param in params:
         if nn.parameter.is_lazy(param):
-            raise ValueError(f"parameter {name!r} is uninitialised; run a forward pass before wrapping a lazy module")
+            raise WrapError(f"parameter {name!r} is uninitialised; run a forward pass before wrapping a lazy module")
         if hasattr(param, "placements"):  # a DTensor: its gradient is one too
-            raise ValueError(
+            raise WrapError(
                 f"parameter {name!r} is a DTensor, sharded or replicated over a mesh of its own; only plain "
                 "tensors are supported"
             )
         if param.requires_grad and id(param) in in_use:
-            raise ValueError(
+            raise WrapError(
                 f"expected parameters that are not wrapped, found {name!r}, whose gradient another BucketDDP averages; "
                 "close() that one first"
             )
         # Private, like everything that tells of such hooks; without it they go unnoticed. A test notices.
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
         if not all(is_reducers_own(hook) for hook in hooks):  # of a wrapper in which it is frozen too
-            raise ValueError(
+            raise WrapError(
                 f"parameter {name!r} has a post-accumulate-grad hook: it would run before the gradient is averaged, "
                 "and an optimizer that steps there lets the ranks drift apart. Step after backward instead; a hook "
                 "that only looks at this rank's gradient may be registered after wrapping"
             )
     types = sorted({param.device.type for _, param in params})
     if len(types) > 1 or types == ["meta"]:
-        raise ValueError(f"expected parameters on one type of device that holds values, found {types}")
+        raise WrapError(f"expected parameters on one type of device that holds values, found {types}")
     for name, owner in module.named_modules():
         if isinstance(owner, nn.SyncBatchNorm) and not isinstance(owner, SyncBatchNorm) and types == ["cpu"]:
-            raise ValueError(
+            raise WrapError(
                 f"module {name!r} is torch's SyncBatchNorm, which works on accelerators only (torch "
                 f"{torch.__version__}), and the parameters are on the CPU; convert it with lightning_bucketddp's "
                 "convert_sync_batchnorm(), whose layers work there too"

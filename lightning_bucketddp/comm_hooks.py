@@ -22,6 +22,7 @@ from types import CellType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -130,11 +131,13 @@ class CommHook:
 
     Raises:
         TypeError: If the hook is not callable.
+        ValueError: If its annotations say that it takes no bucket, or returns no future.
     """
 
     def __init__(self, function: HookFunction, state: Any, leave_behind: Callable[[str], None]) -> None:
         if not callable(function):
             raise TypeError(f"expected a communication hook to be callable, found {function!r}")
+        _require_annotations(function)
         self.name = _qualified_name(function)
         self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
         self._function = function
@@ -329,6 +332,27 @@ def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
     if state.process_group is not collectives.group:
         raise ValueError("expected a PowerSGDState with the wrapper's process group (or None), found another group")
     return state
+
+
+def _require_annotations(function: HookFunction) -> None:
+    """Requires that a hook's annotations, if it has any, are those of a communication hook, as torch DDP does."""
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, TypeError, ValueError):  # names that exist for type checkers alone, or no signature at all
+        return
+    bucket = next((it for it in list(signature.parameters.values())[1:]), None)
+    grad_bucket = dist.GradBucket  # type: ignore[attr-defined]
+    if bucket is not None and bucket.annotation not in (bucket.empty, grad_bucket, HookBucket, Any):
+        raise ValueError(
+            f"expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket, found the "
+            f"annotation {bucket.annotation} of {bucket.name!r} in {_qualified_name(function)}"
+        )
+    result = signature.return_annotation
+    if result not in (signature.empty, Any) and getattr(result, "__origin__", result) is not torch.futures.Future:
+        raise ValueError(
+            f"expected a communication hook that returns a torch.futures.Future[torch.Tensor], found the annotation "
+            f"{result} of {_qualified_name(function)}"
+        )
 
 
 def _qualified_name(function: Any, seen: tuple[Any, ...] = ()) -> str:

@@ -76,7 +76,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
-        module_buffers: What happens to BatchNorm statistics and the like in the first training forward after a pass:
+        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled:
             ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised when a
             checkpoint is saved too.
         grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one

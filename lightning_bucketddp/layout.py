@@ -197,12 +197,12 @@ def plan(
         gradient is expected.
 
     Raises:
-        ValueError: If ``order`` is not a permutation or the cap is not positive.
+        ValueError: If ``order`` is not a permutation or the cap is negative.
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"expected `order` to hold each of the {len(specs)} parameters once, found {list(order)}")
-    if bucket_cap_bytes is not None and bucket_cap_bytes <= 0:
-        raise ValueError(f"expected a positive bucket cap, found {bucket_cap_bytes} bytes")
+    if bucket_cap_bytes is not None and bucket_cap_bytes < 0:
+        raise ValueError(f"expected a bucket cap of 0 or more, found {bucket_cap_bytes} bytes")
 
     runs: dict[tuple[str, torch.dtype, Hashable], list[int]] = {}
     for slot in order:

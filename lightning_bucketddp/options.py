@@ -60,8 +60,8 @@ class Options:
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
-        if not (cap is None or cap == "auto" or (isinstance(cap, int | float) and cap > 0)):
-            raise ValueError(f'expected bucket_cap_mb to be None, "auto" or a positive number of MiB, found {cap!r}')
+        if not (cap is None or cap == "auto" or (isinstance(cap, int | float) and cap >= 0)):
+            raise ValueError(f'expected bucket_cap_mb to be None, "auto" or a number of MiB from 0, found {cap!r}')
         if cap == "auto" and not (self.overlap and self.use_contiguous_buffers):
             raise ValueError(
                 'bucket_cap_mb="auto" plans buckets that are reduced while backward runs; it cannot be had with '

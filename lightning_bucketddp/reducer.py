@@ -117,6 +117,7 @@ class Reducer:
         in_one_replica: Whether the last forward ran in one replica where others may run in several, each of which
             brings gradients of its own if layers are checkpointed re-entrantly: its pass does not show how many come.
         announce: Given what is worth a line, on rank 0.
+        synchronise: False inside ``no_sync``.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
 
@@ -166,7 +167,7 @@ class Reducer:
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.announce: Callable[[str], None] = logger.info
-        self._synchronise = True
+        self.synchronise = True
         self.uneven = self.in_one_replica = False
         self._out_of_data = self.replaying = self._contributed = False
         self._passes_begun = self._passes_begun_before_step = 0
@@ -199,13 +200,9 @@ class Reducer:
     # -- what others may ask -------------------------------------------------------------------------
 
     @property
-    def synchronise(self) -> bool:
-        """Whether passes are synchronised, where no root tells otherwise."""
-        return self._synchronise or self._options.scatter_every_pass
-
-    @synchronise.setter
-    def synchronise(self, value: bool) -> None:
-        self._synchronise = value
+    def reduces(self) -> bool:
+        """Whether passes are reduced, where no root tells otherwise."""
+        return self.synchronise or self._options.scatter_every_pass
 
     @property
     def state(self) -> PassState:
@@ -333,14 +330,14 @@ class Reducer:
         """
         self.checks.forwards += 1
         self._runs.require_main_grads()
-        if not self.synchronise and self._state is PassState.IDLE:
+        if not self.reduces and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
 
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
             with self.failures.giving_up_on_errors():
                 changed = self._trainable.agree(trainable, self.pass_number, self.failures.look_from_opening)
-        except PeerFailureError:
+        except (PeerFailureError, RankMismatchError):
             raise
         except RuntimeError as error:
             self.failures.give_up(str(error), cause=f"gave up: {error}")
@@ -384,7 +381,7 @@ class Reducer:
             RuntimeError: If the ranks cannot go on together.
             RankMismatchError: If the ranks disagree on what is trainable.
         """
-        synchronised = self.synchronise
+        synchronised = self.reduces
         self._require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
@@ -543,7 +540,7 @@ class Reducer:
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
                 if not self._end_queued:
-                    self._root_synchronises = self.synchronise
+                    self._root_synchronises = self.reduces
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
                 slot = self._slots.slot_of(index)

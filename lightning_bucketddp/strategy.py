@@ -94,7 +94,7 @@ class BucketDDPStrategy(DDPStrategy):
         static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
-        module_buffers: What happens to BatchNorm statistics and the like in the first training forward after a pass:
+        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled:
             ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised before
             validation and at the end of ``fit`` too.
         grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one
@@ -375,7 +375,7 @@ class BucketDDPStrategy(DDPStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with wrapper.backward_pass(closure_loss):
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        if wrapper.some_replay or _averages_weights(self.lightning_module):
+        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(self.lightning_module)):
             # What goes into an average or a checkpoint is to be the same on every rank, and to count.
             wrapper.synchronise_module_buffers()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -532,8 +532,7 @@ class BucketDDPStrategy(DDPStrategy):
 
     def _synchronise_module_buffers(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
-            # Always: SWA runs an epoch without backward for BatchNorm's sake, other averages are just written.
-            wrapper.synchronise_module_buffers(always=True)
+            wrapper.synchronise_module_buffers()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

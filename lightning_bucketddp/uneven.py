@@ -31,12 +31,12 @@ class Iteration:
     Attributes:
         active: The ranks that have data, in ascending order.
         synchronises: Whether their backward will be a synchronised pass.
-        trains: Whether their forward is a training forward, so that module buffers may be due.
+        module_buffers: Whether their forward synchronises module buffers.
     """
 
     active: tuple[int, ...]
     synchronises: bool
-    trains: bool
+    module_buffers: bool
 
 
 class UnevenInputs:
@@ -60,18 +60,20 @@ class UnevenInputs:
         self._collectives.all_reduce_sum(vector).wait(on_idle)
         return vector.tolist()
 
-    def exchange(self, active: bool, synchronises: bool, trains: bool, on_idle: Callable[[], None]) -> Iteration:
+    def exchange(
+        self, active: bool, synchronises: bool, module_buffers: bool, on_idle: Callable[[], None]
+    ) -> Iteration:
         """Tells the other ranks what this one is about to do, and hears it from them. The host waits.
 
         Args:
             active: Whether this rank has data.
             synchronises: Whether its backward will be a synchronised pass.
-            trains: Whether its forward is a training forward.
+            module_buffers: Whether its forward synchronises module buffers.
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
         """
         mine = [int(active and rank == self._collectives.rank) for rank in range(self._collectives.world_size)]
-        *ranks, synchronising, training = self._sum([*mine, int(synchronises), int(trains)], on_idle)
-        return Iteration(tuple(rank for rank, has in enumerate(ranks) if has), synchronising > 0, training > 0)
+        *ranks, synchronising, sending = self._sum([*mine, int(synchronises), int(module_buffers)], on_idle)
+        return Iteration(tuple(rank for rank, has in enumerate(ranks) if has), synchronising > 0, sending > 0)
 
     def tell(self, value: int, on_idle: Callable[[], None]) -> list[int]:
         """Every rank's value, by rank."""
@@ -108,7 +110,8 @@ class UnevenRanks(Joinable):
     """The part of a wrapper that torch's ``Join`` talks to."""
 
     module: nn.Module
-    training: bool
+    _module_buffers_due: bool
+    _own_grads: list[tuple[nn.Parameter, Tensor | None]] | None = None
     _collectives: Collectives
     _options: Options
     _reducer: Reducer
@@ -118,7 +121,7 @@ class UnevenRanks(Joinable):
         """Tells the other ranks of a failure; the wrapper does it."""
         raise NotImplementedError
 
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None, *, always: bool = False) -> None:
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
         """Makes module buffers the same on all ranks; the wrapper does it."""
         raise NotImplementedError
 
@@ -132,7 +135,8 @@ class UnevenRanks(Joinable):
         """A context in which ranks may have different numbers of batches, as torch DDP's.
 
         A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
-        then every rank gets the parameters and module buffers of one that was among the last. One forward and at most
+        then every rank gets the parameters and module buffers of one that was among the last, and a joined rank has
+        the ``.grad`` that it left its loop with. One forward and at most
         one backward per iteration, and no change of what is trainable, which a rank that has left its loop would not
         make. Use torch's ``Join`` directly for several at once, such as a
         ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
@@ -256,22 +260,24 @@ class UnevenRanks(Joinable):
         with self._reducer.failures.waiting_for("what ranks with data are about to do"):
             iteration = self._uneven.exchange(
                 True,
-                trains and self._reducer.synchronise,
-                trains and self.training,
+                trains and self._reducer.reduces,
+                trains and self._module_buffers_due,
                 self._reducer.failures.raise_if_published,
             )
         if notified is not None:
             notified.wait()
-        if iteration.trains:
+        if iteration.module_buffers:
             self.synchronise_module_buffers(iteration.active)
         return True
 
     def _iterate_joined(self) -> None:
         with self._reducer.failures.waiting_for("what ranks with data are about to do"):
             iteration = self._uneven.exchange(False, False, False, self._reducer.failures.raise_if_published)
-        if iteration.trains:
+        if iteration.module_buffers:
             self.synchronise_module_buffers(iteration.active)
         if iteration.synchronises:
+            if self._own_grads is None:
+                self._own_grads = [(p, None if p.grad is None else p.grad.clone()) for p in self.module.parameters()]
             self._reducer.shadow_pass()
 
     def _end_join(self, is_last_joiner: bool) -> None:
@@ -288,3 +294,7 @@ class UnevenRanks(Joinable):
         # torch leaves its own flag on, so that every later forward would go on asking who has data.
         self._reducer.uneven = self._reducer.divisor.divide_by_active = False
         self._reducer.checks.forwards = 0  # they differ between the ranks, as they should
+        # Inside the context a joined rank holds the averaged gradients: a ZeroRedundancyOptimizer steps on them there.
+        for param, grad in self._own_grads or ():
+            param.grad = grad
+        self._own_grads = None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.checks import (
     entries,
     input_device,
@@ -79,7 +79,7 @@ _MADE_BY_START = frozenset(
         "_links",
         "_grad_dtypes",
         "_leaf_hooks",
-        "_buffers_as_of_pass",
+        "_module_buffers_due",
         "_sharding",
     }
 )
@@ -114,8 +114,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         process_group: The ranks that train together; the default group if None. A module that has collectives of its
             own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
             between the ranks.
-        bucket_cap_mb: Largest bucket in MiB. None: 1/32 of the gradients for two ranks, more for more ranks, from
-            4 to 25 MiB, smaller at both ends.
+        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 1/32 of the gradients for two
+            ranks, more for more ranks, from 4 to 25 MiB, smaller at both ends.
             ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
             which a pass should end first, and keeps them if it takes no longer (:attr:`bucket_plan`); again for other
             sets of trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the
@@ -129,8 +129,9 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         static_graph: Accepted for torch DDP's sake; what it allows is always allowed.
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``, without the first synchronisation.
-        module_buffers: What happens to module buffers (BatchNorm statistics and the like) in the first training
-            forward after a synchronised pass: ``"broadcast"`` rank 0's, ``"mean"`` (floating ones), ``"off"``.
+        module_buffers: What happens to module buffers (BatchNorm statistics and the like) before each forward with
+            gradients enabled, unless the last one was inside ``no_sync``: ``"broadcast"`` rank 0's, ``"mean"``
+            (floating ones), ``"off"``.
         grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
             parameters of lower precision (``torch.float32`` for bf16 and fp16 ones), or per pattern of parameter names
             (``fnmatch``; the first that matches). Dtypes or their names. Such parameters also have their view as
@@ -183,10 +184,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     Raises:
         TypeError: If ``comm_hook`` is neither a name nor callable, something in ``device_ids`` is no device, or a
             module that is compiled or scripted is to run on several.
-        ValueError: If no parameter requires grad, if parameters are on several types of device, uninitialised or with
-            post-accumulate-grad hooks, if several devices are named and the module is not on the first or has a
-            ``SyncBatchNorm``, if an option is out of range or contradicts another, a name in
-            ``sparse_parameters`` is unknown, or a parameter is wrapped already.
+        WrapError: If no parameter requires grad, or parameters are on several types of device, uninitialised or with
+            post-accumulate-grad hooks. A ValueError and a RuntimeError, as torch DDP raises either.
+        ValueError: If several devices are named and the module is not on the first or has a ``SyncBatchNorm``, if an
+            option is out of range or contradicts another, or a name in ``sparse_parameters`` is unknown.
         GradientError: In backward, if a gradient is not what ``max_abs_grad`` asks for.
         PeerFailureError: If another rank raises one of these.
         RankMismatchError: If ranks disagree on parameters, module buffers or options; names the first difference.
@@ -343,7 +344,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         weakref.finalize(self, _remove_hooks, self._preparing)
         self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size)
         self._uneven = UnevenInputs(collectives, params[0][1].device)
-        self._buffers_as_of_pass = 0
+        self._module_buffers_due = True
         weakref.finalize(self, self._reducer.hooks.remove)  # a wrapper that is dropped leaves nothing behind
         for _, param in params:
             if param.requires_grad:
@@ -382,13 +383,17 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     # -- passes --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. In training, synchronises module buffers first if a pass has gone by since."""
+        """Calls the module.
+
+        With gradients enabled, first synchronises module buffers, unless the last such forward was inside
+        :meth:`no_sync`. That is torch DDP's rule, but for forwards without gradients: those neither send nor count.
+        """
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         self._wait_for_untraced()
         trains = torch.is_grad_enabled() and not self._closed
         started = "_reducer" in self.__dict__
-        if not started and not self.training:
+        if not started and not trains:
             return self._callee(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
         joining = started and self._meet_joined_ranks(trains)
         if not trains:
@@ -398,8 +403,9 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._reducer.require_usable()
         self._reducer.note_forward()
         self._watch.look()
-        if self.training and not joining:
+        if self._module_buffers_due and not joining:
             self.synchronise_module_buffers()
+        self._module_buffers_due = self._reducer.synchronise
         with cutting_graphs(self._graph_cuts):
             output = self._callee(*args, **kwargs)
         if self._replicated is not None:
@@ -423,7 +429,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def _hook_roots(self, output: object) -> None:
         """Lets the reducer know when backward comes by one of the output's tensors."""
         _remove_hooks(self._leaf_hooks)
-        on_root = partial(self._reducer.on_root, self._reducer.synchronise)
+        on_root = partial(self._reducer.on_root, self._reducer.reduces)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook = tensor.register_hook(on_root)
@@ -446,7 +452,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next passes are synchronised; what :meth:`no_sync` sets, under torch DDP's name."""
+        """False inside :meth:`no_sync`; torch DDP's name."""
         return self._reducer.synchronise
 
     @require_backward_grad_sync.setter
@@ -468,23 +474,17 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """
         return self._reducer.backward_pass(loss)
 
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None, *, always: bool = False) -> None:
-        """Makes module buffers the same on all ranks, if a synchronised pass has gone by since the last time.
-
-        All ranks must call this at the same point of the program.
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
+        """Makes module buffers the same on all ranks, which must call this at the same point of the program.
 
         Args:
             active: The ranks whose values count, if not all of them.
-            always: Whether to do it in any case: after forwards without a backward, or where somebody else writes to
-                module buffers.
         """
-        if always or self._buffers_as_of_pass != self._reducer.pass_number:
-            self._buffers_as_of_pass = self._reducer.pass_number
-            failures = self._reducer.failures
-            failures.exchanges += 1
-            with failures.waiting_for("the module buffers"):
-                active = self._uneven.active if active is None else active
-                self._module_buffers.synchronise(failures.raise_if_elsewhere, active)
+        failures = self._reducer.failures
+        failures.exchanges += 1
+        with failures.waiting_for("the module buffers"):
+            active = self._uneven.active if active is None else active
+            self._module_buffers.synchronise(failures.raise_if_elsewhere, active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -763,14 +763,14 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     """The ranks that train together, whatever way they were given; None for all.
 
     Raises:
-        ValueError: If both were given, or the mesh has several dimensions.
+        WrapError: If both were given, or the mesh has several dimensions.
     """
     if device_mesh is None:
         return process_group
     if process_group is not None:
-        raise ValueError("expected a process_group or a device_mesh, found both")
+        raise WrapError("expected a process_group or a device_mesh, found both")
     if device_mesh.ndim != 1:
-        raise ValueError(
+        raise WrapError(
             f"expected a device mesh of one dimension, found {device_mesh}; name the dimension to train over, as in "
             'mesh["dp"]'
         )
@@ -814,7 +814,10 @@ def _set_grad_dtypes(
 def _graph_cuts(options: Options, layout: Layout, world_size: int) -> GraphCuts | None:
     if not options.overlap or not options.use_contiguous_buffers:
         return None  # every bucket waits for the end of backward
-    return GraphCuts.after(options.bucket_cap_bytes or default_bucket_cap(layout.nbytes, world_size))
+    cap = options.bucket_cap_bytes
+    if cap is None:
+        cap = default_bucket_cap(layout.nbytes, world_size)
+    return GraphCuts.after(cap)
 
 
 def _end_backward(links: list[StatisticsLink], raised: bool) -> None:

@@ -613,6 +613,14 @@ def test_a_rank_that_waits_for_a_hook_learns_of_failures(run_ranks: RunRanks) ->
 # -- registering -------------------------------------------------------------------------------------
 
 
+def takes_no_bucket(state: Any, bucket: int) -> torch.futures.Future[Tensor]:
+    raise NotImplementedError
+
+
+def returns_no_future(state: Any, bucket: dist.GradBucket) -> int:
+    raise NotImplementedError
+
+
 def register_wrongly() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     inputs, target = batch(0, dist.get_rank())
@@ -626,6 +634,10 @@ def register_wrongly() -> None:
     handle.remove()
     with pytest.raises(TypeError, match="to be callable, found 3"):
         ours.register_comm_hook(None, 3)
+    with pytest.raises(ValueError, match="whose bucket is a torch.distributed.GradBucket, found .*int"):
+        ours.register_comm_hook(None, takes_no_bucket)
+    with pytest.raises(ValueError, match=r"returns a torch.futures.Future\[torch.Tensor\], found .*int"):
+        ours.register_comm_hook(None, returns_no_future)
     ours.register_comm_hook(None, noop_hook)  # between passes it may
     ours.zero_grad()
     loss_of(ours(inputs), target).backward()

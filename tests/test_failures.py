@@ -414,8 +414,8 @@ def test_a_rank_that_never_wraps_is_named(run_ranks: RunRanks) -> None:
 def bad_arguments() -> None:
     with pytest.raises(ValueError, match="at least one parameter that requires grad"):
         BucketDDP(Mlp().requires_grad_(False))
-    with pytest.raises(ValueError, match="positive number of MiB, found 0"):
-        BucketDDP(Mlp(), bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="number of MiB from 0, found -1"):
+        BucketDDP(Mlp(), bucket_cap_mb=-1)
     with pytest.raises(ValueError, match="expected module_buffers to be one of"):
         BucketDDP(Mlp(), module_buffers="sum")
     with pytest.raises(ValueError, match=r"one type of device that holds values, found \['meta'\]"):

@@ -121,8 +121,8 @@ def test_one_parameter_larger_than_the_cap_has_its_own_bucket() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="each of the 1 parameters once"):
         plan([spec("a", (1,))], [0, 0])
-    with pytest.raises(ValueError, match="positive bucket cap"):
-        plan([spec("a", (1,))], [0], bucket_cap_bytes=0)
+    with pytest.raises(ValueError, match="bucket cap of 0 or more, found -1"):
+        plan([spec("a", (1,))], [0], bucket_cap_bytes=-1)
 
 
 def test_a_layout_that_leaves_a_gap_is_refused() -> None:

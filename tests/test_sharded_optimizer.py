@@ -79,7 +79,7 @@ def parity(model: str, optimizer: str, steps: int, options: dict[str, Any], clip
         tolerance = 2e-2 if mine.dtype is torch.bfloat16 else 2e-4
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
         worst = max(worst, float((mine - theirs).detach().abs().max()))
-    ours.synchronise_module_buffers(always=True)
+    ours.synchronise_module_buffers()
     assert largest_difference_between_ranks(ours.module) == 0
     ours.close()
     return worst

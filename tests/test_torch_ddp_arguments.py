@@ -99,6 +99,43 @@ def test_what_happens_to_module_buffers(
     assert run_ranks(2, module_buffers_after, arguments)[1] == ([first], [after])
 
 
+def wrong_in_torch_too() -> None:
+    frozen = Mlp().requires_grad_(False)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    other = nn.Linear(4 if dist.get_rank() else 3, 2)
+    for module, arguments in [
+        (frozen, {}),
+        (nn.LazyLinear(3), {}),
+        (Mlp(), {"process_group": dist.group.WORLD, "device_mesh": mesh["b"]}),
+        (Mlp(), {"device_mesh": mesh}),
+        (other, {}),
+    ]:
+        with pytest.raises((RuntimeError, ValueError)) as theirs:
+            DistributedDataParallel(module, **arguments)
+        with pytest.raises(theirs.type) as ours:
+            BucketDDP(module, **arguments)
+        assert isinstance(ours.value, ValueError), "as in versions before 0.2"
+
+
+def test_errors_have_the_types_of_torchs(run_ranks: RunRanks) -> None:
+    run_ranks(2, wrong_in_torch_too, fresh=True)
+
+
+def one_bucket_per_parameter() -> None:
+    for cap in (0, 1e-9):
+        ours = BucketDDP(Mlp(), bucket_cap_mb=cap)
+        for number in range(2):
+            ours.zero_grad()
+            step(ours, number)
+            assert len(ours.layout.buckets) == len(list(ours.parameters()))
+        assert largest_difference_between_ranks(ours.module) == 0
+        ours.close()
+
+
+def test_tiny_buckets_hold_one_parameter_each(run_ranks: RunRanks) -> None:
+    run_ranks(2, one_bucket_per_parameter)
+
+
 def refused_arguments() -> None:
     for arguments, words in [
         ({"broadcast_buffers": True, "module_buffers": "off"}, "one choice for module buffers"),
