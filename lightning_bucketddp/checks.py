@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lightning_bucketddp.agreement import Entry, WrapError
+from lightning_bucketddp.gradient_hooks import is_reducers_own
 from lightning_bucketddp.layout import ParamSpec
 from lightning_bucketddp.options import Options
-from lightning_bucketddp.reducer import is_reducers_own
 from lightning_bucketddp.sync_batchnorm import SyncBatchNorm
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
@@ -24,18 +24,18 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Container[int]) -> None:
+def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_frozen: bool = False) -> None:
     """Requires that the module can be wrapped.
 
     Args:
         module: The module.
         params: Its parameters but for the ones to ignore.
-        in_use: Ids of parameters whose gradients another wrapper averages.
+        may_be_frozen: Whether all of them may be frozen.
 
     Raises:
         WrapError: If not; names the parameter or module.
     """
-    if not any(param.requires_grad for _, param in params):
+    if not any(param.requires_grad or may_be_frozen for _, param in params):
         raise WrapError(
             "expected at least one parameter that requires grad, found none; there is nothing to average. Use the "
             "module as it is"
@@ -47,11 +47,6 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, in_use: Con
             raise WrapError(
                 f"parameter {name!r} is a DTensor, sharded or replicated over a mesh of its own; only plain "
                 "tensors are supported"
-            )
-        if param.requires_grad and id(param) in in_use:
-            raise WrapError(
-                f"expected parameters that are not wrapped, found {name!r}, whose gradient another BucketDDP averages; "
-                "close() that one first"
             )
         # Private, like everything that tells of such hooks; without it they go unnoticed. A test notices.
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()

@@ -247,8 +247,7 @@ class GradBuffers:
         return (
             f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
             f"{spec.shape}, {spec.dtype} on {spec.device}, found {grad.layout} of shape {tuple(grad.shape)}, "
-            f"{grad.dtype} on {grad.device}. If the module was changed after it was wrapped (.to(), .double()), "
-            "change it before"
+            f"{grad.dtype} on {grad.device}. A module is moved to another device before it is wrapped"
         )
 
 

@@ -10,9 +10,17 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.engine import hook_gradient
 
+HOOK_NAME = "Reducer.on_gradient"
+"""The qualified name of the hook of one parameter."""
+
 
 class SharedHook(partial):  # type: ignore[type-arg]
     """One callable on many parameters, of which it is told elsewhere what a call does."""
+
+
+def is_reducers_own(hook: object) -> bool:
+    """Whether a post-accumulate-grad hook is a reducer's."""
+    return isinstance(hook, SharedHook) or getattr(hook, "__qualname__", None) == HOOK_NAME
 
 
 class Arrivals:

@@ -55,6 +55,11 @@ def master_params(optimizer: Optimizer) -> MasterParams:
     return _attached.get(optimizer) or MasterParams(optimizer)
 
 
+def holders_of_masters(params: Container[int]) -> list[Optimizer]:
+    """The optimizers that step on fp32 masters of some parameters, which are given by id."""
+    return [it for it, masters in _attached.items() if any(id(param) in params for param in masters._masters)]
+
+
 def restart_masters(params: Iterable[Tensor]) -> None:
     """Has masters made anew, in the next step, from the parameters.
 
@@ -197,7 +202,7 @@ class MasterParams(SteppedParams):
 
 
 def prepare_at_first_step(
-    params: Iterable[Tensor], prepare: Callable[[Optimizer], object] = master_params
+    trains: Callable[[Tensor], bool], prepare: Callable[[Optimizer], object] = master_params
 ) -> RemovableHandle:
     """Prepares every optimizer that steps on some of the given parameters, in its first step if it was not before.
 
@@ -206,22 +211,17 @@ def prepare_at_first_step(
     masters: where training is resumed, prepare the optimizer first.
 
     Args:
-        params: The parameters; no reference is kept.
-        prepare: Called with the optimizer, when it has low-precision parameters with fp32 gradients among ``params``.
+        trains: Whether a parameter is one of those.
+        prepare: Called with the optimizer, when it has such parameters of low precision with fp32 gradients.
             It has to attach :class:`MasterParams`.
 
     Returns:
         A handle that ends it; optimizers that were prepared stay so.
     """
-    known = {id(param): weakref.ref(param) for param in params}
-
-    def is_ours(param: Tensor) -> bool:
-        ref = known.get(id(param))
-        return ref is not None and ref() is param and wants_master(param)
 
     def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        if optimizer not in _attached and any(is_ours(param) for param in params_of(optimizer)):
+        if optimizer not in _attached and any(wants_master(param) and trains(param) for param in params_of(optimizer)):
             prepare(optimizer)
 
     return register_optimizer_step_pre_hook(look)

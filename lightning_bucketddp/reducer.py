@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.agreement import Agreement, PeerFailureError, RankMismatchError
+from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
@@ -39,9 +39,11 @@ from lightning_bucketddp.divisor import GradientDivisor
 from lightning_bucketddp.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gradient_checks import GradientError, not_cleared
-from lightning_bucketddp.gradient_hooks import Arrivals, GradientHooks, SharedHook
+from lightning_bucketddp.gradient_hooks import HOOK_NAME, Arrivals, GradientHooks
 from lightning_bucketddp.hook_registration import HookRegistration
 from lightning_bucketddp.layout import ALIGNMENT_BYTES, Layout
+from lightning_bucketddp.module_params import ModuleParams
+from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.planner import BucketPlan, Planner
 from lightning_bucketddp.ready_order import OrderLearner
@@ -59,9 +61,6 @@ SETTLE_SECONDS = 10.0
 
 A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
 """
-
-
-_HOOK_NAME = "Reducer.on_gradient"
 
 
 class PassState(Enum):
@@ -87,20 +86,14 @@ def _bucket_multiple(options: Options, ranks: int) -> int:
     return math.lcm(options.pad_buckets_to, ranks * per_line) if options.shard_optimizer else options.pad_buckets_to
 
 
-def is_reducers_own(hook: object) -> bool:
-    """Whether a post-accumulate-grad hook is a reducer's."""
-    return isinstance(hook, SharedHook) or getattr(hook, "__qualname__", None) == _HOOK_NAME
-
-
 class Reducer:
     """Keeps gradients in contiguous buffers and replaces them by their means over the ranks.
 
     Args:
-        named_params: All parameters of the module, each once, in registration order; the same on every rank.
+        params: The parameters of the module; the same on every rank.
         collectives: The group.
         agreement: The group's store.
         options: What was asked for.
-        sparse_names: The parameters whose gradients are sparse; the same on every rank.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
         cost: What an all-reduce costs, for buckets to be planned by; None if they are not to be.
 
@@ -123,11 +116,10 @@ class Reducer:
 
     def __init__(
         self,
-        named_params: Sequence[tuple[str, nn.Parameter]],
+        params: ModuleParams,
         collectives: Collectives,
         agreement: Agreement,
         options: Options,
-        sparse_names: Collection[str] = (),
         comm_hook: CommHook | None = None,
         cost: CollectiveCost | None = None,
     ) -> None:
@@ -136,34 +128,13 @@ class Reducer:
         self._options = options
         self._find_unused = options.find_unused_parameters
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
-        overlap = options.overlap and options.use_contiguous_buffers
-        self._slots = SlotTable(
-            named_params,
-            options.bucket_cap_bytes,
-            sparse_names,
-            _bucket_multiple(options, collectives.world_size),
-            overlap,
-            collectives.world_size,
-            by_param_dtype=options.shard_optimizer,
-        )
-        runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
-        if options.shard_optimizer:
-            runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size), options.scatter_every_pass)
-        self._arrivals = Arrivals(self._on_gradient_of)
-        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
-        self._runs.comm_hook = comm_hook
+        self._params, self._cost = params, cost
         self.failures = Failures(agreement, self._become_failed)
         self._registration = HookRegistration(agreement, self.failures, options)
         self.checks = ControlChecks(self.failures, collectives.rank)
-        self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
-        self._several_devices = len({param.device for param in self._slots.all_params}) > 1
         # Each device has its autograd thread, and outputs may be on other devices than parameters.
         self._lock = threading.RLock()
         self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
-        self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
-        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)
-        tails_will_do = overlap and not self._several_devices and not self._find_unused
-        self._tails = TailHooks(self.hooks, self._runs, self._slots, tails_will_do)
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.announce: Callable[[str], None] = logger.info
@@ -180,22 +151,51 @@ class Reducer:
         self._turns = Turns(collectives.group)
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
-        self._trainable = TrainableHistory(self._slots, agreement)
-        self._replan_due = False
-        self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._control: ControlExchange | None = None
-        self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
-        # With shards, the optimizers' state moves between ranks whenever buckets change.
-        self._planner = Planner(self._slots, collectives, cost, turns=1 if options.shard_optimizer else None)
-
-        self._groups: list[list[Tensor]] = []
-        self._groups_of: tuple[Layout, bool] | None = None
+        self._changes_agreed = params.changes
+        self._agreements = 0  # on changed parameters
+        self._new_params: list[nn.Parameter] = []  # whose values no rank has sent yet
+        self._make_tables(comm_hook)
 
         self._layouts = 1
         self._local_passes = 0  # since the last reduction
         self._notes: PassNotes | None = None
         self._last_notes: PassNotes | None = None  # of the last pass that published gradients
         log_layout(self.layout, collectives.rank, self.pass_number)
+
+    def _make_tables(self, comm_hook: CommHook | None) -> None:
+        """Make everything that follows from which parameters there are."""
+        options, collectives = self._options, self._collectives
+        overlap = options.overlap and options.use_contiguous_buffers
+        self._slots = SlotTable(
+            self._params.named,
+            options.bucket_cap_bytes,
+            self._params.sparse,
+            _bucket_multiple(options, collectives.world_size),
+            overlap,
+            collectives.world_size,
+            by_param_dtype=options.shard_optimizer,
+        )
+        runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
+        if options.shard_optimizer:
+            runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size), options.scatter_every_pass)
+        self._arrivals = Arrivals(self._on_gradient_of)
+        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
+        self._runs.comm_hook = comm_hook
+        self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
+        self._several_devices = len({param.device for param in self._slots.all_params}) > 1
+        self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
+        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)
+        tails_will_do = overlap and not self._several_devices and not self._find_unused
+        self._tails = TailHooks(self.hooks, self._runs, self._slots, tails_will_do)
+        self._trainable = TrainableHistory(self._slots, self._agreement)
+        self._replan_due = False
+        self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
+        self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
+        # With shards, the optimizers' state moves between ranks whenever buckets change.
+        self._planner = Planner(self._slots, collectives, self._cost, turns=1 if options.shard_optimizer else None)
+        self._groups: list[list[Tensor]] = []
+        self._groups_of: tuple[Layout, bool] | None = None
 
     # -- what others may ask -------------------------------------------------------------------------
 
@@ -269,6 +269,11 @@ class Reducer:
         if self._last_notes is None:
             return None
         return self._last_notes.record(self._collectives.rank, self._collectives.world_size)
+
+    def trains(self) -> set[int]:
+        """The ids of the parameters whose gradients are reduced here."""
+        sparse = [self._slots.all_params[index] for index in self._slots.sparse]
+        return {id(param) for param in [*self._slots.params, *sparse]}
 
     def close(self) -> None:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
@@ -416,7 +421,8 @@ class Reducer:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
     def _look_before_gradients(self) -> None:
-        """Sees what is in ``.grad`` before a backward adds to it, where more than the mean was asked for."""
+        """Take in changed parameters, and see what is in ``.grad`` before a backward adds to it, where that matters."""
+        self._take_in_changed()
         if not self.divisor.rescales:
             self._runs.before_gradients()
             return
@@ -427,6 +433,74 @@ class Reducer:
         if self._local_passes and not holds_gradients:
             self.divisor.drop_local_tokens()  # with the gradients
         self._runs.before_gradients()
+
+    def _take_in_changed(self) -> None:
+        """Lay buckets out anew if parameters were added, removed, replaced or re-typed. Sends nothing.
+
+        Here, at the root of backward, parameters that `torch.func.functional_call` swapped in for forward are gone.
+
+        Raises:
+            WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
+        """
+        if not self._params.changed():
+            return
+        try:
+            self._params.take_in()
+        except RuntimeError as error:
+            self.failures.publish(f"raised {type(error).__name__}: {error}")
+            raise
+        self._make_tables_again()
+
+    def _make_tables_again(self) -> None:
+        """Lay buckets out for the parameters that there are now, and keep what accumulated since the last reduction."""
+        old = self._slots
+        known = {id(param) for param in old.all_params}
+        pending = {id(old.params[slot]) for slot in self._runs.contributing}
+        pending |= {id(old.all_params[index]) for index in self._without_slot | self._sparse.contributing}
+        since = self._trainable.since_reduction
+        comm_hook = self._runs.comm_hook
+        if comm_hook is not None:
+            comm_hook.forget_buckets()
+        self.hooks.remove()
+        self._runs.release()
+        self._make_tables(comm_hook)
+        for index, param in enumerate(self._slots.all_params):
+            if id(param) not in known:
+                self._new_params.append(param)
+            if id(param) in pending or (id(param) not in known and param.grad is not None):
+                slot = self._slots.slot_of(index)
+                if index in self._slots.sparse:
+                    self._sparse.contributing.add(index)
+                elif slot is not None:
+                    self._runs.contributing.add(slot)
+                else:
+                    self._without_slot.add(index)
+        if since is not None:
+            trained = {id(param) for param, flag in zip(old.all_params, since, strict=True) if flag}
+            self._trainable.note(tuple([id(param) in trained for param in self._slots.all_params]))
+        self._layouts += 1
+        log_layout(self.layout, self._collectives.rank, self.pass_number)
+
+    def _agree_on_params(self) -> None:
+        """Have all ranks take in the same parameters.
+
+        Raises:
+            RankMismatchError: On every rank, naming the first parameter that differs.
+            PeerFailureError: If another rank is in the pass with the parameters it had.
+        """
+        new = {id(param) for param in self._new_params}
+        lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self._params.named if id(param) in new]
+        with self.failures.giving_up_on_errors():
+            self._agreement.require_same(
+                self._params_topic(), [*self._params.entries(), *lines], None, self.failures.look_from_opening
+            )
+        self._agreements += 1
+        self._changes_agreed = self._params.changes
+        if self._trainable.agreed != self._slots.trainable_now():  # was laid out in a local pass, for other ones
+            self._make_tables_again()
+
+    def _params_topic(self) -> str:
+        return f"the parameters of pass {self.pass_number} (change {self._agreements + 1})"
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None, accumulating: bool = False) -> None:
         """Opens a pass.
@@ -439,6 +513,8 @@ class Reducer:
         self._require_idle()
         if not accumulating:
             self._look_before_gradients()
+        if synchronised and self._changes_agreed != self._params.changes:
+            self._agree_on_params()
         trainable = self._slots.trainable_now()
         since = self._trainable.note(trainable)
         if synchronised:
@@ -515,7 +591,7 @@ class Reducer:
             if run is not None:
                 self._on_complete(run)
 
-        on_gradient.__qualname__ = _HOOK_NAME
+        on_gradient.__qualname__ = HOOK_NAME
         return on_gradient
 
     def _on_gradient_of(self, param: Tensor) -> None:
@@ -540,6 +616,9 @@ class Reducer:
                 # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
                 # the backward that runs right now also ends the pass, even if it is an inner one.
                 if not self._end_queued:
+                    param = self._slots.all_params[index]
+                    self._take_in_changed()
+                    index = self._index_of_param[id(param)]
                     self._root_synchronises = self.reduces
                     self._queue_end()
                     self.divisor.require_root(self._slots.names[index])
@@ -758,11 +837,20 @@ class Reducer:
             sparse_nbytes=self._sparse.nbytes,
             control_nbytes=exchange.nbytes,
         )
+        if self._new_params:
+            self._send_new_params()
         self._end_reduction()
         self._last_notes = notes
         if not (self._replan_due or self._learner.learning or self._planner.busy()):
             self._tails.look_only_at_tails()
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
+
+    def _send_new_params(self) -> None:
+        """Give new parameters rank 0's values, as wrapping does: the next step starts from the same on all ranks."""
+        if self._options.init_sync:
+            with self.failures.waiting_for("the values of new parameters"):
+                broadcast_tensors(self._new_params, self._collectives, self.failures.raise_if_published, hidden=True)
+        self._new_params = []
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
@@ -826,6 +914,7 @@ class Reducer:
         self.failures.raise_if_published()
         self.failures.raise_if_missed()
         self._trainable.answer(self.pass_number)
+        self._agreement.answer_none(self._params_topic(), f"is in pass {self.pass_number} with the ones it had")
         self._agreement.answer_none(self._registration.topic(), f"is in pass {self.pass_number}")
         skipper = self._agreement.skipped_by(self.checks.steps)
         if skipper is not None:

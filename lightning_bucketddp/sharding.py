@@ -224,6 +224,10 @@ class Sharding:
         self._sharded_ever += 1
         return sharded
 
+    def optimizers(self) -> list[Optimizer]:
+        """The sharded optimizers that somebody still holds."""
+        return list(self._optimizers)
+
     def sharded(self, optimizer: Optimizer) -> ShardedParams | None:
         """What makes an optimizer a sharded one; None if it is not."""
         return self._optimizers.get(optimizer)

@@ -291,7 +291,7 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
-        wrapper = BucketDDP(model, timeout=self._timeout, **self._wrapper_options)
+        wrapper = FrozenAtFirst(model, timeout=self._timeout, **self._wrapper_options)
         wrapper.announce_with(rank_zero_info)
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()
@@ -679,6 +679,12 @@ def _zero_loss(loss: Tensor) -> Tensor:
 
 def _has_no_gradient(optimizer: Optimizer) -> bool:
     return all(param.grad is None for group in optimizer.param_groups for param in group["params"])
+
+
+class FrozenAtFirst(BucketDDP):
+    """A wrapper around a module whose parameters may all be frozen when ``fit`` starts: callbacks unfreeze them."""
+
+    _may_be_frozen = True
 
 
 class TellingLauncher(_MultiProcessingLauncher):

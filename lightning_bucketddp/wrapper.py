@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,9 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.checks import (
-    entries,
     input_device,
-    names_to_ignore,
     require_plannable,
     require_valid_parameters,
 )
@@ -32,11 +30,11 @@ from lightning_bucketddp.diagnostics import PassRecord
 from lightning_bucketddp.gathered_later import reads_past_python
 from lightning_bucketddp.layout import Layout, default_bucket_cap
 from lightning_bucketddp.link_cost import measure_cost
-from lightning_bucketddp.master_params import MasterParams, prepare_at_first_step
+from lightning_bucketddp.master_params import MasterParams, holders_of_masters, prepare_at_first_step
 from lightning_bucketddp.master_params import master_params as masters_of
 from lightning_bucketddp.megatron import MegatronCalls
+from lightning_bucketddp.module_params import ModuleParams
 from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
-from lightning_bucketddp.module_watch import ModuleWatch
 from lightning_bucketddp.nested import move_to, tensors_in
 from lightning_bucketddp.options import (
     DEFAULT_TIMEOUT,
@@ -55,7 +53,6 @@ from lightning_bucketddp.sharded_calls import ShardedCalls
 from lightning_bucketddp.sharded_params import ShardedParams
 from lightning_bucketddp.sharded_runs import ShardedRuns
 from lightning_bucketddp.sharding import Sharding
-from lightning_bucketddp.sparse_grads import find_sparse
 from lightning_bucketddp.sync_batchnorm import StatisticsLink, links_of
 from lightning_bucketddp.uneven import UnevenInputs, UnevenRanks
 
@@ -64,7 +61,7 @@ if TYPE_CHECKING:
 
 leave_untraced("lightning_bucketddp")
 
-_open_wrappers: weakref.WeakValueDictionary[int, BucketDDP] = weakref.WeakValueDictionary()
+_open_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 
 _MADE_BY_START = frozenset(
     {
@@ -72,13 +69,14 @@ _MADE_BY_START = frozenset(
         "_agreement",
         "_reducer",
         "_module_buffers",
-        "_watch",
+        "_params",
         "_uneven",
         "_preparing",
         "_graph_cuts",
         "_links",
-        "_grad_dtypes",
         "_leaf_hooks",
+        "_release",
+        "_followed",
         "_module_buffers_due",
         "_sharding",
     }
@@ -196,6 +194,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     """
 
     module: nn.Module
+    _may_be_frozen = False
+    """Whether all parameters may be frozen at first. A Trainer's may: callbacks unfreeze them."""
     _input_device: torch.device | None = None
     _replicated: ReplicatedForward | None = None
 
@@ -239,7 +239,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
-        self._closed = False
+        self._closed = self._replaced = False
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = use_contiguous_buffers
         self.static_graph = static_graph
@@ -278,43 +278,43 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._leaf_hooks: list[RemovableHandle] = []
         collectives = self._collectives = Collectives(process_group)
         agreement = self._agreement = Agreement(collectives, self._timeout)
-        ignored = names_to_ignore(module)
-        params = _params_of(module, ignored)
+        params = self._params = ModuleParams(module, self._may_be_frozen)
         problem: Exception | None = None
         lines: list[Entry] = []
         plans_buckets = False
-        sparse: frozenset[str] = frozenset()
         hook: CommHook | None = None
         try:
             self._options = make_options()
             require_divides(self._options.shard_group_size, collectives.world_size)
-            require_valid_parameters(module, params, _open_wrappers)
+            require_valid_parameters(module, params.named, self._may_be_frozen)
+            replaced = _wrappers_that_train(params)
             self._replicated = replicated_forward(module, self.device_ids, self.output_device, self.dim)
             if self._replicated is None:
-                self._input_device = input_device(params, self.device_ids, self.output_device)
+                self._input_device = input_device(params.named, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
-            sparse = find_sparse(module, self._options.sparse_parameters)
-            self._options.require_patterns_match([name for name, _ in params])
-            self._grad_dtypes = _set_grad_dtypes([item for item in params if item[0] not in sparse], self._options)
             hook = choose_hook(*self._hook_arguments, self._options, collectives)
+            for wrapper in replaced:
+                wrapper._give_way()
+            params.prepare(self._options)
             described = hook.options() if hook is not None else {"comm_hook": None}
             lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
-            lines += entries(module, params, sparse, ignored, self._options)
+            lines += params.entries()
             plans_buckets = self._options.bucket_cap_mb == "auto"
             if plans_buckets:
-                require_plannable(params)
+                require_plannable(params.named)
                 plans_buckets = not torch.are_deterministic_algorithms_enabled()
                 lines.append(Entry("whether algorithms may be indeterministic", repr(plans_buckets)))
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
         options = self._options
-        collectives.probe(params[0][1].device)
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        device = params.named[0][1].device
+        collectives.probe(device)
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in params.ignored]
         if options.init_sync:
-            tensors = [param for _, param in params] + (buffers if options.init_sync_module_buffers else [])
+            tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
-        self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, ignored)
+        self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, params.ignored)
         cost: CollectiveCost | None = None
         if options.bucket_cap_mb == "auto" and not plans_buckets:
             warnings.warn(
@@ -323,15 +323,15 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 stacklevel=3,
             )
         if plans_buckets and collectives.world_size > 1:
-            cost = measure_cost(collectives, params[0][1].device, options.wire_dtype, options.shard_optimizer)
-        self._reducer = Reducer(params, collectives, agreement, options, sparse, hook, cost)
+            cost = measure_cost(collectives, device, options.wire_dtype, options.shard_optimizer)
+        self._reducer = Reducer(params, collectives, agreement, options, hook, cost)
         if self._replicated is not None:
             self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
         for link in self._links:
             link.join(self._reducer.failures, self._reducer.counts, agreement.number)
         self._reducer.on_backward_end = partial(_end_backward, self._links)
-        self._watch = ModuleWatch(module, ignored)
+        self._followed = params.changes
         self._preparing: list[RemovableHandle] = []
         self._sharding: Sharding | None = None
         if options.shard_optimizer:
@@ -340,15 +340,15 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
             self._preparing.append(_shard_at_first_step(self._sharding, options.master_params))
         elif options.master_params:
-            self._preparing.append(prepare_at_first_step([param for _, param in params]))
-        weakref.finalize(self, _remove_hooks, self._preparing)
+            self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
         self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size)
-        self._uneven = UnevenInputs(collectives, params[0][1].device)
+        self._uneven = UnevenInputs(collectives, device)
         self._module_buffers_due = True
-        weakref.finalize(self, self._reducer.hooks.remove)  # a wrapper that is dropped leaves nothing behind
-        for _, param in params:
-            if param.requires_grad:
-                _open_wrappers[id(param)] = self
+        # A wrapper that is dropped leaves nothing behind.
+        hooks = [self._leaf_hooks, self._preparing]
+        self._release = weakref.finalize(self, _release, self._reducer, self._links, params, hooks)
+        self._release.atexit = False
+        _open_wrappers.add(self)
 
     # -- copies and pickles --------------------------------------------------------------------------
 
@@ -391,6 +391,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         self._wait_for_untraced()
+        if torch.is_grad_enabled():
+            self._require_current()
         trains = torch.is_grad_enabled() and not self._closed
         started = "_reducer" in self.__dict__
         if not started and not trains:
@@ -402,7 +404,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self._sharding.look_for_raised_steps()
         self._reducer.require_usable()
         self._reducer.note_forward()
-        self._watch.look()
+        if self._followed != self._params.changes:
+            self._follow_changes()
         if self._module_buffers_due and not joining:
             self.synchronise_module_buffers()
         self._module_buffers_due = self._reducer.synchronise
@@ -412,6 +415,15 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self._reducer.in_one_replica = self._replicated.parts == 1
         self._hook_roots(output)
         return output
+
+    def _follow_changes(self) -> None:
+        """Look the module over again, as the last backward took in other parameters."""
+        self._followed = self._params.changes
+        mode, ignored = self._options.module_buffers, self._params.ignored
+        self._module_buffers = ModuleBuffers(self.module, self._collectives, mode, ignored)
+        if self._replicated is not None:
+            self._replicated.forget()
+            self._replicated.groups = self._reducer.arriving_together
 
     @property
     def _callee(self) -> Callable[..., Any]:
@@ -443,6 +455,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         As with torch DDP the forward decides: run it inside too. May be nested. With ``scatter_every_pass`` backward
         reduces all the same, and adds the result to what is there.
         """
+        self._require_current()
         before = self._reducer.synchronise
         self._reducer.synchronise = False
         try:
@@ -602,24 +615,36 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._closed = True
         if "_reducer" not in self.__dict__:  # a copy that was never used
             return
-        self._reducer.close()
+        self._release()
         if self._replicated is not None:
             self._replicated.forget()
-        for link in self._links:
-            link.leave()
-        for param, dtype in self._grad_dtypes:
-            grad, param.grad = param.grad, None
-            param.grad_dtype = dtype
-            if grad is not None:
-                param.grad = grad if dtype is None else grad.to(dtype)
-        _remove_hooks(self._leaf_hooks)
-        self._watch.close()
-        _remove_hooks(self._preparing)
-        for param in self.module.parameters():
-            if _open_wrappers.get(id(param)) is self:
-                del _open_wrappers[id(param)]
+        _open_wrappers.discard(self)
         if self._sharding is not None:
             self._sharding.close()
+
+    def _give_way(self) -> None:
+        """Close, as another wrapper has taken the module over.
+
+        Raises:
+            WrapError: If an optimizer steps on this wrapper's shards or masters.
+        """
+        holders = holders_of_masters(self._reducer.trains())
+        if self._sharding is not None:
+            holders += self._sharding.optimizers()
+        if holders:
+            raise WrapError(
+                f"expected a module that can be wrapped again, found an open BucketDDP around it and an "
+                f"{type(holders[0]).__name__} with shards or fp32 masters of its parameters; close() that wrapper first"
+            )
+        self._replaced = True
+        self.close()
+
+    def _require_current(self) -> None:
+        if self._replaced:
+            raise RuntimeError(
+                "expected the BucketDDP that wrapped the module last, found an earlier one: gradients are averaged by "
+                "the later one. Train through that"
+            )
 
     def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
         """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
@@ -637,6 +662,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             TypeError: If it is no torch optimizer.
             ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
         """
+        self._params.optimizers.add(optimizer)
         if self._sharding is not None:
             return self._sharding.sharded(optimizer) or self._sharding.shard(optimizer, self._options.master_params)
         return masters_of(optimizer) if self._options.master_params else None
@@ -711,18 +737,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the module; keys have no prefix, or ``module.`` as in a state dict of torch DDP's.
 
-        Raises:
-            ValueError: With ``assign=True``, which would replace the parameters whose gradients are averaged.
+        With ``assign=True`` the module gets new parameters: make a new optimizer.
         """
-        if assign:
-            raise ValueError(
-                "expected assign=False, found True: it would replace the parameters whose gradients this wrapper "
-                "averages. Load into the module before wrapping it"
-            )
         prefix = "module."
         if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(self.module, "module"):
             state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict=strict)
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def _shard_at_first_step(sharding: Sharding, with_masters: bool) -> RemovableHandle:
@@ -777,38 +797,12 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     return device_mesh.get_group()
 
 
-def _params_of(module: nn.Module, ignored: Container[str]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters, each once, under the first of its names that is not to be ignored."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if name not in ignored:
-            found.setdefault(id(param), (name, param))
-    return list(found.values())
-
-
 def _add_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Before a module that contains a wrapper loads: the wrapper's keys have no name of its own, as it saves them."""
     own = f"{prefix}module."
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(own) or hasattr(module.module, "module"):
             state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
-
-
-def _set_grad_dtypes(
-    params: Sequence[tuple[str, nn.Parameter]], options: Options
-) -> list[tuple[nn.Parameter, torch.dtype | None]]:
-    """Sets what the options ask for; returns the parameters that had something else, and what."""
-    before: list[tuple[nn.Parameter, torch.dtype | None]] = []
-    for name, param in params:
-        dtype = options.grad_dtype_of(name, param.dtype)
-        if options.grad_dtype is None or param.grad_dtype is dtype:
-            continue
-        before.append((param, param.grad_dtype))
-        grad, param.grad = param.grad, None
-        param.grad_dtype = dtype
-        if grad is not None:
-            param.grad = grad.to(dtype)
-    return before
 
 
 def _graph_cuts(options: Options, layout: Layout, world_size: int) -> GraphCuts | None:
@@ -823,6 +817,29 @@ def _graph_cuts(options: Options, layout: Layout, world_size: int) -> GraphCuts 
 def _end_backward(links: list[StatisticsLink], raised: bool) -> None:
     for link in links:
         link.backward_ended(raised)
+
+
+def _wrappers_that_train(params: ModuleParams) -> list[BucketDDP]:
+    """The open wrappers that average gradients of some of the parameters that require grad."""
+    mine = {id(param) for _, param in params.named if param.requires_grad}
+    return [wrapper for wrapper in list(_open_wrappers) if mine & wrapper._reducer.trains()]
+
+
+def _trains(reducer: weakref.ref[Reducer], param: Tensor) -> bool:
+    live = reducer()
+    return live is not None and id(param) in live.trains()
+
+
+def _release(
+    reducer: Reducer, links: list[StatisticsLink], params: ModuleParams, hooks: list[list[RemovableHandle]]
+) -> None:
+    """Give the module back. Sends nothing."""
+    reducer.close()
+    for link in links:
+        link.leave()
+    params.restore_grad_dtypes()
+    for some in hooks:
+        _remove_hooks(some)
 
 
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:

@@ -11,20 +11,22 @@ def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
     for name, param in module.named_parameters():
         used = torch.tensor([float(param.grad is not None)])
         dist.all_reduce(used)
-        total = param.grad.detach().clone() if param.grad is not None else torch.zeros_like(param)
+        total = param.grad.detach().to_dense() if param.grad is not None else torch.zeros_like(param)
+        total = total.clone()
         dist.all_reduce(total)
         means[name] = total / dist.get_world_size() if used.item() else None
     return means
 
 
-def assert_grads(module: nn.Module, expected: dict[str, Tensor | None]) -> None:
+def assert_grads(module: nn.Module, expected: dict[str, Tensor | None], **tolerance: float) -> None:
     """Asserts that every ``.grad`` is as expected, and None where that is expected."""
     for name, param in module.named_parameters():
         if expected[name] is None:
             assert param.grad is None, f"{name} has a gradient that no rank produced"
         else:
             assert param.grad is not None, f"{name} has no gradient"
-            torch.testing.assert_close(param.grad, expected[name], msg=lambda m, n=name: f"{n}: {m}")
+            found = param.grad.to_dense() if param.grad.is_sparse else param.grad
+            torch.testing.assert_close(found, expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:

@@ -634,7 +634,7 @@ def register_wrongly() -> None:
     handle.remove()
     with pytest.raises(TypeError, match="to be callable, found 3"):
         ours.register_comm_hook(None, 3)
-    with pytest.raises(ValueError, match="whose bucket is a torch.distributed.GradBucket, found .*int"):
+    with pytest.raises(ValueError, match=r"whose bucket is a torch.distributed.GradBucket, found .*int"):
         ours.register_comm_hook(None, takes_no_bucket)
     with pytest.raises(ValueError, match=r"returns a torch.futures.Future\[torch.Tensor\], found .*int"):
         ours.register_comm_hook(None, returns_no_future)

@@ -491,8 +491,6 @@ def closing() -> None:
     inputs, target = batch(0, dist.get_rank())
     nn.functional.mse_loss(ours(inputs), target).backward()
     before = grads(module)
-    with pytest.raises(ValueError, match=r"expected parameters that are not wrapped, found 'layers\.0\.weight'"):
-        BucketDDP(module)
     ours.close()
     for name, param in module.named_parameters():
         assert torch.equal(param.grad, before[name])
@@ -519,8 +517,6 @@ def state_dicts() -> None:
     assert str(other.load_state_dict(ours.state_dict())) == "<All keys matched successfully>"
     for name, value in other.module.state_dict().items():
         assert torch.equal(value, module.state_dict()[name])
-    with pytest.raises(ValueError, match="expected assign=False, found True"):
-        other.load_state_dict(ours.state_dict(), assign=True)
     ours.close()
     other.close()
 
@@ -557,23 +553,6 @@ def moved_elsewhere(change: str) -> None:
 @pytest.mark.parametrize("change", ["data", "memory format"])
 def test_a_gradient_that_was_moved_out_of_the_buffer_counts(run_ranks: RunRanks, change: str) -> None:
     run_ranks(2, moved_elsewhere, change)
-
-
-def changed_dtype() -> str:
-    module = seeded(Mlp)
-    ours = BucketDDP(module)
-    inputs, target = batch(0, dist.get_rank())
-    nn.functional.mse_loss(ours(inputs), target).backward()
-    module.double()
-    with pytest.raises(RuntimeError) as error:
-        nn.functional.mse_loss(ours(inputs.double()), target.double()).backward()
-    return str(error.value)
-
-
-def test_a_module_that_changed_its_dtype_is_refused_by_name(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, changed_dtype, fresh=True):
-        assert "cannot be reduced: expected a dense gradient of shape" in message
-        assert "torch.float32 on cpu, found torch.strided of shape" in message
 
 
 def dropped_without_close() -> tuple[int, int]:
@@ -650,28 +629,6 @@ def find_unused(reentrant: bool) -> int:
 def test_find_unused_parameters_keeps_the_overlap_where_the_graph_shows_all(run_ranks: RunRanks) -> None:
     assert min(run_ranks(2, find_unused, False)) == 8, "not held up by the first bucket, which is unused"
     assert run_ranks(2, find_unused, True) == [0, 0], "a re-entrant checkpoint may hide it"
-
-
-def new_head() -> str:
-    module = seeded(Mlp)
-    ours = BucketDDP(module)
-    inputs, target = batch(0, dist.get_rank())
-    module.note = nn.Identity()  # no parameters: of no concern
-    nn.functional.mse_loss(ours(inputs), target).backward()
-    module.average = copy.deepcopy(module.head)  # gets no gradient: of no concern
-    nn.functional.mse_loss(ours(inputs), target).backward()
-    module.head = nn.Linear(16, 4)
-    with pytest.raises(RuntimeError) as error:
-        nn.functional.mse_loss(ours(inputs), target).backward()
-    ours.close()
-    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
-    return str(error.value)
-
-
-def test_a_parameter_replaced_after_wrapping_is_refused_by_name(run_ranks: RunRanks) -> None:
-    for message in run_ranks(2, new_head):
-        assert "parameter 'head." in message
-        assert "was added or replaced after the module was wrapped" in message
 
 
 def not_for_gradients() -> None:
