@@ -9,6 +9,7 @@ from tests.pool import Nursery, WorkerPool
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="run this one case of tests/test_fuzz.py")
     parser.addoption("--fuzz-cases", type=int, default=24, help="how many cases of tests/test_fuzz.py to run")
+    parser.addoption("--update-traces", action="store_true", help="write the files of tests/traces/golden anew")
 
 
 _pools: dict[int, WorkerPool] = {}
