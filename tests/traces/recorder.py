@@ -1,8 +1,7 @@
 """Records the collectives that this rank issues, below the package: at torch's ``ProcessGroup``.
 
 All of torch's functions for collectives end in a method of ``ProcessGroup``, which is where each is counted once. A
-line is ``operation, reduce op or root, dtype, elements, role``. Roles are guesses by dtype and size, from what is
-public: the module's tensors and ``BucketDDP.layout``. Where nothing fits there is none.
+line is ``operation, reduce op or root, dtype, elements, role``.
 """
 
 import functools
@@ -11,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from tests.traces.roles import LENGTH_UNKNOWN, Roles
 
 Trace = dict[str, list[str]]
 """A rank's lines by the label of the group."""
@@ -48,8 +47,6 @@ _OPERATIONS: dict[str, tuple[str, int]] = {
     "barrier": ("barrier", -1),
     "monitored_barrier": ("barrier", -1),
 }
-_MOST_HEADERS = 32
-"""Elements that the control vector may have beside one for each slot."""
 
 
 class Recorder:
@@ -62,37 +59,27 @@ class Recorder:
     def __init__(self) -> None:
         self.mark = ""
         self.trace: Trace = {}
+        self.roles = Roles()
         self._marks: dict[str, str] = {}
         self._labels: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._wrappers: list[weakref.ref[BucketDDP]] = []
-        self._layouts: dict[tuple[int, str, str], Any] = {}
-        self._next_bucket: dict[tuple[int, str, str], int] = {}
 
     def record(self, group: dist.ProcessGroup, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Adds one line."""
         operation, sent_at = _OPERATIONS[method]
-        sent = list(_tensors(args[sent_at])) if 0 <= sent_at < len(args) else []
-        label = self._label(group)
+        given = (*args, *options.values())
+        sent = list(_tensors(given[sent_at])) if 0 <= sent_at < len(given) else []
         dtype = str(sent[0].dtype).removeprefix("torch.") if sent else "-"
         elements: int | str = sum(tensor.numel() for tensor in sent) if sent else "-"
-        role = self._role(operation, label, sent, group.size())
-        if role == "control" or (dtype == "uint8" and not role):  # of the latter, pickled objects are the most
+        label = self._label(group)
+        role = self.roles.of(operation, group, label, sent)
+        if role in LENGTH_UNKNOWN or (dtype == "uint8" and not role):  # of the latter, pickled objects are the most
             elements = "*"
         lines = self.trace.setdefault(label, [])
         if self.mark != self._marks.get(label, ""):
             self._marks[label] = self.mark
             lines.append(f"-- {self.mark}")
-        how = _reduce_op_or_root(operation, (*args, *options.values()))
+        how = _reduce_op_or_root(operation, given)
         lines.append(f"{operation:<18} {how:<7} {dtype:<8} {elements:>6}  {role}".rstrip())
-
-    def note(self, module: nn.Module) -> None:
-        """Remembers a module that is about to be wrapped."""
-        self._modules.append(weakref.ref(module))
-
-    def note_wrapper(self, wrapper: BucketDDP) -> None:
-        """Remembers a wrapper whose layout is known from now on."""
-        self._wrappers.append(weakref.ref(wrapper))
 
     def _label(self, group: dist.ProcessGroup) -> str:
         """The group's ranks, and a number if it is not the first of these ranks."""
@@ -102,57 +89,6 @@ class Recorder:
             number = 1 + sum(other.split(",")[0] == label for other in self._labels.values())
             self._labels[group] = label if number == 1 else f"{label}, number {number}"
         return self._labels[group]
-
-    def _role(self, operation: str, label: str, sent: list[Tensor], ranks: int) -> str:
-        if not sent:
-            return ""
-        dtype, numel = sent[0].dtype, sum(tensor.numel() for tensor in sent)
-        wrappers = [(at, it) for at, ref in enumerate(self._wrappers) if (it := ref()) is not None and not it.closed]
-        if operation == "all_reduce" and dtype is torch.int64:
-            slots = [len(it.layout.slots) for _, it in wrappers]
-            if any(count < numel <= count + _MOST_HEADERS for count in slots):
-                return "control"
-        elif operation != "broadcast":
-            bucket = self._bucket(operation, label, dtype, numel, ranks, wrappers)
-            if bucket:
-                return bucket
-        if operation in ("broadcast", "all_reduce"):
-            for module in [it for ref in self._modules if (it := ref()) is not None]:
-                params, buffers = (_numel_of(found, dtype) for found in (module.parameters(), module.buffers()))
-                if numel == params + buffers:
-                    return " and ".join(["parameters"] * (params > 0) + ["module buffers"] * (buffers > 0))
-                if numel in (params, buffers):
-                    return "parameters" if numel == params else "module buffers"
-        return ""
-
-    def _bucket(
-        self, operation: str, label: str, dtype: torch.dtype, numel: int, ranks: int, wrappers: list[tuple[int, Any]]
-    ) -> str:
-        """The bucket of this size that follows the one before, or the first of this size."""
-        found: list[tuple[int, int, int]] = []
-        for at, wrapper in wrappers:
-            layout, key = wrapper.layout, (at, operation, label)
-            if self._layouts.get(key) != layout:
-                self._layouts[key], self._next_bucket[key] = layout, 0
-            for index, bucket in enumerate(layout.buckets):
-                spec = layout.slots[bucket.slots[0]].spec
-                shard = -(-bucket.numel // ranks)
-                if operation.startswith("all_gather") and dtype is torch.uint8:  # by forward's order, not by index
-                    if numel == shard * (spec.param_dtype or spec.dtype).itemsize:
-                        return "parameters of a bucket"
-                elif operation.startswith("all_gather") and dtype.itemsize >= spec.dtype.itemsize:
-                    continue  # gradients are gathered in less precision only
-                elif numel in (bucket.numel, ranks * shard, (ranks - 1) * shard, shard):
-                    found.append(((index - self._next_bucket[key]) % len(layout.buckets), at, index))
-        if not found:
-            return ""
-        _, at, index = min(found)
-        self._next_bucket[at, operation, label] = index + 1
-        return f"bucket {index}" + (f" of wrapper {at}" if len(self._wrappers) > 1 else "")
-
-
-def _numel_of(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
-    return sum(tensor.numel() for tensor in tensors if tensor.dtype is dtype)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -209,9 +145,9 @@ def recording() -> Iterator[Recorder]:
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(wrapper: BucketDDP, module: nn.Module, *args: Any, **options: Any) -> None:
-            recorder.note(module)
+            recorder.roles.wrapping(module)
             original(wrapper, module, *args, **options)
-            recorder.note_wrapper(wrapper)
+            recorder.roles.wrapped(wrapper)
 
         return init
 
