@@ -14,7 +14,7 @@ from lightning_bucketddp import BucketDDPFabricStrategy
 from tests.lightning_models import Gan, PoolEnvironment, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp
 from tests.traces.recorder import mark
-from tests.traces.scenarios import TINY, adamw, loss_in, scenario, sgd
+from tests.traces.scenarios import TINY, adamw, add, loss_in, scenario, sgd
 
 
 class Marks(pl.Callback):
@@ -77,25 +77,6 @@ def uneven() -> DataLoader[Any]:
 
 
 @scenario()
-def trainer_with_validation() -> None:
-    fit(Model(ConvBatchNorm()), limit_val_batches=1, num_sanity_val_steps=1)
-
-
-@scenario()
-def trainer_accumulation_and_clipping() -> None:
-    fit(Model(), data(batches=4), accumulate_grad_batches=2, gradient_clip_val=0.1)
-
-
-@scenario()
-def trainer_manual_optimisation() -> None:
-    class Halves(Gan):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step((batch[0], batch[1]), batch_idx)
-
-    fit(Halves())
-
-
-@scenario()
 def trainer_nothing_on_one_rank() -> None:
     class Skips(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -111,38 +92,6 @@ def trainer_branch_by_rank() -> None:
             return nn.functional.mse_loss(self.backbone(batch[0], ["left", "right"][dist.get_rank()]), batch[1])
 
     fit(ByRank(Branches()))
-
-
-@scenario()
-def trainer_lbfgs() -> None:
-    fit(Model(optimizer="lbfgs"))
-
-
-@scenario()
-def trainer_unfreezes_a_backbone() -> None:
-    unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
-    fit(Model(), callbacks=[unfreeze], max_epochs=2)
-
-
-@scenario()
-def trainer_sync_batchnorm() -> None:
-    fit(Model(ConvBatchNorm()), sync_batchnorm=True)
-
-
-@scenario()
-def trainer_uneven_inputs_by_world_size() -> None:
-    fit(Model(ConvBatchNorm()), uneven(), {"uneven_inputs": "world_size"}, max_epochs=2)
-
-
-@scenario()
-def trainer_uneven_inputs_by_active_ranks() -> None:
-    fit(Model(), uneven(), {"uneven_inputs": "active_ranks"})
-
-
-@scenario()
-def trainer_sharded_with_clipping_and_validation() -> None:
-    options = {"shard_optimizer": True}
-    fit(Model(optimizer="adamw"), options=options, gradient_clip_val=0.1, limit_val_batches=1)
 
 
 def fabric(accumulate: int, clip: bool, **options: Any) -> None:
@@ -168,16 +117,25 @@ def fabric(accumulate: int, clip: bool, **options: Any) -> None:
     strategy.teardown()
 
 
-@scenario()
-def fabric_plain() -> None:
-    fabric(1, False)
-
-
-@scenario()
-def fabric_accumulation_and_clipping() -> None:
-    fabric(2, True)
-
-
-@scenario()
-def fabric_sharded_with_clipping() -> None:
-    fabric(1, True, shard_optimizer=True)
+add(
+    trainer_with_validation=lambda: fit(Model(ConvBatchNorm()), limit_val_batches=1, num_sanity_val_steps=1),
+    trainer_accumulation_and_clipping=lambda: fit(
+        Model(), data(batches=4), accumulate_grad_batches=2, gradient_clip_val=0.1
+    ),
+    trainer_manual_optimisation=lambda: fit(Gan()),
+    trainer_lbfgs=lambda: fit(Model(optimizer="lbfgs")),
+    trainer_unfreezes_a_backbone=lambda: fit(
+        Model(), callbacks=[BackboneFinetuning(1, backbone_initial_lr=0.05)], max_epochs=2
+    ),
+    trainer_sharded_with_clipping_and_validation=lambda: fit(
+        Model(optimizer="adamw"), options={"shard_optimizer": True}, gradient_clip_val=0.1, limit_val_batches=1
+    ),
+    trainer_sync_batchnorm=lambda: fit(Model(ConvBatchNorm()), sync_batchnorm=True),
+    trainer_uneven_inputs_by_world_size=lambda: fit(
+        Model(ConvBatchNorm()), uneven(), {"uneven_inputs": "world_size"}, max_epochs=2
+    ),
+    trainer_uneven_inputs_by_active_ranks=lambda: fit(Model(), uneven(), {"uneven_inputs": "active_ranks"}),
+    fabric_plain=lambda: fabric(1, False),
+    fabric_accumulation_and_clipping=lambda: fabric(2, True),
+    fabric_sharded_with_clipping=lambda: fabric(1, True, shard_optimizer=True),
+)

@@ -37,25 +37,32 @@ class Scenario:
     """A function that is recorded.
 
     Attributes:
-        run: The function; its name is the scenario's.
+        run: The function.
         ranks: Number of ranks.
         fresh: Whether the ranks' processes cannot be used afterwards.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     ranks: int
-    fresh: bool
+    fresh: bool = False
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
+def add(ranks: int = 2, **runs: Callable[[], object]) -> None:
+    """Adds functions to the table, by name."""
+    SCENARIOS.update({name: Scenario(run, ranks) for name, run in runs.items()})
+
+
 def scenario(ranks: int = 2, fresh: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def add(run: Callable[[], None]) -> Callable[[], None]:
+    """Adds one that is longer than a line."""
+
+    def add_one(run: Callable[[], None]) -> Callable[[], None]:
         SCENARIOS[run.__name__] = Scenario(run, ranks, fresh)
         return run
 
-    return add
+    return add_one
 
 
 def wrap(module: nn.Module, **options: Any) -> BucketDDP:
@@ -104,55 +111,10 @@ def raising(run: Callable[[], object], *errors: type[Exception]) -> None:
 
 
 @scenario()
-def plain() -> None:
-    train(wrap(Mlp()), steps=3)
-
-
-@scenario(ranks=3)
-def plain_three_ranks() -> None:
-    train(wrap(Mlp()))
-
-
-@scenario()
-def order_learned_in_the_first_pass() -> None:
-    train(wrap(OutOfOrder()))
-
-
-@scenario()
-def order_that_differs_between_ranks() -> None:
-    train(wrap(Towers()), loss=lambda net, step: loss_in(net, step, swapped=dist.get_rank() == 1))
-
-
-@scenario()
-def accumulation() -> None:
-    train(wrap(Mlp()), micro=3)
-
-
-@scenario()
 def accumulation_from_the_second_step() -> None:
     net = wrap(Mlp())
     train(net, steps=1)
     train(net, steps=2, micro=2)
-
-
-@scenario()
-def zero_grad_to_zeros() -> None:
-    train(wrap(Mlp()), steps=3, set_to_none=False)
-
-
-@scenario()
-def two_backwards_without_zero_grad() -> None:
-    train(wrap(Mlp()), loss=lambda net, step: (loss_in(net, step).backward(), loss_in(net, step + 9))[1])
-
-
-@scenario()
-def reentrant_checkpoint() -> None:
-    train(wrap(Checkpointed(use_reentrant=True, calls=2)))
-
-
-@scenario()
-def mixed_dtypes() -> None:
-    train(wrap(MixedDtypes()))
 
 
 @scenario()
@@ -162,10 +124,22 @@ def gradients_by_autograd_grad() -> None:
     train(net, steps=2)
 
 
-@scenario()
-def compiled() -> None:
-    train(wrap(torch.compile(Mlp(), backend="eager")))
-
+add(
+    plain=lambda: train(wrap(Mlp()), steps=3),
+    order_learned_in_the_first_pass=lambda: train(wrap(OutOfOrder())),
+    order_that_differs_between_ranks=lambda: train(
+        wrap(Towers()), loss=lambda net, step: loss_in(net, step, swapped=dist.get_rank() == 1)
+    ),
+    accumulation=lambda: train(wrap(Mlp()), micro=3),
+    zero_grad_to_zeros=lambda: train(wrap(Mlp()), steps=3, set_to_none=False),
+    two_backwards_without_zero_grad=lambda: train(
+        wrap(Mlp()), loss=lambda net, step: (loss_in(net, step).backward(), loss_in(net, step + 9))[1]
+    ),
+    reentrant_checkpoint=lambda: train(wrap(Checkpointed(use_reentrant=True, calls=2))),
+    mixed_dtypes=lambda: train(wrap(MixedDtypes())),
+    compiled=lambda: train(wrap(torch.compile(Mlp(), backend="eager"))),
+)
+add(ranks=3, plain_three_ranks=lambda: train(wrap(Mlp())))
 
 # -- what is trained, and what gets a gradient -------------------------------------------------------
 
@@ -222,16 +196,6 @@ def freezing() -> None:
 
 
 @scenario()
-def branch_by_rank() -> None:
-    train(wrap(Branches()), loss=lambda net, step: loss_in(net, step, ["left", "right"][dist.get_rank()]))
-
-
-@scenario()
-def parameters_that_no_rank_uses() -> None:
-    train(wrap(Branches()), loss=lambda net, step: loss_in(net, step, "left" if step else "both"))
-
-
-@scenario()
 def loss_that_reaches_nothing_on_one_rank() -> None:
     net = wrap(Mlp())
     for step in range(3):
@@ -248,6 +212,16 @@ def find_unused_parameters() -> None:
     train(net, loss=lambda net, step: loss_in(net, step, "left" if dist.get_rank() else "none"))
 
 
+add(
+    branch_by_rank=lambda: train(
+        wrap(Branches()), loss=lambda net, step: loss_in(net, step, ["left", "right"][dist.get_rank()])
+    ),
+    parameters_that_no_rank_uses=lambda: train(
+        wrap(Branches()), loss=lambda net, step: loss_in(net, step, "left" if step else "both")
+    ),
+)
+
+
 # -- sparse gradients --------------------------------------------------------------------------------
 
 
@@ -255,37 +229,19 @@ def lookup_loss(net: BucketDDP, step: int, **options: bool) -> Tensor:
     return net(*tokens(step, dist.get_rank()), **options).square().mean()
 
 
-@scenario()
-def sparse() -> None:
-    train(wrap(Lookup()), loss=lookup_loss)
-
-
-@scenario()
-def sparse_mean_with_accumulation() -> None:
-    train(wrap(Lookup("mean")), loss=lookup_loss, micro=2)
-
-
-@scenario()
-def sparse_on_one_rank_dense_on_the_other() -> None:
-    train(wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, tied=step == dist.get_rank() == 1))
-
-
-@scenario()
-def sparse_unused_on_one_rank() -> None:
-    train(wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, use_words=step != dist.get_rank()))
+add(
+    sparse=lambda: train(wrap(Lookup()), loss=lookup_loss),
+    sparse_mean_with_accumulation=lambda: train(wrap(Lookup("mean")), loss=lookup_loss, micro=2),
+    sparse_on_one_rank_dense_on_the_other=lambda: train(
+        wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, tied=step == dist.get_rank() == 1)
+    ),
+    sparse_unused_on_one_rank=lambda: train(
+        wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, use_words=step != dist.get_rank())
+    ),
+)
 
 
 # -- how gradients travel ----------------------------------------------------------------------------
-
-
-@scenario()
-def hook_fp16() -> None:
-    train(wrap(Mlp(), comm_hook="fp16"))
-
-
-@scenario()
-def hook_bf16() -> None:
-    train(wrap(Mlp(), comm_hook="bf16"))
 
 
 def two_stages(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -309,57 +265,12 @@ def hook_powersgd() -> None:
 
 
 @scenario()
-def wire_bf16() -> None:
-    train(wrap(Mlp(), wire_dtype="bfloat16"))
-
-
-@scenario(ranks=3)
-def wire_fp16_three_ranks() -> None:
-    train(wrap(Mlp(), wire_dtype="float16"))
-
-
-@scenario()
-def gradients_not_in_buffers() -> None:
-    train(wrap(MixedDtypes(), use_contiguous_buffers=False))
-
-
-@scenario()
-def no_overlap() -> None:
-    train(wrap(Mlp(), overlap=False))
-
-
-@scenario()
-def fp16_parameters() -> None:
-    train(wrap(Mlp().half()))
-
-
-@scenario()
-def fp32_gradients_and_masters() -> None:
-    train(wrap(Mlp().bfloat16(), grad_dtype=torch.float32), micro=2)
-
-
-@scenario()
 def divided_by_tokens() -> None:
     def loss(net: BucketDDP, step: int) -> Tensor:
         net.count_tokens(step + 1)
         return loss_in(net, step)
 
     train(wrap(Mlp(), gradient_divide_by="tokens"), loss=loss, micro=2)
-
-
-@scenario()
-def divided_by_an_integer() -> None:
-    train(wrap(Mlp(), gradient_divide_by=7))
-
-
-@scenario()
-def max_abs_grad() -> None:
-    train(wrap(Mlp(), max_abs_grad=100.0))
-
-
-@scenario()
-def padded_buckets() -> None:
-    train(wrap(Mlp(), pad_buckets_to=512))
 
 
 @scenario()
@@ -375,6 +286,20 @@ def megatron_calls() -> None:
     net.broadcast_params()
 
 
+add(
+    hook_fp16=lambda: train(wrap(Mlp(), comm_hook="fp16")),
+    hook_bf16=lambda: train(wrap(Mlp(), comm_hook="bf16")),
+    wire_bf16=lambda: train(wrap(Mlp(), wire_dtype="bfloat16")),
+    gradients_not_in_buffers=lambda: train(wrap(MixedDtypes(), use_contiguous_buffers=False)),
+    no_overlap=lambda: train(wrap(Mlp(), overlap=False)),
+    fp16_parameters=lambda: train(wrap(Mlp().half())),
+    fp32_gradients_and_masters=lambda: train(wrap(Mlp().bfloat16(), grad_dtype=torch.float32), micro=2),
+    divided_by_an_integer=lambda: train(wrap(Mlp(), gradient_divide_by=7)),
+    max_abs_grad=lambda: train(wrap(Mlp(), max_abs_grad=100.0)),
+    padded_buckets=lambda: train(wrap(Mlp(), pad_buckets_to=512)),
+)
+add(ranks=3, wire_fp16_three_ranks=lambda: train(wrap(Mlp(), wire_dtype="float16")))
+
 # -- a sharded optimizer -----------------------------------------------------------------------------
 
 
@@ -386,46 +311,6 @@ def shard(steps: int = 2, micro: int = 1, module: nn.Module | None = None, **opt
     net = wrap(module if module is not None else Mlp(), shard_optimizer=True, **options)
     train(net, steps, micro, optimizer=adamw(net))
     return net
-
-
-@scenario()
-def sharded() -> None:
-    shard()
-
-
-@scenario(ranks=3)
-def sharded_three_ranks() -> None:
-    shard()
-
-
-@scenario()
-def sharded_accumulation() -> None:
-    shard(micro=2)
-
-
-@scenario()
-def sharded_scatter_every_pass() -> None:
-    shard(micro=3, scatter_every_pass=True)
-
-
-@scenario()
-def sharded_in_groups_of_one() -> None:
-    shard(shard_group_size=1)
-
-
-@scenario(ranks=4)
-def sharded_in_groups_of_two() -> None:
-    shard(shard_group_size=2)
-
-
-@scenario()
-def sharded_wire_bf16() -> None:
-    shard(wire_dtype="bfloat16")
-
-
-@scenario()
-def sharded_masters() -> None:
-    shard(module=Mlp().bfloat16(), grad_dtype=torch.float32)
 
 
 @scenario()
@@ -445,6 +330,17 @@ def sharded_freezing_and_questions() -> None:
     net.optimizer_state_dict(optimizer)
 
 
+add(
+    sharded=shard,
+    sharded_accumulation=lambda: shard(micro=2),
+    sharded_scatter_every_pass=lambda: shard(micro=3, scatter_every_pass=True),
+    sharded_in_groups_of_one=lambda: shard(shard_group_size=1),
+    sharded_wire_bf16=lambda: shard(wire_dtype="bfloat16"),
+    sharded_masters=lambda: shard(module=Mlp().bfloat16(), grad_dtype=torch.float32),
+)
+add(ranks=3, sharded_three_ranks=shard)
+add(ranks=4, sharded_in_groups_of_two=lambda: shard(shard_group_size=2))
+
 # -- join --------------------------------------------------------------------------------------------
 
 
@@ -455,20 +351,11 @@ def join(net: BucketDDP, by_initial: bool) -> None:
     train(net, steps=1)
 
 
-@scenario()
-def join_by_initial_world_size() -> None:
-    join(wrap(Mlp()), True)
-
-
-@scenario(ranks=3)
-def join_by_ranks_with_data() -> None:
-    join(wrap(Mlp()), False)
-
-
-@scenario()
-def join_with_module_buffers() -> None:
-    join(wrap(ConvBatchNorm()), True)
-
+add(
+    join_by_initial_world_size=lambda: join(wrap(Mlp()), True),
+    join_with_module_buffers=lambda: join(wrap(ConvBatchNorm()), True),
+)
+add(ranks=3, join_by_ranks_with_data=lambda: join(wrap(Mlp()), False))
 
 # -- failures ----------------------------------------------------------------------------------------
 
@@ -500,26 +387,6 @@ def failure_on_all_ranks() -> None:
 
 
 @scenario()
-def module_buffers_broadcast() -> None:
-    train(wrap(ConvBatchNorm()))
-
-
-@scenario()
-def module_buffers_mean() -> None:
-    train(wrap(ConvBatchNorm(), module_buffers="mean"))
-
-
-@scenario()
-def module_buffers_off() -> None:
-    train(wrap(ConvBatchNorm(), module_buffers="off"))
-
-
-@scenario()
-def module_buffers_with_accumulation() -> None:
-    train(wrap(ConvBatchNorm()), micro=3)
-
-
-@scenario()
 def evaluation_on_one_rank() -> None:
     net = wrap(ConvBatchNorm())
     train(net, steps=2)
@@ -531,17 +398,16 @@ def evaluation_on_one_rank() -> None:
     train(net, steps=2)
 
 
-@scenario()
-def sync_batchnorm() -> None:
-    train(wrap(convert_sync_batchnorm(ConvBatchNorm())))
+add(
+    module_buffers_broadcast=lambda: train(wrap(ConvBatchNorm())),
+    module_buffers_mean=lambda: train(wrap(ConvBatchNorm(), module_buffers="mean")),
+    module_buffers_off=lambda: train(wrap(ConvBatchNorm(), module_buffers="off")),
+    module_buffers_with_accumulation=lambda: train(wrap(ConvBatchNorm()), micro=3),
+    sync_batchnorm=lambda: train(wrap(convert_sync_batchnorm(ConvBatchNorm()))),
+)
 
 
 # -- other ways to run -------------------------------------------------------------------------------
-
-
-@scenario()
-def two_replicas_in_each_process() -> None:
-    train(wrap(Mlp(), device_ids=["cpu", "cpu"]))
 
 
 @scenario(ranks=3)
@@ -552,13 +418,14 @@ def subgroup() -> None:
 
 
 @scenario()
-def no_first_synchronisation() -> None:
-    train(wrap(ConvBatchNorm(), init_sync=False), steps=2)
-
-
-@scenario()
 def wrapped_again() -> None:
     net = wrap(Mlp())
     train(net, steps=2)
     net.close()
     train(wrap(net.module), steps=2)
+
+
+add(
+    two_replicas_in_each_process=lambda: train(wrap(Mlp(), device_ids=["cpu", "cpu"])),
+    no_first_synchronisation=lambda: train(wrap(ConvBatchNorm(), init_sync=False), steps=2),
+)
