@@ -48,7 +48,8 @@ def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule)
         module: The module that training is resumed with.
     """
     states = checkpoint.get("callbacks", {})
-    callbacks = [c for c in module.trainer.callbacks if isinstance(c, BaseFinetuning)]  # type: ignore[attr-defined]
+    # `module.trainer` would raise where a strategy restores into a module that has none.
+    callbacks = [c for c in getattr(module._trainer, "callbacks", ()) if isinstance(c, BaseFinetuning)]
     resumed = [states[callback.state_key] for callback in callbacks if callback.state_key in states]
     saved = checkpoint.get(CHECKPOINT_KEY)
     if saved is None:

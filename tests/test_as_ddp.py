@@ -6,12 +6,16 @@ Names, the Trainer's choice of environment, launcher and plugins, ranks, and ref
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -19,6 +23,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.accelerators.mps import MPSAccelerator
 from lightning.pytorch.plugins import (
@@ -37,7 +42,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 from tests.lightning_models import PoolEnvironment, Regression
 
 STRATEGIES: dict[str, type[DDPStrategy]] = {"ddp": DDPStrategy, "bucketddp": BucketDDPStrategy}
@@ -229,6 +234,63 @@ def test_the_cluster_gives_the_ranks_before_anything_runs(
     assert rank_zero_only.rank == global_rank
     assert runs.is_global_zero == (global_rank == 0)
     assert runs.strategy.distributed_sampler_kwargs["rank"] == global_rank
+
+
+# -- parts of a set-up -------------------------------------------------------------------------------
+
+FABRIC_STRATEGIES = {"ddp": FabricDDPStrategy, "bucketddp": BucketDDPFabricStrategy}
+
+
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+def test_the_timeout_reaches_a_group_that_a_mock_makes(kind: str, framework: str) -> None:
+    wanted = timedelta(seconds=30)
+    with mock.patch("torch.distributed.init_process_group") as init_process_group:
+        if framework == "trainer":
+            runs = made(STRATEGIES[kind](timeout=wanted), devices=1)
+            strategy: Any = runs.strategy
+            strategy.connect(Regression())
+        else:
+            strategy = FABRIC_STRATEGIES[kind](
+                timeout=wanted,
+                accelerator=FabricCPUAccelerator(),
+                cluster_environment=LightningEnvironment(),
+                parallel_devices=[torch.device("cpu")],
+            )
+        strategy.setup_environment()
+    init_process_group.assert_called_once_with("gloo", rank=0, world_size=1, timeout=wanted, device_id=None)
+    if framework == "trainer":  # an error in a LightningModule's hook may end it there
+        strategy.on_exception(RuntimeError("no group"))
+    strategy.barrier()
+    assert strategy.broadcast("same") == "same"
+    strategy.teardown()
+
+
+@pytest.mark.filterwarnings("ignore")  # about data loader workers and epochs of few steps
+def test_training_is_restored_into_a_module_without_a_trainer(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "first.ckpt"
+    first = made("bucketddp", devices=1, max_epochs=1)
+    first.fit(OneStep("mlp", "adamw"))
+    first.save_checkpoint(path)
+
+    second = made(kind, devices=1, max_epochs=1)
+    model = OneStep("mlp", "adamw")
+    second.strategy.connect(model)
+    second.strategy.setup_environment()
+    second.strategy.optimizers = [model.configure_optimizers()]
+    second.state.fn = TrainerFn.FITTING
+    second._checkpoint_connector.restore(path)
+    found, expected = second.strategy.optimizers[0].state_dict(), first.optimizers[0].state_dict()
+    torch.testing.assert_close(found, expected)
+    assert found["state"]
+    second.strategy.save_checkpoint(second._checkpoint_connector.dump_checkpoint(), tmp_path / "second.ckpt")
+    assert (tmp_path / "second.ckpt").exists()
+
+
+def test_a_checkpoint_is_saved_and_loaded_without_a_module(kind: str, tmp_path: Path) -> None:
+    strategy = made(kind, devices=1).strategy
+    strategy.save_checkpoint({"optimizer_states": []}, tmp_path / "bare.ckpt")
+    strategy.load_optimizer_state_dict(strategy.load_checkpoint(tmp_path / "bare.ckpt"))
+    assert strategy.optimizers == []
 
 
 # -- launchers ---------------------------------------------------------------------------------------
