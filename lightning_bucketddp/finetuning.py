@@ -2,7 +2,7 @@
 
 ``BaseFinetuning`` freezes in ``setup``, when training is resumed too, and restores the optimizer's parameter groups but
 not ``requires_grad``: with ``ddp`` an unfrozen backbone is frozen again without a word. A checkpoint says here what was
-trainable, under a key of its own.
+trainable, under a key of its own, where that has changed since the strategy's ``setup``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,37 @@ from torch.nn.modules.batchnorm import _BatchNorm
 CHECKPOINT_KEY = "bucketddp_trainable"
 
 
-def add_trainable(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Notes in a checkpoint which parameters are trainable, and which BatchNorm modules track statistics.
+Trainable = dict[str, dict[str, bool]]
+"""Which parameters require grad, and which BatchNorm modules track statistics."""
+
+
+def trainable_state(module: nn.Module) -> Trainable:
+    """What is trainable now."""
+    return {
+        "requires_grad": {name: param.requires_grad for name, param in module.named_parameters()},
+        "track_running_stats": {name: norm.track_running_stats for name, norm in _batch_norms(module)},
+    }
+
+
+def add_trainable(checkpoint: dict[str, Any], module: nn.Module, at_setup: Trainable | None) -> None:
+    """Notes in a checkpoint what is trainable, where that is not what the next ``setup`` will find by itself.
 
     Args:
         checkpoint: What is about to be saved. One without optimizer states, that training cannot be resumed from, is
             left alone.
         module: The module.
+        at_setup: What was trainable in ``setup``, before anything was restored; None if there was none.
     """
-    if "optimizer_states" in checkpoint:
-        checkpoint[CHECKPOINT_KEY] = {
-            "requires_grad": {name: param.requires_grad for name, param in module.named_parameters()},
-            "track_running_stats": {name: norm.track_running_stats for name, norm in _batch_norms(module)},
-        }
+    now = trainable_state(module)
+    if "optimizer_states" in checkpoint and at_setup is not None and now != at_setup:
+        checkpoint[CHECKPOINT_KEY] = now
 
 
 def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule) -> None:
     """Freezes and unfreezes as it was when the checkpoint was saved, where a ``BaseFinetuning`` callback is resumed.
 
     Says on rank 0 what it changed. Where it changes nothing although parameters that were trainable are frozen now, or
-    may have been, it warns: no fine-tuning callback is resumed, or the checkpoint is one of ``ddp``.
+    may have been, it warns: no fine-tuning callback is resumed, or the checkpoint does not say.
 
     To be called when optimizers are configured, which saw the frozen module in the first run as well, and before their
     state is loaded.
@@ -88,9 +99,9 @@ def _warn_of_unknown(module: nn.Module, resumed: Iterable[Mapping[str, Any]]) ->
     frozen = [name for name, param in module.named_parameters() if name in stepped and not param.requires_grad]
     if frozen:
         rank_zero_warn(
-            f"{_listed(frozen)} in the optimizer and frozen now. The checkpoint, of another strategy, does not say "
-            "whether they were trainable: they stay frozen, as with ddp. To train them on, unfreeze them in the "
-            "LightningModule's on_train_start"
+            f"{_listed(frozen)} in the optimizer and frozen now. The checkpoint does not say whether they were "
+            "trainable: they stay frozen. In a checkpoint of ddp they may have been; to train them on, unfreeze them "
+            "in the LightningModule's on_train_start"
         )
 
 

@@ -41,7 +41,7 @@ from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
 from lightning_bucketddp.common_end import CommonEnd
 from lightning_bucketddp.evened_loader import EvenedLoader, evened
-from lightning_bucketddp.finetuning import add_trainable, restore_trainable
+from lightning_bucketddp.finetuning import Trainable, add_trainable, restore_trainable, trainable_state
 from lightning_bucketddp.layer_sync import BatchNormSync
 from lightning_bucketddp.module_state import ModuleBufferSync
 from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, Options, resolve_options
@@ -250,6 +250,7 @@ class BucketDDPStrategy(DDPStrategy):
         self._common_end: CommonEnd | None = None
         self._ended: BucketDDP | None = None
         self._stop_clipping: Callable[[], None] = _nothing
+        self._trainable_at_setup: Trainable | None = None
         self._warned_of_none = False
 
     @property
@@ -287,6 +288,7 @@ class BucketDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
         self._ended = None
+        self._trainable_at_setup = trainable_state(self.model)
         self.model = self._setup_model(self.model)
         if self._wrapper_options["shard_optimizer"]:
             self._stop_clipping = clip_shards(self.precision_plugin, self.model)
@@ -355,32 +357,26 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: the pass is opened in :meth:`backward`."""
+        """Nothing: :meth:`backward` opens the pass."""
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: gradients are final when ``backward`` returns."""
+        """Nothing: gradients are final when autograd's backward returns."""
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward as a pass, between Lightning's hooks before and after it.
-
-        ``on_after_backward`` fires in the precision plugin's ``post_backward`` and must see averaged gradients,
-        so the pass ends before that.
-        """
+        """Runs Lightning's backward as a pass, which ends before ``on_after_backward``: averaged gradients are there."""
         wrapper = self.bucket_ddp
         if wrapper is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
         if wrapper.is_replaying:
             closure_loss = _zero_loss(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with wrapper.backward_pass(closure_loss):
-            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(self.lightning_module)):
             # What goes into an average or a checkpoint is to be the same on every rank, and to count.
             wrapper.synchronise_module_buffers()
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        return loss
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -566,7 +562,7 @@ class BucketDDPStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self.lightning_module is not None:
-            add_trainable(checkpoint, self.lightning_module)
+            add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
         if self._state_dict_type == "sharded" and not self._interrupted():  # then the others may not be there
             if storage_options is not None:
                 raise TypeError(

@@ -35,7 +35,7 @@ from lightning.pytorch.plugins import (
     TorchSyncBatchNorm,
 )
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -404,6 +404,19 @@ def test_one_device_trains_and_tests_in_a_group_of_its_own(kind: str) -> None:
     assert not torch.equal(model.net.head.weight, before)
     assert runs.strategy.model is runs.model is model, "unwrapped"
     assert runs.test(model, verbose=False)[0]["loss"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # about data loader workers and epochs of few steps
+@pytest.mark.parametrize("where", ["strategy", "plugin"])
+def test_who_wraps_backward_sees_every_call(kind: str, where: str) -> None:
+    runs = made(kind, devices=1, max_epochs=1)
+    plugin = runs.precision_plugin
+    target, owner = (Strategy, runs.strategy) if where == "strategy" else (plugin, plugin)
+    with mock.patch.object(target, "backward", wraps=owner.backward) as backward:
+        runs.fit(OneStep())
+        assert target.backward is backward
+    assert backward.call_count == 2
+    assert "backward" not in vars(plugin), "as it was"
 
 
 @pytest.mark.filterwarnings("ignore:Device capability of foo unknown")
