@@ -53,8 +53,8 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_froz
         if not all(is_reducers_own(hook) for hook in hooks):  # of a wrapper in which it is frozen too
             raise WrapError(
                 f"parameter {name!r} has a post-accumulate-grad hook: it would run before the gradient is averaged, "
-                "and an optimizer that steps there lets the ranks drift apart. Step after backward instead; a hook "
-                "that only looks at this rank's gradient may be registered after wrapping"
+                "and an optimizer that steps there lets the ranks drift apart. Remove it; step and look at averaged "
+                "gradients after backward(), in a LightningModule in on_after_backward"
             )
     types = sorted({param.device.type for _, param in params})
     if len(types) > 1 or types == ["meta"]:

@@ -30,7 +30,13 @@ from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
 from lightning_bucketddp.module_state import ModuleBufferSync
 from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
 from lightning_bucketddp.spare_memory import without_spare_memory
-from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
+from lightning_bucketddp.strategy_common import (
+    StartMethod,
+    WrapperCalls,
+    end_group_at_exit,
+    looks_at_loss,
+    register_names,
+)
 from lightning_bucketddp.wrapper import BucketDDP, require_fit_group
 
 _wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
@@ -40,7 +46,7 @@ _behind: weakref.WeakKeyDictionary[Optimizer, BucketDDP] = weakref.WeakKeyDictio
 """Wrappers of parameters that the optimizers step on."""
 
 
-class BucketDDPFabricStrategy(DDPStrategy):
+class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
     """Data-parallel training with Fabric, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
@@ -198,7 +204,10 @@ class BucketDDPFabricStrategy(DDPStrategy):
         self._own: list[weakref.ref[BucketDDP]] = []  # which can be pickled while there are none, for `spawn`
 
     def wrapper_of(self, module: Module) -> BucketDDP:
-        """The wrapper of a module that was set up, for what Fabric has no call for, e.g. ``last_pass()``.
+        """The wrapper of a module that was set up, for what Fabric has no call for.
+
+        ``count_tokens()``, ``last_pass()``, ``full_grad()`` and clipping are calls of the strategy too, where one
+        module is set up.
 
         Args:
             module: What ``fabric.setup`` returned, or was given.
@@ -210,6 +219,16 @@ class BucketDDPFabricStrategy(DDPStrategy):
             if wrapper.module is module or wrapper.module is getattr(module, "module", None):
                 return wrapper
         raise ValueError(f"expected a module that fabric.setup() was given or returned, found {type(module).__name__}")
+
+    @override
+    def _wrapper_for(self, call: str) -> BucketDDP:
+        wrappers = self._open_wrappers()
+        if len(wrappers) != 1:
+            raise RuntimeError(
+                f"expected one module that fabric.setup() was given where {call}() is called, found {len(wrappers)}; "
+                f"of several, name one: strategy.wrapper_of(module).{call}()"
+            )
+        return wrappers[0]
 
     def _open_wrappers(self) -> list[BucketDDP]:
         found = [ref() for ref in self._own]

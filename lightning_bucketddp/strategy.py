@@ -48,14 +48,20 @@ from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, Dt
 from lightning_bucketddp.shard_clipping import clip_shards
 from lightning_bucketddp.sigterm import quieten_sigterm
 from lightning_bucketddp.spare_memory import without_spare_memory
-from lightning_bucketddp.strategy_common import StartMethod, end_group_at_exit, looks_at_loss, register_names
+from lightning_bucketddp.strategy_common import (
+    StartMethod,
+    WrapperCalls,
+    end_group_at_exit,
+    looks_at_loss,
+    register_names,
+)
 from lightning_bucketddp.uneven import UnevenInputs
 from lightning_bucketddp.wrapper import BucketDDP, group_of, require_fit_group
 
 _WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
 
 
-class BucketDDPStrategy(DDPStrategy):
+class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     """Data-parallel training in one process per device, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
@@ -447,9 +453,13 @@ class BucketDDPStrategy(DDPStrategy):
         Raises:
             RuntimeError: Outside of ``fit``.
         """
+        return self._wrapper_for("grad_norm").grad_norm(norm_type, parameters)
+
+    @override
+    def _wrapper_for(self, call: str) -> BucketDDP:
         if (wrapper := self.bucket_ddp) is None:
-            raise RuntimeError("expected grad_norm() to be called during fit, found no wrapped module")
-        return wrapper.grad_norm(norm_type, parameters)
+            raise RuntimeError(f"expected {call}() to be called during fit, found no wrapped module")
+        return wrapper
 
     @override
     @contextmanager

@@ -1,13 +1,18 @@
-"""What the Trainer's strategy and Fabric's have in common: names, the end of processes, the view of optimizers."""
+"""What the Trainer's strategy and Fabric's have in common: names, calls of the wrapper, the end of processes."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+
+from lightning_bucketddp.diagnostics import PassRecord
+from lightning_bucketddp.wrapper import BucketDDP
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -24,6 +29,45 @@ REGISTERED: dict[str, dict[str, Any]] = {
     for started, start_method in _START_METHODS.items()
 }
 """The names that are registered, as those of ``ddp``, and the options that they stand for."""
+
+
+class WrapperCalls:
+    """Calls of :class:`BucketDDP` that a strategy passes on to the module that it has wrapped.
+
+    Each raises RuntimeError where there is no such module. Gradients are as optimizers see them in
+    ``on_before_optimizer_step``; in ``on_after_backward`` fp16 mixed precision has them scaled.
+    """
+
+    def _wrapper_for(self, call: str) -> BucketDDP:
+        """The wrapper, for a call of that name."""
+        raise NotImplementedError
+
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Adds to what gradients will be divided by; see :meth:`BucketDDP.count_tokens`."""
+        self._wrapper_for("count_tokens").count_tokens(tokens)
+
+    def last_pass(self) -> PassRecord | None:
+        """What happened in the last synchronised pass; see :meth:`BucketDDP.last_pass`."""
+        return self._wrapper_for("last_pass").last_pass()
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """A copy of a parameter's whole gradient; None if it has none. All ranks must call this."""
+        return self._wrapper_for("full_grad").full_grad(param)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[Tensor] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clips gradients by their norm, on all ranks; see :meth:`BucketDDP.clip_grad_norm_`."""
+        wrapper = self._wrapper_for("clip_grad_norm_")
+        return wrapper.clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[Tensor] | None = None) -> None:
+        """Clips each gradient's values, on all ranks; see :meth:`BucketDDP.clip_grad_value_`."""
+        self._wrapper_for("clip_grad_value_").clip_grad_value_(clip_value, parameters)
 
 
 def register_names(strategy: type, registry: Any) -> None:

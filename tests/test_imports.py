@@ -161,7 +161,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "layer_sync": {"sync_batchnorm", "wrapper", LIGHTNING},
     "finetuning": {LIGHTNING},
-    "strategy_common": set(),
+    "strategy_common": {"diagnostics", "wrapper"},
     "spare_memory": set(),
     "shard_clipping": {"wrapper", LIGHTNING},
     "checkpoint_directories": {"collectives", "sharded_checkpoint", "wrapper", LIGHTNING},
