@@ -375,6 +375,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         wrapper = self.bucket_ddp
         if wrapper is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
         if wrapper.is_replaying:
             closure_loss = _zero_loss(closure_loss)
         with wrapper.backward_pass(closure_loss):
