@@ -46,6 +46,7 @@ class ShardedRuns(BucketRuns):
         self._keep_shards = keep_shards
         self._away = False
         self._set_aside: dict[int, Tensor] = {}  # by bucket, its shard as it was published
+        self._looked = False  # whether `before_gradients` was called in this pass
         self._local_versions: dict[int, int] = {}  # by slot, of views to which a local pass has added since
         self._settled = 0  # how many of the active buckets have been summed
         super().__init__(*args, **options)  # type: ignore[arg-type]
@@ -120,6 +121,7 @@ class ShardedRuns(BucketRuns):
     def before_gradients(self) -> None:
         """Sets published gradients aside, so that autograd adds to zeros, on every rank, what is to be reduced."""
         self._require_memory()
+        self._looked = True
         params = self._slots.params
         for index in self._set_aside:
             for slot in self._runs[index].slots:
@@ -140,10 +142,10 @@ class ShardedRuns(BucketRuns):
     def _was_cleared(self, slot: int) -> bool:
         """Whether a gradient was cleared after a local pass that has added to what had been set aside."""
         grad = self._slots.params[slot].grad
-        if grad is None:
-            return True
+        if grad is None or not self._buffers.holds(slot, grad):
+            return not self.is_sharded(slot)  # a gradient of its own is new: autograd would have added to the view
         version = self._local_versions.get(slot, grad._version)
-        return grad is self._buffers.views[slot] and grad._version != version and not grad.any()
+        return grad._version != version and not grad.any()
 
     def _new_aside(self, run: BucketRun, live: Sequence[int]) -> Tensor:
         if not self._keep_shards:
@@ -197,6 +199,8 @@ class ShardedRuns(BucketRuns):
     ) -> None:
         """As for buckets that are not sharded."""
         self._require_memory()
+        if not self._looked:  # backward came by no output of forward; all gradients but the first are yet to come
+            self.before_gradients()
         super().begin(trainable, reachable, local, in_order)
 
     def arrived(self, slot: int) -> BucketRun | None:
@@ -258,6 +262,7 @@ class ShardedRuns(BucketRuns):
     def end_local(self) -> None:
         """Ends a local pass."""
         super().end_local()
+        self._looked = False
         self._give_back()
         views = self._buffers.views
         self._local_versions = {s: views[s]._version for index in self._set_aside for s in self._runs[index].slots}
@@ -265,6 +270,7 @@ class ShardedRuns(BucketRuns):
     def end(self) -> None:
         """Ends a synchronised pass."""
         super().end()
+        self._looked = False
         self._give_back()
         self._put_away()
 
@@ -306,6 +312,7 @@ class ShardedRuns(BucketRuns):
     def drop(self) -> None:
         """Lets the gradients of a pass that failed be of no use, those of earlier passes included."""
         super().drop()
+        self._looked = False
         for run in self.active:
             self._set_aside.pop(run.index, None)
             for slot in run.slots:
