@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.stepped_params import SteppedParams, Swap, version_of
+from lightning_bucketddp.stepped_params import SteppedParams, Swap, refuse_dcp, version_of
 
 STATE_DICT_KEY = "master_params"
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -182,6 +182,7 @@ class MasterParams(SteppedParams):
             if param in self._masters
         }
         if masters:
+            refuse_dcp("optimizer.state_dict() for an optimizer with fp32 master parameters")
             state_dict[STATE_DICT_KEY] = masters
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_bucketddp.layout import ParamSpec
 from lightning_bucketddp.master_params import STATE_DICT_KEY, _in_fp32, _Master, params_of, wants_master
 from lightning_bucketddp.shards import Part, in_memory_order
-from lightning_bucketddp.stepped_params import LEFT_OUT, SteppedParams, Swap, version_of
+from lightning_bucketddp.stepped_params import LEFT_OUT, SteppedParams, Swap, refuse_dcp, version_of
 
 SHARD_KEY = "bucketddp_shard"
 """Entry of a sharded optimizer's own ``state_dict()``: which part of each parameter its state is for."""
@@ -316,6 +316,10 @@ class ShardedParams(SteppedParams):
         return {index: (it[1].start, it[1].stop) for index, it in found.items() if it is not None}
 
     def _mark_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        refuse_dcp(
+            "optimizer_state_dict() of the BucketDDP, or its save_sharded(), for a sharded optimizer, of whose state "
+            "each rank has a part"
+        )
         state_dict[SHARD_KEY] = self._described(optimizer)
         masters = {
             index: self._masters[param].tensor.detach()

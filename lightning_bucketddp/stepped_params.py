@@ -13,6 +13,7 @@ Hooks are torch's public ones. They do not run when ``step`` raises, hence :meth
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,22 @@ def version_of(tensor: Tensor) -> int | None:
     only ever add to what is known otherwise.
     """
     return getattr(tensor, "_version", None)
+
+
+def refuse_dcp(instead: str) -> None:
+    """Refuses ``optimizer.state_dict()`` to torch's ``get_optimizer_state_dict``, which would drop a part of it.
+
+    Args:
+        instead: What to call.
+
+    Raises:
+        RuntimeError: If it is what calls.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:  # torch names no caller, and its result has the optimizer's state and groups alone
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(f"expected {instead}, found get_optimizer_state_dict() of torch.distributed.checkpoint")
+        frame = frame.f_back
 
 
 LEFT_OUT = object()

@@ -371,7 +371,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs Lightning's backward as a pass, which ends before ``on_after_backward``: averaged gradients are there."""
+        """Runs Lightning's backward as a pass, which ends before ``on_after_backward`` looks at gradients."""
         wrapper = self.bucket_ddp
         if wrapper is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)

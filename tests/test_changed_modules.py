@@ -257,6 +257,22 @@ def swapped_in(names: str) -> None:
     ours.close()
 
 
+def swapped_in_at_the_top() -> None:
+    module = nn.Linear(8, 4)
+    ours = BucketDDP(module)
+    others = {name: nn.Parameter(param.detach() * 2) for name, param in module.named_parameters()}
+    inputs = batch(0, 0)[0]
+    own = list(module.parameters())
+    torch.testing.assert_close(functional_call(ours, others, (inputs,)), 2 * module(inputs))
+    assert [id(param) for param in module.parameters()] == [id(param) for param in own]
+    assert not {"weight", "bias"} & {*vars(ours), *ours._parameters}
+    ours.close()
+
+
+def test_functional_call_swaps_the_wrapped_modules_own_parameters(run_ranks: RunRanks) -> None:
+    run_ranks(2, swapped_in_at_the_top)
+
+
 @pytest.mark.parametrize("names", ["module.", "the module's"])
 def test_functional_call_goes_through_the_wrapper(run_ranks: RunRanks, names: str) -> None:
     run_ranks(2, swapped_in, names)
