@@ -36,6 +36,26 @@ _TORCHS: frozenset[type] = frozenset(
 """Element-wise, and steps are counted by parameter."""
 
 _ELEMENT_WISE: set[type] = set(_TORCHS)
+_KNOWN = frozenset(
+    {
+        "lion_pytorch.foreach.Lion",
+        "lion_pytorch.lion_pytorch.Lion",
+        "timm.optim.adamw.AdamWLegacy",
+        "timm.optim.adopt.Adopt",
+        "timm.optim.lion.Lion",
+        "timm.optim.nadamw.NAdamW",
+        "timm.optim.sgdw.SGDW",
+        "torch_optimizer.adabelief.AdaBelief",
+        "torch_optimizer.adabound.AdaBound",
+        "torch_optimizer.adamod.AdaMod",
+        "torch_optimizer.diffgrad.DiffGrad",
+        "torch_optimizer.qhadam.QHAdam",
+        "torch_optimizer.sgdw.SGDW",
+        "torch_optimizer.yogi.Yogi",
+    }
+)
+"""Element-wise optimizers of other packages, which need not be installed."""
+
 _NOT_ELEMENT_WISE: dict[str, str] = {
     "LBFGS": "its directions are products of the whole gradient with earlier ones",
     "Adafactor": "it keeps sums over rows and columns of each parameter",
@@ -55,7 +75,8 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
     """Says that an optimizer class may be sharded; usable as a decorator.
 
     That is so if what happens to an element of a parameter depends on that element, its gradient and its state alone,
-    and state is made in ``step``, of the parameter's shape or of one element.
+    and state is made in ``step``, of the parameter's shape or of one element. No other method may touch parameters
+    together with their state.
 
     Args:
         kind: The class itself; subclasses are not included.
@@ -69,14 +90,27 @@ def require_element_wise(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: If it is no torch optimizer, but a wrapper around one.
-        ValueError: If it looks at more than one element at a time, or if it is not known whether it does.
+        ValueError: If it looks at more than one element at a time, if it is not known whether it does, or if it changes
+            parameters outside of ``step``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the optimizer that it wraps"
         )
     kind = type(optimizer)
-    if kind in _ELEMENT_WISE:
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        raise ValueError(
+            f"expected an optimizer that changes parameters in step() alone with shard_optimizer=True, found "
+            f"{kind.__name__} with train() and eval(), as schedule-free ones have: outside of step() they would find "
+            "whole parameters, and state for this rank's part only. Use shard_optimizer=False with it"
+        )
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if any(group.get("caution") for group in optimizer.param_groups):  # timm's
+        raise ValueError(
+            f"expected an element-wise optimizer with shard_optimizer=True, found {name} with caution=True: it takes a "
+            "mean over each parameter, and each rank would see a part only. Use caution=False"
+        )
+    if kind in _ELEMENT_WISE or name in _KNOWN:
         return
     for base in kind.__mro__:
         if (why := _NOT_ELEMENT_WISE.get(base.__name__)) is not None:
@@ -85,9 +119,9 @@ def require_element_wise(optimizer: Optimizer) -> None:
                 "rank would see a part only. Use shard_optimizer=False with it"
             )
     raise ValueError(
-        f"expected an optimizer known to be element-wise with shard_optimizer=True, found "
-        f"{kind.__module__}.{kind.__qualname__}. If what it does to an element depends on that element, its gradient "
-        "and its state alone, say so: lightning_bucketddp.declare_element_wise(its class)"
+        f"expected an optimizer known to be element-wise with shard_optimizer=True, found {name}. If what it does to "
+        "an element depends on that element, its gradient and its state alone, say so: "
+        "lightning_bucketddp.declare_element_wise(its class)"
     )
 
 
