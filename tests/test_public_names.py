@@ -1,0 +1,72 @@
+"""What users of version 0.1.0 import stays where it is, whichever file it lives in."""
+
+import importlib
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_bucketddp
+from lightning_bucketddp import BucketDDP
+
+ROOT = Path(__file__).parent.parent
+PUBLIC: dict[str, list[str]] = {
+    "lightning_bucketddp": [
+        "BucketDDP",
+        "BucketDDPFabricStrategy",
+        "BucketDDPStrategy",
+        "BucketDPStrategy",
+        "GradientError",
+        "PeerFailureError",
+        "RankMismatchError",
+        "__version__",
+        "convert_sync_batchnorm",
+        "declare_element_wise",
+        "revert_sync_batchnorm",
+    ],
+    "lightning_bucketddp.replicas": ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"],
+    "lightning_bucketddp.schedule": [
+        "BucketTimes",
+        "Cluster",
+        "CollectiveCost",
+        "Link",
+        "Timeline",
+        "lower_bound",
+        "plan_boundaries",
+        "plan_for_unsure_cost",
+        "ring_all_reduce",
+        "ring_reduce_scatter",
+        "simulate",
+        "tree_all_reduce",
+    ],
+    "lightning_bucketddp.wrapper": ["BucketDDP"],  # pickles name it
+}
+IMPORT = re.compile(r"^ *from (lightning_bucketddp[\w.]*) import (.+)$", re.MULTILINE)
+CLASS_PATH = re.compile(r"\b(lightning_bucketddp)\.([A-Z]\w+)")
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_public_names_can_be_imported(path: str) -> None:
+    module = importlib.import_module(path)
+    assert [name for name in PUBLIC[path] if not hasattr(module, name)] == []
+
+
+def test_the_package_and_its_replicas_offer_all_of_them() -> None:
+    for path in ("lightning_bucketddp", "lightning_bucketddp.replicas"):
+        assert set(PUBLIC[path]) <= set(importlib.import_module(path).__all__)
+
+
+def test_what_readme_and_examples_import_is_public() -> None:
+    files = [ROOT / "README.md", *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.yaml")]
+    found: set[tuple[str, str]] = set()
+    for text in (file.read_text() for file in files):
+        found |= {(path, name.strip()) for path, names in IMPORT.findall(text) for name in names.split(",")}
+        found |= set(CLASS_PATH.findall(text))
+    assert {("lightning_bucketddp", "BucketDDPStrategy"), ("lightning_bucketddp.replicas", "scatter")} <= found
+    assert {(path, name) for path, name in found if name not in PUBLIC.get(path, [])} == set()
+
+
+def test_pickles_of_0_1_0_find_the_wrapper() -> None:
+    assert pickle.loads(b"clightning_bucketddp.wrapper\nBucketDDP\n.") is BucketDDP
+    assert lightning_bucketddp.BucketDDP is BucketDDP
