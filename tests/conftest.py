@@ -16,10 +16,16 @@ _pools: dict[int, WorkerPool] = {}
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """``run_ranks(world_size, job, *args)``: the job's results by rank."""
-
+def nursery() -> Iterator[Nursery]:
+    """The process from which workers are forked."""
     nursery = Nursery()
+    yield nursery
+    nursery.end()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(nursery: Nursery) -> Iterator[Callable[..., list[Any]]]:
+    """``run_ranks(world_size, job, *args)``: the job's results by rank."""
 
     def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         if world_size not in _pools:
@@ -31,4 +37,3 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     for pool in _pools.values():
         pool.stop()
     _pools.clear()
-    nursery.end()
