@@ -332,6 +332,7 @@ def sharded_freezing_and_questions() -> None:
 
 add(
     sharded=shard,
+    sharded_many_buckets=lambda: shard(module=Mlp(depth=8)),
     sharded_accumulation=lambda: shard(micro=2),
     sharded_scatter_every_pass=lambda: shard(micro=3, scatter_every_pass=True),
     sharded_in_groups_of_one=lambda: shard(shard_group_size=1),
