@@ -263,6 +263,9 @@ class BucketRuns:
     def before_gradients(self) -> None:
         """A backward is about to add to what is in ``.grad``, if the pass was opened in time."""
 
+    def no_gradient_came(self) -> None:
+        """A backward has ended without a gradient, as `torch.autograd.grad` does."""
+
     def require_untouched(self, slot: int) -> None:
         """Requires that nothing was added to a gradient before :meth:`before_gradients`, where that matters."""
 

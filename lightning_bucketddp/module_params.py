@@ -60,11 +60,13 @@ class ModuleParams:
         """
         require_valid_parameters(self._module, self.named, self._may_be_frozen)
         self._options = options
-        names = {name for name, _ in self.named}
-        declared = [name for name in options.sparse_parameters if not self.changes or name in names]
+        names = [name for name, _ in self.named]
+        declared = options.sparse_parameters
+        if self.changes:
+            declared = [name for name in declared if name in names]
+        else:
+            options.require_patterns_match(names)
         self.sparse = find_sparse(self._module, declared)
-        if not self.changes:
-            options.require_patterns_match([name for name, _ in self.named])
         for name, param in self.named:
             if name not in self.sparse:
                 self._set_grad_dtype(name, param)

@@ -784,6 +784,8 @@ class Reducer:
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED:
             self._finish()
+        else:
+            self._runs.no_gradient_came()
 
     @torch.no_grad()
     def _finish(self) -> None:

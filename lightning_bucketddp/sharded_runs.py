@@ -158,6 +158,11 @@ class ShardedRuns(BucketRuns):
     def _aside_part(self, slot: int) -> Tensor:
         return self._within(self._set_aside[self.parts[slot].bucket], slot)
 
+    def no_gradient_came(self) -> None:
+        """Publishes again what :meth:`before_gradients` has set aside."""
+        self._looked = False
+        self._give_back()
+
     def _give_back(self) -> None:
         """Publishes again what was set aside and to which nothing has been added."""
         for index in list(self._set_aside):

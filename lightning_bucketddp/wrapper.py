@@ -294,7 +294,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             collectives.require_nothing_left_behind()
             hook = choose_hook(*self._hook_arguments, self._options, collectives)
             for wrapper in replaced:
-                wrapper._give_way()
+                wrapper._give_way(inside=wrapper in set(module.modules()))
             params.prepare(self._options)
             described = hook.options() if hook is not None else {"comm_hook": None}
             lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
@@ -637,8 +637,11 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if self._sharding is not None:
             self._sharding.close()
 
-    def _give_way(self) -> None:
-        """Close, as another wrapper has taken the module over.
+    def _give_way(self, inside: bool) -> None:
+        """Close, as another wrapper takes the module over.
+
+        Args:
+            inside: Whether the other one wraps this one, which then only forwards.
 
         Raises:
             WrapError: If an optimizer steps on this wrapper's shards or masters.
@@ -651,7 +654,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 f"expected a module that can be wrapped again, found an open BucketDDP around it and an "
                 f"{type(holders[0]).__name__} with shards or fp32 masters of its parameters; close() that wrapper first"
             )
-        self._replaced = True
+        self._replaced = not inside
         self.close()
 
     def _require_current(self) -> None:
@@ -703,6 +706,11 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def broadcast_buffers(self) -> bool:
         """Whether module buffers are synchronised in forward."""
         return self._options.module_buffers != "off"
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """The same; torch DDP's newer name."""
+        return self.broadcast_buffers
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -11,9 +11,6 @@ from tests.lightning_models import Regression, close_to, data, strategy_of, trai
 from tests.reference import largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
-MENDED_LATER = pytest.mark.xfail(
-    strict=True, reason="not synchronised in forward after the first validation; mended in the same issue"
-)
 
 
 class Scaled(Regression):
@@ -56,9 +53,9 @@ def trained(kind: str, validation: dict[str, Any] | None) -> tuple[list[float], 
     "validation",
     [
         None,
-        pytest.param({"num_sanity_val_steps": 0}, marks=MENDED_LATER),
-        pytest.param({}, marks=MENDED_LATER),
-        pytest.param({"val_check_interval": 2}, marks=MENDED_LATER),
+        {"num_sanity_val_steps": 0},
+        {},
+        {"val_check_interval": 2},
     ],
     ids=["none", "each epoch", "sanity check", "within an epoch"],
 )

@@ -613,11 +613,11 @@ def test_a_rank_that_waits_for_a_hook_learns_of_failures(run_ranks: RunRanks) ->
 # -- registering -------------------------------------------------------------------------------------
 
 
-def takes_no_bucket(state: Any, bucket: int) -> torch.futures.Future[Tensor]:
+def annotated_without_bucket(state: Any, bucket: int) -> torch.futures.Future[Tensor]:
     raise NotImplementedError
 
 
-def returns_no_future(state: Any, bucket: dist.GradBucket) -> int:
+def annotated_without_future(state: Any, bucket: dist.GradBucket) -> int:
     raise NotImplementedError
 
 
@@ -635,9 +635,9 @@ def register_wrongly() -> None:
     with pytest.raises(TypeError, match="to be callable, found 3"):
         ours.register_comm_hook(None, 3)
     with pytest.raises(ValueError, match=r"whose bucket is a torch.distributed.GradBucket, found .*int"):
-        ours.register_comm_hook(None, takes_no_bucket)
+        ours.register_comm_hook(None, annotated_without_bucket)
     with pytest.raises(ValueError, match=r"returns a torch.futures.Future\[torch.Tensor\], found .*int"):
-        ours.register_comm_hook(None, returns_no_future)
+        ours.register_comm_hook(None, annotated_without_future)
     ours.register_comm_hook(None, noop_hook)  # between passes it may
     ours.zero_grad()
     loss_of(ours(inputs), target).backward()

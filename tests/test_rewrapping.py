@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizer_file
 
 from lightning_bucketddp import BucketDDP
 from tests.models import Mlp, batch, build, loss_of
-from tests.reference import largest_difference_between_ranks, mean_over_ranks
+from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 
@@ -75,6 +75,25 @@ def wrap_parts() -> None:
 
 def test_a_wrapper_of_other_parameters_stays(run_ranks: RunRanks) -> None:
     run_ranks(2, wrap_parts)
+
+
+def wrap_a_wrapper() -> None:
+    module, plain = Mlp(), Mlp()
+    plain.load_state_dict(module.state_dict())
+    inner = BucketDDP(module)
+    outer = BucketDDP(inner)
+    for number, model in enumerate((outer, inner, outer)):
+        plain.zero_grad()
+        outer.zero_grad()
+        step(plain, number)
+        step(model, number)
+        assert_grads(module, mean_over_ranks(plain))
+    assert (inner.passes, outer.passes) == (0, 3)
+    outer.close()
+
+
+def test_a_wrapper_inside_another_one_only_forwards(run_ranks: RunRanks) -> None:
+    run_ranks(2, wrap_a_wrapper)
 
 
 def wrap_with_live_optimizer(options: dict[str, Any]) -> None:

@@ -103,7 +103,6 @@ def test_element_wise_changes_in_place(run_ranks: RunRanks) -> None:
 
 def norms() -> None:
     ours, plain = pair()
-    ours.module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
     backward([ours, plain])
     averaged(plain)
     for norm_type in (2.0, 1.0, 3.0, math.inf):
@@ -112,6 +111,7 @@ def norms() -> None:
     chosen = [ours.module.head.weight, ours.module.layers[0].bias]
     theirs = nn.utils.get_total_norm([plain.head.weight.grad, plain.layers[0].bias.grad])
     torch.testing.assert_close(ours.grad_norm(parameters=chosen), theirs)
+    ours.module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
     ours.module.extra.grad = torch.full((3,), 2.0)
     plain.extra = nn.Parameter(torch.ones(3))
     plain.extra.grad = torch.full((3,), 2.0)

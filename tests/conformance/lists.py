@@ -227,17 +227,5 @@ EXCLUDED: dict[str, str] = {
 }
 """Tests that pass with torch's class and whose subject is torch's inner state, words or private interface; and why."""
 
-PENDING: dict[str, str] = {
-    "test_DistributedDataParallel_requires_grad": (
-        "a module without trainable parameters is a ValueError, in torch a RuntimeError"
-    ),
-    "test_ddp_grad_div_uneven_inputs": "after join a rank that ran out of data holds the others' gradients in .grad",
-    "test_ddp_static_graph_nested_types": "a wrapped module cannot be wrapped again",
-    "test_ddp_returns_tensor_with_no_grad": "a wrapped module cannot be wrapped again",
-    "test_ddp_new_tensor_in_fwd": "a wrapped module cannot be wrapped again",
-    "test_ddp_new_tensor_in_fwd_static_graph": "a wrapped module cannot be wrapped again",
-    "test_ddp_broadcast_buffer": "module buffers are broadcast only in forwards after a synchronised pass",
-    "test_ddp_init_sync_buffers_with_forward_sync_buffers_false": "BucketDDP has no attribute forward_sync_buffers",
-    "test_stateless_api_with_ddp": "functional_call through the wrapper is refused",
-}
+PENDING: dict[str, str] = {}
 """Tests that pass with torch's class, should with ``BucketDDP``, and do not yet; and why."""
