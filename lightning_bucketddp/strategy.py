@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -255,7 +255,8 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         self._evened_loader: EvenedLoader | None = None
         self._common_end: CommonEnd | None = None
         self._ended: BucketDDP | None = None
-        self._stop_clipping: Callable[[], None] = _nothing
+        self._undo = ExitStack()
+        """Gives the precision plugin its own methods back."""
         self._trainable_at_setup: Trainable | None = None
         self._warned_of_none = False
 
@@ -296,8 +297,13 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         self._ended = None
         self._trainable_at_setup = trainable_state(self.model)
         self.model = self._setup_model(self.model)
+        plugin = self.precision_plugin
+        own = {"backward": plugin.backward} if "backward" in vars(plugin) else {}
+        self._undo.callback(vars(plugin).update, own)
+        self._undo.callback(vars(plugin).pop, "backward")  # the last one comes first
+        vars(plugin)["backward"] = partial(self._run_as_pass, plugin.backward)
         if self._wrapper_options["shard_optimizer"]:
-            self._stop_clipping = clip_shards(self.precision_plugin, self.model)
+            self._undo.callback(clip_shards(plugin, self.model))
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
@@ -321,8 +327,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
-            self._stop_clipping()
-            self._stop_clipping = _nothing
+            self._undo.close()
             if self._in_parts():
                 self._ended = wrapper  # the Trainer's optimizers are still looked at, by trainer.save_checkpoint()
         self._evened_loader = None
@@ -363,27 +368,29 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: :meth:`backward` opens the pass."""
+        """Nothing: the pass is opened later, around the precision plugin's ``backward``."""
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: gradients are final when autograd's backward returns."""
+        """Nothing: gradients are final when the precision plugin's ``backward`` returns."""
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs Lightning's backward as a pass, which ends before ``on_after_backward`` looks at gradients."""
+    def _run_as_pass(
+        self, backward: Callable[..., None], loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs the precision plugin's ``backward`` as a pass.
+
+        The strategy's own ``backward`` stays Lightning's, so that whoever patches or wraps that one sees each call.
+        Gradients are averaged when the plugin's returns: ``on_after_backward`` follows.
+        """
         wrapper = self.bucket_ddp
-        if wrapper is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
+        assert wrapper is not None
         if wrapper.is_replaying:
-            closure_loss = _zero_loss(closure_loss)
-        with wrapper.backward_pass(closure_loss):
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(self.lightning_module)):
+            loss = _zero_loss(loss)
+        with wrapper.backward_pass(loss):
+            backward(loss, module, *args, **kwargs)
+        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(module)):
             # What goes into an average or a checkpoint is to be the same on every rank, and to count.
             wrapper.synchronise_module_buffers()
-        return loss
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -671,10 +678,6 @@ def _require_averaging_possible(period: int | None, hook_state: Any, options: Op
             "expected model averaging or fp32 master parameters, found both: what would be averaged are the rounded "
             "parameters; leave out model_averaging_period, or pass master_params=False"
         )
-
-
-def _nothing() -> None:
-    """Does nothing."""
 
 
 def _averages_weights(module: pl.LightningModule) -> bool:

@@ -79,6 +79,25 @@ def test_two_backwards_before_a_step_accumulate(run_ranks: RunRanks, kind: str, 
     run_ranks(2, two_backwards, kind, options)
 
 
+def gradients_of_inputs() -> None:
+    """`torch.autograd.grad` through forward's output, between backward and step."""
+    wrapper = BucketDDP(Branches(), bucket_cap_mb=0.0003, shard_optimizer=True)
+    inputs = batch(0, dist.get_rank())[0]
+    for _ in range(2):
+        wrapper(inputs).sum().backward()
+    params = [param for name, param in wrapper.named_parameters() if name != "idle"]
+    before = [wrapper.full_grad(param) for param in params]
+    inputs.requires_grad_()
+    torch.autograd.grad(wrapper(inputs).sum(), inputs)
+    torch.testing.assert_close([wrapper.full_grad(param) for param in params], before)
+    assert all(grad.any() for grad in before)
+    wrapper.close()
+
+
+def test_gradients_of_inputs_leave_shards_alone(run_ranks: RunRanks) -> None:
+    run_ranks(2, gradients_of_inputs)
+
+
 class TwoLosses(Regression):
     """Two plain backwards in each manual step, the second of which reaches other parameters too."""
 
