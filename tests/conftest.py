@@ -10,6 +10,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="run this one case of tests/test_fuzz.py")
     parser.addoption("--fuzz-cases", type=int, default=24, help="how many cases of tests/test_fuzz.py to run")
     parser.addoption("--update-traces", action="store_true", help="write the files of tests/traces/golden anew")
+    parser.addoption("--torch-ddp", action="store_true", help="run torch's DDP tests with torch's own class too")
 
 
 _pools: dict[int, WorkerPool] = {}

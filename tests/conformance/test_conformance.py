@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conformance import shim
-from tests.conformance.__main__ import PAGE, RANKS, TIMEOUT, page
+from tests.conformance.__main__ import PAGE, RANKS, TIMEOUT, failures, page
 from tests.conformance.lists import EXCLUDED, FAILS_WITH_TORCH, PENDING, TESTS, TORCH
 from tests.pool import Nursery, WorkerPool
 
@@ -50,6 +50,14 @@ def test_a_failing_test_fails_here_and_harms_no_other(torch_ranks: WorkerPool) -
 @pytest.mark.skipif(THIS_TORCH != TORCH, reason=f"the list is that of torch {TORCH}")
 def test_list_holds_each_of_torchs_tests(names_here: list[str]) -> None:
     assert list(TESTS) == names_here
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(THIS_TORCH != TORCH, reason=f"the list is that of torch {TORCH}")
+def test_torchs_class_fails_where_the_list_says(torch_ranks: WorkerPool, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--torch-ddp"):
+        pytest.skip("runs all tests with torch's class, if asked with --torch-ddp")
+    assert failures(torch_ranks, with_bucketddp=False).keys() == FAILS_WITH_TORCH.keys()
 
 
 def test_reasons_are_given_once_and_for_known_tests() -> None:
