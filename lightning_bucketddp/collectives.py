@@ -27,8 +27,6 @@ _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 CACHED_NUMEL = 65536
 """Elements that are worked on at a time where several operations follow each other: 256 KiB of fp32."""
 
-WIRE_DTYPES = (torch.bfloat16, torch.float16)
-"""In which gradients may travel while they are summed in fp32."""
 
 Started = tuple[dist.Work | None, Callable[[], object] | None]
 """What torch returned for a collective, and what is to be run when it has completed."""

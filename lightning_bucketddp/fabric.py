@@ -27,8 +27,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.comm_hooks import HookName, require_hook_decides
-from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, resolve_options
+from lightning_bucketddp.options import (
+    DEFAULT_TIMEOUT,
+    BucketCap,
+    DivideBy,
+    DtypeName,
+    ModuleBufferSync,
+    resolve_options,
+)
 from lightning_bucketddp.spare_memory import without_spare_memory
 from lightning_bucketddp.strategy_common import (
     StartMethod,

@@ -19,42 +19,11 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from lightning_bucketddp.sharded_grad import ABOUT_A_TENSOR
+
 _waits: dict[int, Callable[[], None]] = {}
 """By id of the parameter: waits for it, and for those that come with it, and makes them what they were."""
 
-ABOUT_A_TENSOR = frozenset(
-    [
-        "grad",
-        "requires_grad",
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_leaf",
-        "grad_fn",
-        "grad_dtype",
-        "output_nr",
-        "names",
-        "is_cpu",
-        "is_cuda",
-        "is_mps",
-        "is_xpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "itemsize",
-        "nbytes",
-        "retains_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_version",
-        "_base",
-    ]
-)
-"""Attributes that tell nothing of a tensor's values."""
 
 _CALLS_ABOUT = frozenset(
     [

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.broadcast import broadcast_tensors
 from lightning_bucketddp.checks import names_to_ignore
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.master_params import restart_masters
-from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.reducer import Reducer
 
 

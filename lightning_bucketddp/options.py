@@ -10,9 +10,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_bucketddp.collectives import WIRE_DTYPES
 from lightning_bucketddp.layout import MIB
-from lightning_bucketddp.module_state import ModuleBufferSync
+
+ModuleBufferSync = Literal["broadcast", "mean", "off"]
+"""What happens to module buffers: rank 0's for all, the mean of the floating ones, or nothing."""
+
+WIRE_DTYPES = (torch.bfloat16, torch.float16)
+"""In which gradients may travel."""
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 """A dtype as a configuration file spells it."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.broadcast import broadcast_tensors
 from lightning_bucketddp.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.collectives import Collectives
@@ -42,9 +43,8 @@ from lightning_bucketddp.gradient_checks import GradientError, not_cleared
 from lightning_bucketddp.gradient_hooks import HOOK_NAME, Arrivals, GradientHooks
 from lightning_bucketddp.hook_registration import HookRegistration
 from lightning_bucketddp.layout import ALIGNMENT_BYTES, Layout
-from lightning_bucketddp.module_params import ModuleParams
-from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.options import Options
+from lightning_bucketddp.params import Params
 from lightning_bucketddp.planner import BucketPlan, Planner
 from lightning_bucketddp.ready_order import OrderLearner
 from lightning_bucketddp.schedule import CollectiveCost
@@ -116,7 +116,7 @@ class Reducer:
 
     def __init__(
         self,
-        params: ModuleParams,
+        params: Params,
         collectives: Collectives,
         agreement: Agreement,
         options: Options,

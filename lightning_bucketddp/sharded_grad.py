@@ -8,7 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.gathered_later import ABOUT_A_TENSOR
+ABOUT_A_TENSOR = frozenset(
+    [
+        "grad",
+        "requires_grad",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_leaf",
+        "grad_fn",
+        "grad_dtype",
+        "output_nr",
+        "names",
+        "is_cpu",
+        "is_cuda",
+        "is_mps",
+        "is_xpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "itemsize",
+        "nbytes",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_version",
+        "_base",
+    ]
+)
+"""Attributes that tell nothing of a tensor's values."""
+
 
 _ELEMENT_WISE = frozenset(
     [

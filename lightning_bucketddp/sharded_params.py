@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.layout import ParamSpec
 from lightning_bucketddp.master_params import STATE_DICT_KEY, _in_fp32, _Master, params_of, wants_master
-from lightning_bucketddp.shards import Part, in_memory_order
+from lightning_bucketddp.param_buffers import in_memory_order
+from lightning_bucketddp.shards import Part
 from lightning_bucketddp.stepped_params import LEFT_OUT, SteppedParams, Swap, refuse_dcp, version_of
 
 SHARD_KEY = "bucketddp_shard"

@@ -19,9 +19,10 @@ from lightning_bucketddp.failures import Failures
 from lightning_bucketddp.gathered_later import Arrival
 from lightning_bucketddp.layout import Layout, ParamSpec
 from lightning_bucketddp.master_params import STATE_DICT_KEY, params_of
+from lightning_bucketddp.param_buffers import ParamBuffers, in_memory_order, in_shape
 from lightning_bucketddp.sharded_params import ShardedParams, part_of_state, sharded_params
 from lightning_bucketddp.sharded_runs import ShardedRuns
-from lightning_bucketddp.shards import ParamBuffers, Part, in_memory_order, in_shape, parts_of
+from lightning_bucketddp.shards import Part, parts_of
 from lightning_bucketddp.slots import SlotTable
 
 _log = logging.getLogger("lightning_bucketddp")

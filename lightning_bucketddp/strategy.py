@@ -43,8 +43,15 @@ from lightning_bucketddp.common_end import CommonEnd
 from lightning_bucketddp.evened_loader import EvenedLoader, evened
 from lightning_bucketddp.finetuning import Trainable, add_trainable, restore_trainable, trainable_state
 from lightning_bucketddp.layer_sync import BatchNormSync
-from lightning_bucketddp.module_state import ModuleBufferSync
-from lightning_bucketddp.options import DEFAULT_TIMEOUT, BucketCap, DivideBy, DtypeName, Options, resolve_options
+from lightning_bucketddp.options import (
+    DEFAULT_TIMEOUT,
+    BucketCap,
+    DivideBy,
+    DtypeName,
+    ModuleBufferSync,
+    Options,
+    resolve_options,
+)
 from lightning_bucketddp.shard_clipping import clip_shards
 from lightning_bucketddp.sigterm import quieten_sigterm
 from lightning_bucketddp.spare_memory import without_spare_memory

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from lightning_bucketddp.broadcast import broadcast_tensors
 from lightning_bucketddp.checks import names_to_ignore
 from lightning_bucketddp.collectives import Collectives
 from lightning_bucketddp.master_params import restart_masters
-from lightning_bucketddp.module_state import broadcast_tensors
 from lightning_bucketddp.options import Options
 from lightning_bucketddp.reducer import Reducer
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
+from lightning_bucketddp.broadcast import broadcast_tensors
 from lightning_bucketddp.checks import (
     input_device,
     require_plannable,
@@ -34,13 +35,14 @@ from lightning_bucketddp.master_params import MasterParams, holders_of_masters, 
 from lightning_bucketddp.master_params import master_params as masters_of
 from lightning_bucketddp.megatron import MegatronCalls
 from lightning_bucketddp.module_params import ModuleParams
-from lightning_bucketddp.module_state import ModuleBuffers, ModuleBufferSync, broadcast_tensors
+from lightning_bucketddp.module_state import ModuleBuffers
 from lightning_bucketddp.nested import move_to, tensors_in
 from lightning_bucketddp.options import (
     DEFAULT_TIMEOUT,
     BucketCap,
     DivideBy,
     Dtype,
+    ModuleBufferSync,
     Options,
     resolve_options,
 )

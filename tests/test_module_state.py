@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp import module_state as module_state_file
+from lightning_bucketddp import broadcast as broadcast_file
 from tests.models import ConvBatchNorm, batch
 from tests.reference import largest_difference_between_ranks
 
@@ -34,9 +34,9 @@ def first_synchronisation(init_sync: bool) -> float:
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.copy_(tensor + dist.get_rank() if tensor.dtype is not torch.bool else tensor ^ bool(dist.get_rank()))
     strides = module.transposed.stride()
-    module_state_file._CHUNK_BYTES, before = 100, module_state_file._CHUNK_BYTES  # several chunks
+    broadcast_file._CHUNK_BYTES, before = 100, broadcast_file._CHUNK_BYTES  # several chunks
     ours = BucketDDP(module, init_sync=init_sync)
-    module_state_file._CHUNK_BYTES = before
+    broadcast_file._CHUNK_BYTES = before
     assert module.transposed.stride() == strides
     difference = largest_difference_between_ranks(module)
     if init_sync:
