@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paced import BACKWARD_MS, FORWARD_MS, LAYERS, NUMEL
 
-from lightning_bucketddp.schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
+from lightning_bucketddp.layout.schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
 
 NBYTES = LAYERS * NUMEL * 4
 """Of all gradients."""

@@ -44,9 +44,9 @@ from torch.utils._pytree import tree_map_only
 from wrapped import Wrapping, bucketddp, ddp, fairscale, fsdp2, local_pass, try_wrap, unwrapped, zero
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.layout import ALIGNMENT_BYTES, MIB
-from lightning_bucketddp.master_params import master_params
-from lightning_bucketddp.sharded_params import sharded_params
+from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, MIB
+from lightning_bucketddp.optim.masters import master_params
+from lightning_bucketddp.optim.sharded_params import sharded_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024

@@ -20,10 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_bucketddp.wrapper
+import lightning_bucketddp.wrapper.bucket_ddp
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy
-from lightning_bucketddp.diagnostics import PassRecord
-from lightning_bucketddp.planner import BucketPlan
+from lightning_bucketddp.reducer.planner import BucketPlan
+from lightning_bucketddp.reducer.record import PassRecord
 
 
 class StartedRanks(LightningEnvironment):
@@ -183,12 +183,12 @@ def _plain_peers() -> list[Peer]:
         """Plans for a link whose latency and time per byte are ``factor`` times what they are."""
 
         def wrapper(net: nn.Sequential) -> nn.Module:
-            measure = lightning_bucketddp.wrapper.measure_cost
-            lightning_bucketddp.wrapper.measure_cost = lambda *given: measure(*given).scaled(factor)
+            measure = lightning_bucketddp.wrapper.bucket_ddp.measure_cost
+            lightning_bucketddp.wrapper.bucket_ddp.measure_cost = lambda *given: measure(*given).scaled(factor)
             try:
                 return BucketDDP(net, bucket_cap_mb="auto")
             finally:
-                lightning_bucketddp.wrapper.measure_cost = measure
+                lightning_bucketddp.wrapper.bucket_ddp.measure_cost = measure
 
         return _wrapped(wrapper)
 

@@ -41,7 +41,7 @@ from ranks import require_device
 from rebuilt_replicas import RebuiltReplicas
 from report import median, paired_ratio, plots, save, table
 
-from lightning_bucketddp.replicas import Replicas
+from lightning_bucketddp.replicas.replicas import Replicas
 
 WARM_UP = 3
 PER_TENSOR, IN_CHUNKS, TORCH, KEPT, SHARED = "per tensor", "in chunks", "torch", "kept", "kept, shared"

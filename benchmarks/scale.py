@@ -38,9 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model_shapes import ModelShapes, gpt2_medium, gpt_1_3b, resnet50
 from report import median, plots, save, table
 
-from lightning_bucketddp.layout import MIB, ParamSpec, contiguous_strides, plan
-from lightning_bucketddp.link_cost import SIZES
-from lightning_bucketddp.schedule import (
+from lightning_bucketddp.layout.plan import MIB, ParamSpec, contiguous_strides, plan
+from lightning_bucketddp.layout.schedule import (
     Cluster,
     CollectiveCost,
     Link,
@@ -48,6 +47,7 @@ from lightning_bucketddp.schedule import (
     plan_for_unsure_cost,
     simulate,
 )
+from lightning_bucketddp.reducer.link_cost import SIZES
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 PLANS = ("25 MiB", "default", "planned", "bound")

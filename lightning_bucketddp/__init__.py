@@ -3,18 +3,23 @@
 Importing the package registers ``Trainer(strategy="bucketddp")`` and its variants.
 """
 
-from lightning_bucketddp.agreement import PeerFailureError, RankMismatchError, WrapError
-from lightning_bucketddp.dp_strategy import BucketDPStrategy
-from lightning_bucketddp.dp_strategy import register as _register_dp
-from lightning_bucketddp.fabric import BucketDDPFabricStrategy
-from lightning_bucketddp.fabric import register as _register_with_fabric
-from lightning_bucketddp.gradient_checks import GradientError
-from lightning_bucketddp.sharded_params import declare_element_wise
-from lightning_bucketddp.strategy import BucketDDPStrategy, register
-from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
-from lightning_bucketddp.wrapper import BucketDDP
+import sys
+
+from lightning_bucketddp.grads.checks import GradientError
+from lightning_bucketddp.layout import schedule
+from lightning_bucketddp.optim.sharded_params import declare_element_wise
+from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
+from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
+from lightning_bucketddp.trainer.dp.strategy import register as _register_dp
+from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
+from lightning_bucketddp.trainer.fabric import register as _register_with_fabric
+from lightning_bucketddp.trainer.strategy import BucketDDPStrategy, register
+from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
 __version__ = "0.1.0"
+
+sys.modules[f"{__name__}.schedule"] = schedule  # its public name
 
 __all__ = [
     "BucketDDP",

@@ -21,9 +21,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import subprocess_script as trainer_launcher
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.collectives import available_backends
-from lightning_bucketddp.dp_strategy import NAME
-from lightning_bucketddp.strategy_common import REGISTERED
+from lightning_bucketddp.comm.collectives import available_backends
+from lightning_bucketddp.trainer.common import REGISTERED
+from lightning_bucketddp.trainer.dp.strategy import NAME
 
 USAGE = """\
 usage: python -m lightning_bucketddp                            versions, and the names that are registered

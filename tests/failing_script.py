@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp import common_end
+from lightning_bucketddp.peers import abort_listener
 
-common_end.LEAVE_SECONDS = 3.0  # for the rank that is stuck
+abort_listener.LEAVE_SECONDS = 3.0  # for the rank that is stuck
 
 
 class Failing(pl.LightningModule):

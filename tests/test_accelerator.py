@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
-from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
+from lightning_bucketddp.replicas.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, Outputs, batch, build, loss_of

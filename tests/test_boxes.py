@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.boxes import boxes_of, overlap
+from lightning_bucketddp.layout.chunks import boxes_of, overlap
 
 
 def numbered(shape: list[int], order: list[int]) -> Tensor:

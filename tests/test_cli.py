@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_bucketddp import BucketDDPStrategy, __version__
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.strategy_common import REGISTERED
+from lightning_bucketddp.trainer.common import REGISTERED
 from tests.cli_models import Model
 
 ROOT = Path(__file__).parent.parent

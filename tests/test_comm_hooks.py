@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from lightning_bucketddp.comm_hooks import CommHookError
+from lightning_bucketddp.comm.hooks import CommHookError
 from tests.hooks import HOOKS, WAYS, disguised, options_for
 from tests.models import Branches, Fragile, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bucketddp import PeerFailureError, common_end
-from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.common_end import CommonEnd
+from lightning_bucketddp import PeerFailureError
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers import abort_listener as common_end
+from lightning_bucketddp.peers.abort_listener import CommonEnd
 
 RunRanks = Callable[..., list[Any]]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.control import HEADER
+from lightning_bucketddp.peers.control import HEADER
 from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, loss_of, tokens
 from tests.pool import Nursery, WorkerPool
 

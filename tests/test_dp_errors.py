@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDPStrategy
-from lightning_bucketddp.replica_step import ReplicaStep
+from lightning_bucketddp.trainer.dp.step import ReplicaStep
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Digits, PoolEnvironment
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.lockstep import AbandonedError, Lockstep
-from lightning_bucketddp.parallel_apply import parallel_apply
+from lightning_bucketddp.replicas.apply import parallel_apply
+from lightning_bucketddp.trainer.dp.lockstep import AbandonedError, Lockstep
 from tests.dp import fit, replicas, samples
 from tests.lightning_models import Digits, Gan, Memory, close_to
 

@@ -20,10 +20,10 @@ from torchmetrics.regression import PearsonCorrCoef
 from torchmetrics.text import CharErrorRate
 
 from lightning_bucketddp import BucketDPStrategy
-from lightning_bucketddp.batch_division import divide
-from lightning_bucketddp.merging import merge, merge_loss, weighted_mean
-from lightning_bucketddp.replica_lists import AppendedLists
-from lightning_bucketddp.replica_logging import LogBook
+from lightning_bucketddp.trainer.dp.batch_division import divide
+from lightning_bucketddp.trainer.dp.lists import AppendedLists
+from lightning_bucketddp.trainer.dp.logging import LogBook
+from lightning_bucketddp.trainer.dp.merging import merge, merge_loss, weighted_mean
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Memory
 

@@ -15,9 +15,9 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import RunningMean, RunningSum
 from torchmetrics.wrappers import Running
 
-from lightning_bucketddp.batch_division import divide
-from lightning_bucketddp.merging import merge
-from lightning_bucketddp.replica_metrics import _class_in_replica
+from lightning_bucketddp.trainer.dp.batch_division import divide
+from lightning_bucketddp.trainer.dp.merging import merge
+from lightning_bucketddp.trainer.dp.metrics import _class_in_replica
 from tests.dp import digits, fit, one_process, replicas, samples
 from tests.lightning_models import Digits, close_to, strategy_of, trainer
 

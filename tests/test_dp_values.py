@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryF1Score
 
-from lightning_bucketddp.doubts import Doubts, StepMemory
-from lightning_bucketddp.merging import merge
+from lightning_bucketddp.trainer.dp.doubts import Doubts, StepMemory
+from lightning_bucketddp.trainer.dp.merging import merge
 from tests.dp import fit, one_process, replicas, samples
 from tests.lightning_models import Memory
 

@@ -26,7 +26,7 @@ from lightning_bucketddp import (
     PeerFailureError,
     RankMismatchError,
 )
-from lightning_bucketddp.strategy_common import REGISTERED
+from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import PoolEnvironment
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp
 from tests.reference import largest_difference_between_ranks

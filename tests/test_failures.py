@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from lightning_bucketddp.reducer import PassState
+from lightning_bucketddp.reducer.reducer import PassState
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, OutOfOrder, batch, loss_of
 from tests.reference import assert_grads, mean_over_ranks
 

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP, bucket_runs, grad_buffer
-from lightning_bucketddp.grad_buffer import LARGE_BYTES
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.grads import bucket_runs
+from lightning_bucketddp.grads import buffers as grad_buffer
+from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.random_models import BATCH, WIDTH, RandomModel
 from tests.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
 

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.gathered_later import GatheredLater, reads_past_python
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim.lazy_all_gather import GatheredLater, reads_past_python
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, bucket_runs, grad_buffer
-from lightning_bucketddp.gradient_hooks import Arrivals, SharedHook, is_reducers_own
-from lightning_bucketddp.tail_hooks import MAX_EARLY_TAILS, MAX_RETURNS_TO_ALL_HOOKS
+from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp.grads import bucket_runs
+from lightning_bucketddp.grads import buffers as grad_buffer
+from lightning_bucketddp.grads.hooks import Arrivals, SharedHook, is_reducers_own
+from lightning_bucketddp.reducer.tail_hooks import MAX_EARLY_TAILS, MAX_RETURNS_TO_ALL_HOOKS
 from tests.models import Branches, Checkpointed, Fragile, LateScale, Lookup, MixedDtypes, Mlp, Towers, batch, tokens
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 

@@ -19,7 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, collectives
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.comm import collectives
 from tests.models import Branches, Fragile, Lookup, Mlp, RaiseInBackward, batch, tokens
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 

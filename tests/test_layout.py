@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bucketddp.layout import (
+from lightning_bucketddp.layout.plan import (
     ALIGNMENT_BYTES,
     MAX_DEFAULT_BUCKET_BYTES,
     MIB,

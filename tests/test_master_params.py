@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_bucketddp import master_params as master_params_file
-from lightning_bucketddp import stepped_params
-from lightning_bucketddp.master_params import MasterParams, master_params, prepare_at_first_step
+from lightning_bucketddp.optim import masters as master_params_file
+from lightning_bucketddp.optim import swap as stepped_params
+from lightning_bucketddp.optim.masters import MasterParams, master_params, prepare_at_first_step
 from tests.models import Branches, MixedDtypes, Mlp, batch, loss_of
 
 Make = Callable[[Any], Optimizer]

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, bucket_runs
+from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
+from lightning_bucketddp.grads import bucket_runs
 from tests.models import MODELS, Branches, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp import broadcast as broadcast_file
+from lightning_bucketddp.comm import broadcast as broadcast_file
 from tests.models import ConvBatchNorm, batch
 from tests.reference import largest_difference_between_ranks
 

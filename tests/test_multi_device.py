@@ -20,10 +20,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
-from lightning_bucketddp.gathered_later import GatheredLater
-from lightning_bucketddp.replicas import Replicas
-from lightning_bucketddp.replicated_forward import warn_of_replicas
-from lightning_bucketddp.sync_batchnorm import convert_sync_batchnorm
+from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
+from lightning_bucketddp.replicas.forward import warn_of_replicas
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 

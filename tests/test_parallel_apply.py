@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp import parallel_apply as parallel_apply_file
-from lightning_bucketddp.replicas import parallel_apply
-from lightning_bucketddp.round_robin import RoundRobin
+from lightning_bucketddp.replicas import apply as parallel_apply_file
+from lightning_bucketddp.replicas.replicas import parallel_apply
+from lightning_bucketddp.replicas.round_robin import RoundRobin
 
 COLOUR = contextvars.ContextVar("COLOUR", default="none")
 
@@ -41,7 +41,7 @@ CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # the CPU too, but ano
 @pytest.fixture
 def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps ``OTHER`` from being taken for ``CPU``."""
-    monkeypatch.setattr("lightning_bucketddp.parallel_apply.as_device", torch.device)
+    monkeypatch.setattr("lightning_bucketddp.replicas.apply.as_device", torch.device)
 
 
 def test_arguments_reach_their_modules_and_results_come_in_order() -> None:

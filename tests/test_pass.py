@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP, collectives
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm import collectives
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, planner, wrapper
-from lightning_bucketddp.collectives import Collectives
-from lightning_bucketddp.layout import ParamSpec, plan
-from lightning_bucketddp.link_cost import SIZES, measure_cost
-from lightning_bucketddp.planner import WATCHED_PASSES, BucketPlan, Candidate, calibrated
-from lightning_bucketddp.ready_times import ReadyTimes
-from lightning_bucketddp.schedule import CollectiveCost, simulate
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.layout.plan import ParamSpec, plan
+from lightning_bucketddp.layout.schedule import CollectiveCost, simulate
+from lightning_bucketddp.reducer import planner
+from lightning_bucketddp.reducer.link_cost import SIZES, measure_cost
+from lightning_bucketddp.reducer.planner import WATCHED_PASSES, BucketPlan, Candidate, calibrated
+from lightning_bucketddp.reducer.ready_times import ReadyTimes
+from lightning_bucketddp.wrapper import bucket_ddp as wrapper
 from tests.reference import mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]

@@ -19,11 +19,18 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_bucketddp import flat_copies
-from lightning_bucketddp import replicas as replicas_file
-from lightning_bucketddp.flat_copies import FlatLayout, reduce_add
-from lightning_bucketddp.replicas import Replicas, data_parallel, gather, parallel_apply, replicate, scatter
-from lightning_bucketddp.replicated_forward import ReplicatedForward
+from lightning_bucketddp.replicas import flat_copies
+from lightning_bucketddp.replicas import replicas as replicas_file
+from lightning_bucketddp.replicas.flat_copies import FlatLayout, reduce_add
+from lightning_bucketddp.replicas.forward import ReplicatedForward
+from lightning_bucketddp.replicas.replicas import (
+    Replicas,
+    data_parallel,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+)
 from tests.models import (
     MODELS,
     REPLICATED,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_bucketddp.parallel_apply import parallel_apply
-from lightning_bucketddp.replicas import data_parallel
-from lightning_bucketddp.replicated_forward import ReplicatedForward
-from lightning_bucketddp.round_robin import RoundRobin
+from lightning_bucketddp.replicas.apply import parallel_apply
+from lightning_bucketddp.replicas.forward import ReplicatedForward
+from lightning_bucketddp.replicas.replicas import data_parallel
+from lightning_bucketddp.replicas.round_robin import RoundRobin
 from tests.dp import fit, replicas, samples
 from tests.lightning_models import Digits, Gan
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bucketddp.nested import move_to
-from lightning_bucketddp.replicas import Replicas, gather, scatter
-from lightning_bucketddp.scattering import as_device
+from lightning_bucketddp.replicas.nested import move_to
+from lightning_bucketddp.replicas.replicas import Replicas, gather, scatter
+from lightning_bucketddp.replicas.scatter_gather import as_device
 
 
 class Pair(NamedTuple):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bucketddp.schedule import (
+from lightning_bucketddp.layout.schedule import (
     Cluster,
     CollectiveCost,
     Link,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.sharded_grad import ShardedGrad
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
 from tests.reference import mean_over_ranks
 

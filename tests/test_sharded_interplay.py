@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
-from lightning_bucketddp.gathered_later import GatheredLater
+from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
 from tests.models import Branches, Lookup, Mlp, SharedWeights, batch, loss_of, tokens
 from tests.reference import largest_difference_between_ranks
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDP, sharding
-from lightning_bucketddp.collectives import Pending
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.optim import sharding
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 

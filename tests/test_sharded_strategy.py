@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
-from lightning_bucketddp.spare_memory import without_spare_memory
+from lightning_bucketddp.trainer.spare_memory import without_spare_memory
 from tests import lightning_models, test_fabric
 from tests.lightning_models import Citizen, Regression, close_to, data, trainer
 from tests.models import Mlp

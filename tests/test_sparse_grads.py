@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError, collectives
+from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
+from lightning_bucketddp.comm import collectives
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 

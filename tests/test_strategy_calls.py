@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy
-from lightning_bucketddp.strategy_common import WrapperCalls
+from lightning_bucketddp.trainer.common import WrapperCalls
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
 from tests.test_fabric import start

@@ -21,8 +21,8 @@ from lightning_bucketddp import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
-from lightning_bucketddp.reducer import PassState
-from lightning_bucketddp.sync_batchnorm import SyncBatchNorm, links_of
+from lightning_bucketddp.reducer.reducer import PassState
+from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
 from tests.lightning_models import Regression, data, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward
 from tests.reference import largest_difference_between_ranks

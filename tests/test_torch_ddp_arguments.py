@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
-from lightning_bucketddp.nested import move_to, tensors_in
+from lightning_bucketddp.replicas.nested import move_to, tensors_in
 from tests.models import ConvBatchNorm, Mlp, Outputs, batch, loss_of
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 

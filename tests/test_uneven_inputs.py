@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.evened_loader import evened
+from lightning_bucketddp.trainer.uneven_loader import evened
 from tests.lightning_models import PoolEnvironment, trainer
 from tests.models import ConvBatchNorm, Mlp
 from tests.reference import largest_difference_between_ranks

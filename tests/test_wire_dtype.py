@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives
 from tests.hooks import WAYS, options_for
 from tests.models import Mlp, batch, loss_of
 from tests.reference import grads

@@ -1,0 +1,378 @@
+"""Communication hooks: torch's own and the user's, on every backend.
+
+A hook replaces the all-reduce of a bucket. It has torch's signature, ``hook(state, bucket) -> Future[Tensor]``, and
+torch's duties: it sends what it likes, divides by the world size itself, and its future's tensor becomes the bucket.
+torch's ``GradBucket`` has no constructor, so hooks get an object with the same methods.
+
+What does not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and torch's quantization hooks on gloo,
+where they fail under torch DDP too.
+
+Some hooks start further collectives when an earlier one has completed (PowerSGD), on whichever thread completes it.
+With several buckets under way the order of those would differ between ranks, which pairs the wrong tensors. Buckets
+of hooks that are not known to start everything at once therefore take turns: one bucket is launched when the hook's
+future for the one before is completed. On accelerators it is completed at once, in the sense of the stream.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from lightning_bucketddp.comm.collectives import Collectives, Pending, poll_until_done
+from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.plan import Layout
+
+HookFunction = Callable[[Any, Any], torch.futures.Future[Tensor]]
+HookName = Literal["bf16", "fp16", "powersgd"]
+
+_NAMED: dict[str, HookFunction] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "powersgd": powerSGD_hook,
+}
+_START_EVERYTHING_AT_ONCE = (
+    default_hooks.allreduce_hook,
+    default_hooks.bf16_compress_hook,
+    default_hooks.fp16_compress_hook,
+    noop_hook,
+    post_localSGD_hook,
+)
+
+
+class CommHookError(RuntimeError):
+    """A communication hook raised, or did not give what was expected of it."""
+
+
+class HookBucket:
+    """What a hook sees of a bucket; has the methods of ``torch.distributed.GradBucket``.
+
+    Complex gradients are shown as real ones, with a last dimension of 2 for the real and imaginary parts.
+
+    Args:
+        layout: The layout.
+        index: Which of its buckets.
+        flat: The bucket's tensor.
+        params: The parameters of its slots.
+        is_last: Whether it is the last that is reduced in this pass.
+    """
+
+    def __init__(self, layout: Layout, index: int, flat: Tensor, params: Sequence[Tensor], is_last: bool) -> None:
+        bucket = layout.buckets[index]
+        slots = [layout.slots[slot] for slot in bucket.slots]
+        names = [slot.spec.name for slot in slots]
+        self.description = f"the bucket of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
+        self._index = index
+        self._params = list(params)
+        self._is_last = is_last
+        parts = 2 if flat.is_complex() else 1
+        self._buffer = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        self._places = [((slot.offset - bucket.start) * parts, slot.spec.numel * parts) for slot in slots]
+        self._shapes = [slot.spec.shape if parts == 1 else (*slot.spec.shape, parts) for slot in slots]
+        self._zero_padding()
+
+    def _zero_padding(self) -> None:
+        """A hook may have left something there (noise, a rounding error), which must not add up."""
+        starts = [start for start, _ in self._places[1:]] + [self._buffer.numel()]
+        gaps = [self._buffer[at + n : next_at] for (at, n), next_at in zip(self._places, starts, strict=True)]
+        torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [self._buffer[:0]])
+
+    def index(self) -> int:
+        """The bucket's place in the launch order; stable for as long as the layout stands."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The gradients as one 1-D tensor, padding included."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the tensor that :meth:`buffer` and :meth:`gradients` show, of the same number of elements."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Per parameter, a contiguous view of the present buffer with the parameter's shape, as in torch.
+
+        The elements of a gradient that is not laid out row-major (channels_last) are therefore in another order.
+        """
+        return [
+            self._buffer[at : at + n].view(shape) for (at, n), shape in zip(self._places, self._shapes, strict=True)
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters."""
+        return self._params
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last that is reduced in this pass."""
+        return self._is_last
+
+
+class CommHook:
+    """A hook and its state, as registered.
+
+    Args:
+        function: The hook.
+        state: What it gets as its first argument.
+        leave_behind: Called with the error when a collective that the hook has started may be under way still.
+
+    Attributes:
+        name: Qualified name, with those of the functions it wraps.
+        one_at_a_time: Whether a bucket may be launched only when the one before it is completed.
+
+    Raises:
+        TypeError: If the hook is not callable.
+        ValueError: If its annotations say that it takes no bucket, or returns no future.
+    """
+
+    def __init__(self, function: HookFunction, state: Any, leave_behind: Callable[[str], None]) -> None:
+        if not callable(function):
+            raise TypeError(f"expected a communication hook to be callable, found {function!r}")
+        _require_annotations(function)
+        self.name = _qualified_name(function)
+        self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
+        self._function = function
+        self._state = state
+        self._leave_behind = leave_behind
+
+    def options(self) -> dict[str, object]:
+        """What must be the same on every rank, by name, for ranks to compare."""
+        options: dict[str, object] = {"comm_hook": self.name}
+        if isinstance(self._state, PowerSGDState | PostLocalSGDState):  # what decides how much is sent, and to whom
+            for name in self._state.__slots__:
+                value = getattr(self._state, name)
+                if isinstance(value, bool | int | float):
+                    options[f"{type(self._state).__name__}.{name}"] = value
+        return options
+
+    @torch.no_grad()
+    def start(self, bucket: HookBucket) -> Pending:
+        """Calls the hook.
+
+        Returns:
+            What is to be waited for; the result is in the bucket then.
+
+        Raises:
+            CommHookError: If the hook raises, or returns something else than a future.
+        """
+        target = bucket.buffer()
+        try:
+            future = self._function(self._state, bucket)
+            if not isinstance(future, torch.Future):
+                raise TypeError(f"expected it to return a torch.futures.Future, found {type(future).__name__}")
+        except Exception as error:
+            self._leave_behind(str(error))
+            raise self._failed(bucket, error) from error
+        return _HookPending(future, partial(self._take, bucket, target), partial(self._failed, bucket), self)
+
+    @torch.no_grad()
+    def _take(self, bucket: HookBucket, target: Tensor, result: Any) -> None:
+        if isinstance(result, list | tuple) and len(result) == 1:  # what Work.get_future() gives
+            result = result[0]
+        if not isinstance(result, Tensor) or result.numel() != target.numel():
+            found = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"expected its future to hold a tensor of {target.numel()} elements, found {found}")
+        if result.data_ptr() != target.data_ptr() or result.dtype is not target.dtype:
+            target.copy_(result.reshape(-1))
+
+    def _failed(self, bucket: HookBucket, error: BaseException) -> CommHookError:
+        return CommHookError(
+            f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
+        )
+
+    def left_behind(self, why: str) -> None:
+        """A wait for the hook has ended with an error."""
+        self._leave_behind(why)
+
+    # -- PowerSGD's memory of buckets ----------------------------------------------------------------
+
+    def forget_buckets(self) -> None:
+        """Buckets are no longer what they were, or what was sent was of no use: drops what the state knows of them."""
+        if isinstance(self._state, PowerSGDState):
+            self._state.error_dict.clear()
+            self._state.p_memory_dict.clear()
+            self._state.q_memory_dict.clear()
+
+    @property
+    def remembers_buckets(self) -> bool:
+        """Whether the state holds something per bucket that this class knows of."""
+        return isinstance(self._state, PowerSGDState)
+
+    def take_back(self, layout: Layout, index: int, slot: int, flat: Tensor) -> None:
+        """What was sent for a slot is not used, as no rank had a gradient there: the state owes it still.
+
+        A matrix of zeros also leaves zeros or NaNs in PowerSGD's factors, from which they would never recover.
+
+        Args:
+            layout: The layout.
+            index: Which bucket.
+            slot: The slot.
+            flat: The bucket's tensor; at the slot, what the hook has made of it less what it was given.
+        """
+        assert isinstance(self._state, PowerSGDState)
+        self._state.p_memory_dict.pop(index, None)
+        self._state.q_memory_dict.pop(index, None)
+        error = self._state.error_dict.get(index)
+        if error is not None:
+            parts = 2 if flat.is_complex() else 1
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+            at = (layout.slots[slot].offset - layout.buckets[index].start) * parts
+            place = slice(at, at + layout.slots[slot].spec.numel * parts)
+            error[place].add_(flat[place]).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class _HookPending(Pending):
+    """A hook's future, and where its result goes."""
+
+    def __init__(
+        self,
+        future: torch.Future[Tensor],
+        take: Callable[[Any], None],
+        failed: Callable[[BaseException], CommHookError],
+        hook: CommHook,
+    ) -> None:
+        super().__init__(left_behind=hook.left_behind)
+        self._future: torch.Future[Tensor] | None = future
+        self._take = take
+        self._failed = failed
+        self._one_at_a_time = hook.one_at_a_time
+
+    def done(self) -> bool:
+        return self._future is None or self._future.done()
+
+    def proceed(self, on_idle: Callable[[], None] | None = None) -> None:
+        """Waits, if the hook may start further collectives, which must come before those of others."""
+        if self._one_at_a_time and self._future is not None:
+            self._wait_or_leave_behind(on_idle)
+
+    def _wait(self, on_idle: Callable[[], None] | None) -> None:
+        if self._future is None:
+            return
+        if on_idle is not None and not self._future.done():
+            poll_until_done(self._future, on_idle)
+        try:
+            result = self._future.wait()  # on accelerators the current stream waits, not the host
+            self._take(result)
+        except Exception as error:
+            raise self._failed(error) from error
+        self._future = None
+
+
+def choose_hook(
+    hook: HookName | HookFunction | None, state: Any, options: Options, collectives: Collectives
+) -> CommHook | None:
+    """The hook that a wrapper's arguments ask for.
+
+    Args:
+        hook: A hook, the name of one, or None.
+        state: Its state. A named hook has one of its own; ``"powersgd"`` takes a ``PowerSGDState``.
+        options: The others, of which some exclude a hook.
+        collectives: The group that named hooks use.
+
+    Raises:
+        ValueError: If the arguments are out of range or exclude each other.
+        TypeError: If the hook is not callable.
+    """
+    if hook is None:
+        if state is not None:
+            raise ValueError("expected comm_hook_state to be None without a comm_hook, found one; pass the hook too")
+        return None
+    require_hook_decides(options)
+    if isinstance(hook, str):
+        function = _NAMED.get(hook)
+        if function is None:
+            raise ValueError(f"expected comm_hook to be callable or one of {tuple(_NAMED)}, found {hook!r}")
+        return CommHook(function, _own_state(hook, state, collectives), collectives.leave_behind)
+    return CommHook(hook, state, collectives.leave_behind)
+
+
+def require_hook_decides(options: Options) -> None:
+    """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
+
+    Raises:
+        ValueError: If there is a wire dtype or another divisor than the world size, or buckets are planned.
+    """
+    if options.rescales:
+        raise ValueError(
+            "expected either comm_hook or gradient_divide_by, found both: a hook divides by the world size itself, so "
+            f"that gradient_divide_by={options.gradient_divide_by!r} cannot be honoured. Leave one of them out"
+        )
+    if options.wire_dtype is not None:
+        raise ValueError(
+            f"expected either comm_hook or wire_dtype, found both: a hook decides itself how gradients travel, so that "
+            f"wire_dtype={options.wire_dtype} would be without effect. Leave one of them out"
+        )
+    if options.bucket_cap_mb == "auto":
+        raise ValueError(
+            'expected either comm_hook or bucket_cap_mb="auto", found both: buckets are planned by what all-reduces '
+            "take, and a hook does something else. Leave one of them out"
+        )
+
+
+def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
+    if name != "powersgd":
+        if state is not None:
+            raise ValueError(f"expected comm_hook_state to be None with comm_hook={name!r}, which has none, found one")
+        return collectives.group
+    if state is None:  # epsilon: without one a gradient of zeros becomes NaN
+        return PowerSGDState(process_group=collectives.group, orthogonalization_epsilon=1e-8)
+    if not isinstance(state, PowerSGDState):
+        raise ValueError(f"expected comm_hook_state to be a PowerSGDState, found a {type(state).__name__}")
+    if state.process_group is None:
+        state.process_group = collectives.group
+    if state.process_group is not collectives.group:
+        raise ValueError("expected a PowerSGDState with the wrapper's process group (or None), found another group")
+    return state
+
+
+def _require_annotations(function: HookFunction) -> None:
+    """Requires that a hook's annotations, if it has any, are those of a communication hook, as torch DDP does."""
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except (NameError, TypeError, ValueError):  # names that exist for type checkers alone, or no signature at all
+        return
+    bucket = next((it for it in list(signature.parameters.values())[1:]), None)
+    grad_bucket = dist.GradBucket  # type: ignore[attr-defined]
+    if bucket is not None and bucket.annotation not in (bucket.empty, grad_bucket, HookBucket, Any):
+        raise ValueError(
+            f"expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket, found the "
+            f"annotation {bucket.annotation} of {bucket.name!r} in {_qualified_name(function)}"
+        )
+    result = signature.return_annotation
+    if result not in (signature.empty, Any) and getattr(result, "__origin__", result) is not torch.futures.Future:
+        raise ValueError(
+            f"expected a communication hook that returns a torch.futures.Future[torch.Tensor], found the annotation "
+            f"{result} of {_qualified_name(function)}"
+        )
+
+
+def _qualified_name(function: Any, seen: tuple[Any, ...] = ()) -> str:
+    """The name of a hook and, in parentheses, of the functions that it wraps."""
+    if isinstance(function, partial):
+        return _qualified_name(function.func, seen)
+    if not hasattr(function, "__qualname__"):
+        function = type(function)
+    name = f"{function.__module__}.{function.__qualname__}"
+    if not inspect.isfunction(function):
+        return name
+    seen = (*seen, function)  # a function may hold itself
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    wrapped = [value for value in cells if inspect.isroutine(value) and value not in seen]
+    return f"{name}({', '.join(_qualified_name(value, seen) for value in wrapped)})" if wrapped else name
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

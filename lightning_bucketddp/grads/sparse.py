@@ -1,0 +1,244 @@
+"""Sparse gradients: reduced apart from the buckets, at the end of a pass.
+
+Which parameters have them is decided when the module is wrapped and agreed between the ranks. Once the control vector
+has said that no rank failed, two ranks with an embedding of 6 rows exchange, per parameter::
+
+                 gradient holds rows     new, rows      gathered indices      .grad on both
+    rank 0       1, 4, 4 -> 1, 4         1, 2           1  4                  1: a/2
+    rank 1       4                       1, 1           4  0 (padding)        4: (b + c)/2
+
+Everybody knows the numbers of rows of everybody before the rows travel, so that all choose the same: nothing if no rank
+has anything new, a dense all-reduce if one has a dense gradient (the weight is tied to a dense layer), the rows
+otherwise. On accelerators the numbers, like the length of a sparse tensor anywhere, must come to the host: a pass with
+sparse gradients waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.checks import require_sound
+from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+
+_DENSE = -1
+"""Stands where a number of rows would, for a dense gradient."""
+
+
+def find_sparse(module: nn.Module, declared: Sequence[str] = ()) -> frozenset[str]:
+    """The parameters whose gradients may be sparse.
+
+    Args:
+        module: Scanned for ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, trainable or frozen.
+        declared: Qualified names of further parameters; any of its names for a shared one.
+
+    Returns:
+        Names as in ``module.named_parameters()``.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    if isinstance(declared, str):
+        raise ValueError(f"expected sparse_parameters to be a list of names, found {declared!r}")
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    unknown = [name for name in declared if name not in by_name]
+    if unknown:
+        raise ValueError(f"expected sparse_parameters to name parameters of the module, found {unknown}")
+    found = {id(by_name[name]) for name in declared}
+    for owner in module.modules():
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+            found.add(id(owner.weight))
+    return frozenset(name for name, param in module.named_parameters() if id(param) in found)
+
+
+class SparseGrads:
+    """The gradients of parameters that have no slot because they may be sparse.
+
+    Args:
+        slots: The module's parameters.
+        collectives: The group.
+        max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
+
+    Attributes:
+        contributing: Indices of the parameters with a gradient since their last reduction.
+        used_somewhere: Indices of those that any rank contributed to in the last reduction.
+        nbytes: Bytes that this rank received in the last reduction, padding included.
+    """
+
+    def __init__(self, slots: SlotTable, collectives: Collectives, max_abs_grad: float | None = None) -> None:
+        self._names = slots.names
+        self._params = slots.all_params
+        self._indices = sorted(slots.sparse)
+        self._collectives = collectives
+        self._max_abs_grad = max_abs_grad
+        self.contributing: set[int] = set()
+        self.used_somewhere: frozenset[int] = frozenset()
+        self.nbytes = 0
+
+    def contribute_present(self) -> None:
+        """Lets every gradient that is there take part in the next reduction, wherever it came from."""
+        self.contributing.update(index for index in self._indices if self._params[index].grad is not None)
+
+    def zero(self) -> None:
+        """Drops all gradients: a sparse gradient of zeros is none."""
+        for index in self._indices:
+            self._params[index].grad = None
+        self.contributing.clear()
+
+    def first_uncleared(self) -> str | None:
+        """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
+        for index in self._indices:
+            grad = self._params[index].grad
+            if grad is not None and index not in self.contributing and grad.abs().sum().item():
+                return self._names[index]
+        return None
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter still has what accumulated since the last reduction."""
+        return any(self._params[index].grad is not None for index in self.contributing)
+
+    def held(self, trainable: TrainableSet | None) -> list[tuple[int, Tensor | None]]:
+        """What this rank has, before any other is asked: coalesced if sparse.
+
+        Args:
+            trainable: The parameters that were trainable since the last reduction.
+
+        Returns:
+            One item for each of them that may be sparse, gradient or not; so its length is the same on every rank.
+
+        Raises:
+            RuntimeError: If a gradient cannot be reduced.
+        """
+        if trainable is None:
+            return []
+        return [(index, self._held(index)) for index in self._indices if trainable[index]]
+
+    def _held(self, index: int) -> Tensor | None:
+        grad = self._params[index].grad
+        if grad is None:
+            self.contributing.discard(index)  # zero_grad() has dropped what there was
+            return None
+        self._require_fit(index, grad)
+        grad = grad.coalesce() if grad.is_sparse else grad
+        if self._max_abs_grad is not None:
+            values = grad.values() if grad.is_sparse else grad
+            if values.numel():
+                largest = torch.linalg.vector_norm(values, math.inf).item()
+                require_sound(largest, self._max_abs_grad, self._collectives.rank, self._names[index])
+        return grad
+
+    def _require_fit(self, index: int, grad: Tensor) -> None:
+        param = self._params[index]
+        layout_fits = grad.layout is torch.strided or (grad.layout is torch.sparse_coo and grad.sparse_dim() == 1)
+        expected = (param.shape, param.dtype, param.device, False)
+        if not layout_fits or (grad.shape, grad.dtype, grad.device, grad.requires_grad) != expected:
+            raise RuntimeError(
+                f"the gradient of parameter {self._names[index]!r} cannot be reduced: expected a dense one, or one in "
+                f"COO layout and sparse in the first dimension only, of shape {tuple(param.shape)}, {param.dtype} on "
+                f"{param.device}, without requires_grad (no create_graph=True); found {grad.layout} of shape "
+                f"{tuple(grad.shape)}, {grad.dtype} on {grad.device}, requires_grad={grad.requires_grad}"
+            )
+
+    def reduce(
+        self,
+        held: Sequence[tuple[int, Tensor | None]],
+        waiting_for: Callable[[str], AbstractContextManager[None]],
+        on_idle: Callable[[], None],
+        factor: float | Tensor | None = None,
+    ) -> None:
+        """Replaces gradients by their means over the ranks; one that no rank has anything new of stays as it is.
+
+        All ranks must call this, with a good control vector behind them.
+
+        Args:
+            held: What :meth:`held` returned.
+            waiting_for: Around each wait; told what is waited for.
+            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+            factor: What the means are multiplied by; None for nothing.
+        """
+        self.nbytes = 0
+        if not held:
+            return
+        with waiting_for("the number of rows in sparse gradients"):
+            mine = torch.tensor([[index in self.contributing, _rows(grad)] for index, grad in held])
+            gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
+            pending.wait(on_idle)
+            everyone: list[list[list[int]]] = gathered.tolist()
+        self.used_somewhere = frozenset(
+            index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
+        )
+        for position, (index, grad) in enumerate(held):
+            if index not in self.used_somewhere:
+                continue
+            with waiting_for(f"the sparse gradient of {self._names[index]!r}"):
+                rows = [rank[position][1] for rank in everyone]
+                param = self._params[index]
+                if _DENSE in rows:
+                    param.grad = self._mean_dense(param, grad, on_idle)
+                else:
+                    param.grad = self._mean_sparse(param, grad, rows, on_idle)
+                if factor is not None:
+                    param.grad.mul_(factor)
+
+    def _mean_dense(self, param: Tensor, grad: Tensor | None, on_idle: Callable[[], None]) -> Tensor:
+        if grad is None:
+            dense = param.new_zeros(param.shape)
+        elif grad.is_sparse:
+            dense = grad.to_dense()
+        else:
+            dense = grad.contiguous()
+        self.nbytes += dense.nbytes
+        self._collectives.all_reduce_mean(dense.view(-1)).wait(on_idle)
+        return dense
+
+    def _mean_sparse(
+        self, param: Tensor, grad: Tensor | None, rows: Sequence[int], on_idle: Callable[[], None]
+    ) -> Tensor:
+        most = max(rows)
+        indices = torch.zeros(most, dtype=torch.int64, device=param.device)
+        values = param.new_zeros((most, *param.shape[1:]))
+        if grad is not None:
+            count = _rows(grad)
+            indices[:count], values[:count] = grad.indices()[0], grad.values()
+        if values.dtype is torch.float16:  # before the sum, which overflows at 65504
+            values.mul_(1.0 / self._collectives.world_size)
+        all_indices, indices_pending = self._collectives.all_gather(indices)
+        all_values, values_pending = self._collectives.all_gather(values)
+        self.nbytes += all_indices.nbytes + all_values.nbytes
+        indices_pending.wait(on_idle)
+        values_pending.wait(on_idle)
+        # By rank, and each rank's rows once: every rank adds the same numbers in the same order.
+        total = torch.sparse_coo_tensor(
+            _without_padding(all_indices, rows).unsqueeze(0),
+            _without_padding(all_values, rows),
+            param.shape,
+            check_invariants=False,
+        ).coalesce()
+        if values.dtype is not torch.float16:
+            total.values().mul_(1.0 / self._collectives.world_size)
+        return total
+
+    def end(self) -> None:
+        """Ends a synchronised pass."""
+        self.contributing = set()  # not cleared: the pass's notes keep the old one
+
+    def drop(self) -> None:
+        """Drops what accumulated since the last reduction, in a pass whose gradients are of no use."""
+        for index in self.contributing:
+            self._params[index].grad = None
+        self.end()
+
+
+def _rows(grad: Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return len(grad.values()) if grad.is_sparse else _DENSE
+
+
+def _without_padding(gathered: Tensor, rows: Iterable[int]) -> Tensor:
+    return torch.cat([mine[:count] for mine, count in zip(gathered, rows, strict=True)])

@@ -1,0 +1,1 @@
+"""Where gradients lie: options, buckets, shards, checkpoint chunks, schedules. Arithmetic on frozen values."""

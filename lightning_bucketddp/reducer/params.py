@@ -1,0 +1,32 @@
+"""What the reducer needs to know of the module's parameters."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from lightning_bucketddp.peers.agreement import Entry
+
+
+class Params(Protocol):
+    """The module's parameters, looked up anew when the module has changed.
+
+    Attributes:
+        named: Each parameter once, in registration order.
+        sparse: Names of those with sparse gradients.
+        changes: How often parameters were taken in.
+    """
+
+    named: list[tuple[str, nn.Parameter]]
+    sparse: frozenset[str]
+    changes: int
+
+    def changed(self) -> bool:
+        """Whether parameters were added, removed, replaced or re-typed since they were looked up."""
+
+    def take_in(self) -> None:
+        """Look the parameters up anew; raises a WrapError if that cannot be."""
+
+    def entries(self) -> list[Entry]:
+        """What must be the same on all ranks, line by line."""

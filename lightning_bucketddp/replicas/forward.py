@@ -1,0 +1,184 @@
+"""A forward on several devices of one process: what torch DDP's ``device_ids`` with several entries once meant."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bucketddp.replicas.nested import tensors_in
+from lightning_bucketddp.replicas.replicas import Replicas, gather, parallel_apply, scatter
+from lightning_bucketddp.replicas.scatter_gather import Device, as_device
+
+
+class ReplicatedForward:
+    """Runs a module on parts of a batch, one per device, and puts the outputs together.
+
+    Devices run at the same time, replicas of one device one after the other, those of the first in the caller's thread.
+
+    The gradients of the replicas come to the module's own parameters in the same backward, as those of one parameter
+    that was used several times.
+
+    Args:
+        module: The module.
+        devices: Where it runs. It is on the first of them.
+        output_device: Where the outputs are put together.
+        dim: The dimension along which arguments are divided and outputs joined.
+
+    Attributes:
+        groups: Gives the parameters whose gradients may come home together from another device: the same list as long
+            as nothing changes. None: all of them.
+        parts: How many replicas the last forward took.
+    """
+
+    def __init__(
+        self, module: nn.Module, devices: Sequence[torch.device], output_device: torch.device, dim: int
+    ) -> None:
+        self._module = module
+        self.devices = tuple(devices)
+        self.output_device = output_device
+        self.dim = dim
+        self.groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None
+        self.parts = 0
+        self._copied = False
+        self._replicas: Replicas | None = Replicas(module, devices)  # which refuses what it cannot replicate
+        self._grouped_by: Sequence[Sequence[Tensor]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward."""
+        divisible = any(tensor.dim() for tensor in tensors_in((args, kwargs)))
+        parts = scatter((args, kwargs), self.devices if divisible else self.devices[:1], self.dim)
+        self.parts = len(parts)
+        modules: list[nn.Module] = [self._module]
+        if len(parts) > 1:
+            replicas = self._replicas_now().refresh(len(parts))
+            # What forward sets on the module stays, as with one device.
+            modules = replicas if self._copied else [self._module, *replicas[1:]]
+        devices = self.devices[: len(parts)]
+        arguments, kwarguments = [args for args, _ in parts], [kwargs for _, kwargs in parts]
+        outputs = parallel_apply(modules, arguments, kwarguments, devices, thread_per_device=True)
+        return gather(outputs, self.output_device, self.dim)
+
+    def _replicas_now(self) -> Replicas:
+        """The replicas; others if gradients are to come in other groups."""
+        if self._replicas is not None and not torch.is_grad_enabled():
+            return self._replicas
+        copies = self._copied or len(set(self.devices)) > 1
+        groups = self.groups() if copies and self.groups is not None else None
+        if self._replicas is None or groups is not self._grouped_by:
+            self._replicas = None  # frees its memory first
+            own = set(map(id, self._module.parameters()))  # some may have been taken away since the groups were made
+            present = None if groups is None else [[param for param in group if id(param) in own] for group in groups]
+            self._replicas = Replicas(self._module, self.devices, present, share=not self._copied)
+            self._grouped_by = groups
+        return self._replicas
+
+    def copy_parameters(self) -> None:
+        """Has replicas on the module's own device copy its parameters too, as those on another one do; for tests."""
+        self._copied = True
+        self._replicas = None
+
+    def forget(self) -> None:
+        """Frees the replicas, which are made anew if they are needed again, and groups their gradients no longer."""
+        self._replicas = self._grouped_by = self.groups = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_replicas": None, "_grouped_by": None, "groups": None}
+
+
+def replicated_forward(
+    module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None, dim: int
+) -> ReplicatedForward | None:
+    """What runs a module on several devices.
+
+    Args:
+        module: The module.
+        device_ids: The devices. One that is named several times has several replicas.
+        output_device: The first of the devices if None.
+        dim: The dimension along which batches are divided.
+
+    Returns:
+        None if fewer than two devices are named.
+
+    Raises:
+        TypeError: If something is no device, or no dimension.
+        ValueError: If a device is not there, or the module cannot be run on several.
+    """
+    if device_ids is None or len(device_ids) < 2:
+        return None
+    devices = [_device("device_ids", it) for it in device_ids]
+    output = devices[0] if output_device is None else _device("output_device", output_device)
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"expected dim to be the number of a dimension, found {dim!r}")
+    _require_replicable(module, devices[0])
+    return ReplicatedForward(module, devices, output, dim)
+
+
+def warn_of_replicas(count: int, stacklevel: int = 1) -> None:
+    """Says once what several devices in one process cost.
+
+    Args:
+        count: How many there are.
+        stacklevel: As for ``warnings.warn``, of the caller.
+    """
+    warnings.warn(
+        f"device_ids has {count} entries: {count} replicas run in threads of this process, which take turns in Python, "
+        "and every forward divides its batch between them and joins what they return. That serves in debuggers, "
+        "notebooks and wherever no processes can be started; elsewhere one process per device is faster "
+        "(device_ids=[device] in each, as torchrun or a Trainer starts them)",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _device(argument: str, name: Device) -> torch.device:
+    """The device that somebody has named; an accelerator always with its index.
+
+    Raises:
+        TypeError: If it is no name of a device.
+        ValueError: If there is no such device, or it does not compute.
+    """
+    if isinstance(name, bool) or not isinstance(name, int | str | torch.device):
+        raise TypeError(f"expected {argument} to name devices, found {name!r}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    there = f"{count} of type {accelerator.type!r}" if accelerator is not None else "none"
+    if isinstance(name, int) and not 0 <= name < count:
+        raise ValueError(
+            f"expected {argument} to have indices of accelerators, of which there are {there}, found {name}; give "
+            'other devices as torch.device or by name, such as "cpu"'
+        )
+    try:
+        device = as_device(name)
+    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without that kind of device
+        raise ValueError(f"expected {argument} to name devices, found {name!r}: {error}") from None
+    of_accelerator = accelerator is not None and device.type == accelerator.type and device.index < count
+    if device.type != "cpu" and not of_accelerator:
+        raise ValueError(
+            f'expected {argument} to name "cpu" or accelerators, of which there are {there}, found {str(device)!r}'
+        )
+    return device
+
+
+def _require_replicable(module: nn.Module, home: torch.device) -> None:
+    kinds: list[tuple[str, Iterator[tuple[str, Tensor]]]] = [
+        ("parameter", module.named_parameters()),
+        ("module buffer", module.named_buffers()),
+    ]
+    for kind, tensors in kinds:
+        for name, tensor in tensors:
+            if tensor.device != home:
+                raise ValueError(
+                    f"expected the whole module on {home}, the first of device_ids, found {kind} {name!r} on "
+                    f"{tensor.device}; a module that is on several devices itself cannot be replicated"
+                )
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"expected no layers with collectives of their own where device_ids has several entries, found "
+                f"SyncBatchNorm {name!r}: its replicas would start theirs in the order in which threads run. Use one "
+                "process per device, or layers without synchronised statistics"
+            )

@@ -1,0 +1,1 @@
+"""``Trainer(strategy="bucketdp")``: several devices in one process."""

@@ -1,0 +1,448 @@
+"""``Fabric(strategy="bucketddp")``: Fabric's hooks around ``BucketDDP``."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import cache, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_bucketddp.comm.hooks import HookName, require_hook_decides
+from lightning_bucketddp.layout.options import (
+    DEFAULT_TIMEOUT,
+    BucketCap,
+    DivideBy,
+    DtypeName,
+    ModuleBufferSync,
+    resolve_options,
+)
+from lightning_bucketddp.trainer.common import (
+    StartMethod,
+    WrapperCalls,
+    end_group_at_exit,
+    looks_at_loss,
+    register_names,
+)
+from lightning_bucketddp.trainer.spare_memory import without_spare_memory
+from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, require_fit_group
+
+_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
+"""Every wrapper that a strategy of this file has made in this process."""
+
+_behind: weakref.WeakKeyDictionary[Optimizer, BucketDDP] = weakref.WeakKeyDictionary()
+"""Wrappers of parameters that the optimizers step on."""
+
+
+class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
+    """Data-parallel training with Fabric, with gradients averaged by :class:`BucketDDP`.
+
+    Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
+    ``lightning_bucketddp``, with ``shard_optimizer`` as ``bucketddp_sharded``, ``bucketddp_sharded_spawn`` and so on,
+    and with ``_find_unused_parameters_true`` or ``_false`` behind these. A subclass of Fabric's ``DDPStrategy``, whose
+    arguments it takes but for torch DDP's experimental ones; nothing of torch's ``DistributedDataParallel`` is used,
+    and checkpoints are the same.
+
+    ``fabric.backward(loss)`` is for all ranks to call: one whose loss reaches no parameter takes part, and an exception
+    inside backward is told to the others at once. Where several models are set up (a GAN), pass ``model=`` for that;
+    a rank whose loss reaches none of them is an error otherwise. Plain ``loss.backward()`` is averaged too.
+
+    Args:
+        accelerator: The accelerator; set by Fabric.
+        parallel_devices: This node's devices; set by Fabric.
+        cluster_environment: Where ranks and the main address come from; set by Fabric.
+        checkpoint_io: How checkpoints are read and written.
+        precision: The precision; set by Fabric.
+        process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
+        timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
+        start_method: How processes are started.
+        broadcast_buffers: ``DDPStrategy``'s spelling of ``module_buffers``: True is ``"broadcast"``, False is
+            ``"off"``.
+        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
+        process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
+            in any case.
+        bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients for two ranks, more for more ranks, from
+            4 to 25 MiB, smaller at both ends. ``"auto"``: planned by what all-reduces and the first passes take; the
+            log tells the outcome.
+        find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
+        check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
+        gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
+        static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
+        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
+        forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
+        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled:
+            ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised when a
+            checkpoint is saved too.
+        grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one
+            per pattern of parameter names. With ``precision="bf16-true"`` and ``"float32"`` optimizers step on fp32
+            master parameters, which are saved in checkpoints with the optimizers' state.
+        accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
+        master_params: Whether optimizers step on fp32 copies of the parameters; by default where ``grad_dtype`` is
+            given.
+        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced and reduced after
+            backward.
+        overlap: If False, each gradient buffer is reduced after backward, in one piece.
+        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
+            ``"tokens"``, the sum of what ``count_tokens`` was told.
+        max_abs_grad: Gradients that are larger, NaN or Inf are an error before they are sent (``.inf``: any finite one
+            will do).
+        pad_buckets_to: Number of elements that each bucket's length is a multiple of.
+        sparse_parameters: Names of parameters with sparse gradients, besides those of embeddings, which are found.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"``, ``"powersgd"``, or a hook as
+            torch's.
+        comm_hook_state: The communication hook's state.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
+            alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
+            optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
+            ``fabric.clip_gradients`` works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
+        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
+        scatter_every_pass: Whether each micro-batch of ``fabric.no_backward_sync`` is reduce-scattered, so that only a
+            shard is accumulated; by default the sum is scattered once.
+
+    The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
+
+    Raises:
+        ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        *,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: BucketCap = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        module_buffers: ModuleBufferSync | None = None,
+        grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None,
+        accumulate_allreduce_grads_in_fp32: bool = False,
+        master_params: bool | None = None,
+        use_contiguous_buffers: bool = True,
+        overlap: bool = True,
+        gradient_divide_by: DivideBy = "world_size",
+        max_abs_grad: float | None = None,
+        pad_buckets_to: int = 1,
+        sparse_parameters: Sequence[str] = (),
+        comm_hook: HookName | Callable[..., Any] | None = None,
+        comm_hook_state: Any = None,
+        wire_dtype: torch.dtype | DtypeName | None = None,
+        shard_optimizer: bool = False,
+        shard_group_size: int | None = None,
+        scatter_every_pass: bool = False,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        options: dict[str, Any] = {
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "forward_sync_buffers": forward_sync_buffers,
+            "module_buffers": module_buffers,
+            "grad_dtype": grad_dtype,
+            "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
+            "master_params": master_params,
+            "use_contiguous_buffers": use_contiguous_buffers,
+            "overlap": overlap,
+            "gradient_divide_by": gradient_divide_by,
+            "max_abs_grad": max_abs_grad,
+            "pad_buckets_to": pad_buckets_to,
+            "sparse_parameters": sparse_parameters,
+            "wire_dtype": wire_dtype,
+            "shard_optimizer": shard_optimizer,
+            "shard_group_size": shard_group_size,
+            "scatter_every_pass": scatter_every_pass,
+        }
+        resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
+        if comm_hook is not None:
+            require_hook_decides(resolved)
+        self._wrapper_options: dict[str, Any] = {
+            **options,
+            "process_group": process_group,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "device_mesh": device_mesh,
+            "comm_hook": comm_hook,
+            "comm_hook_state": comm_hook_state,
+        }
+        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
+        self._own: list[weakref.ref[BucketDDP]] = []  # which can be pickled while there are none, for `spawn`
+
+    def wrapper_of(self, module: Module) -> BucketDDP:
+        """The wrapper of a module that was set up, for what Fabric has no call for.
+
+        ``count_tokens()``, ``last_pass()``, ``full_grad()`` and clipping are calls of the strategy too, where one
+        module is set up.
+
+        Args:
+            module: What ``fabric.setup`` returned, or was given.
+
+        Raises:
+            ValueError: If the module was not set up, or with another strategy.
+        """
+        for wrapper in self._open_wrappers():
+            if wrapper.module is module or wrapper.module is getattr(module, "module", None):
+                return wrapper
+        raise ValueError(f"expected a module that fabric.setup() was given or returned, found {type(module).__name__}")
+
+    @override
+    def _wrapper_for(self, call: str) -> BucketDDP:
+        wrappers = self._open_wrappers()
+        if len(wrappers) != 1:
+            raise RuntimeError(
+                f"expected one module that fabric.setup() was given where {call}() is called, found {len(wrappers)}; "
+                f"of several, name one: strategy.wrapper_of(module).{call}()"
+            )
+        return wrappers[0]
+
+    def _open_wrappers(self) -> list[BucketDDP]:
+        found = [ref() for ref in self._own]
+        return [wrapper for wrapper in found if wrapper is not None and not wrapper.closed]
+
+    # -- setting up and taking down ------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        mine = not dist.is_initialized()
+        super().setup_environment()
+        _tell_others_of_uncaught_exceptions()
+        if mine:
+            end_group_at_exit()
+        else:  # set up before in the same processes: Fabric's own collectives come before a module is wrapped
+            require_fit_group(None, self._timeout)
+
+    @override
+    def setup_module(self, module: Module) -> BucketDDP:  # type: ignore[override]
+        for earlier in list(_wrappers):
+            if earlier.module is module:  # set up again, as may be done with `ddp`
+                earlier.close()
+        wrapper = BucketDDP(module, timeout=self._timeout, **self._wrapper_options)
+        wrapper.announce_with(rank_zero_info)
+        _wrappers.add(wrapper)
+        self._own = [ref for ref in self._own if ref() is not None] + [weakref.ref(wrapper)]
+        return wrapper
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        # Before a checkpoint's state is loaded into it, which has the fp32 masters.
+        if (wrapper := self._wrapper_behind(optimizer)) is not None:
+            wrapper.prepare_optimizer(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def _wrapper_behind(self, optimizer: Optimizer) -> BucketDDP | None:
+        """A wrapper with parameters that the optimizer steps on."""
+        found = _behind.get(optimizer)
+        if found is None or found.closed:
+            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            candidates = self._open_wrappers()
+            found = next((one for one in candidates if any(id(param) in held for param in one.parameters())), None)
+            if found is not None:
+                _behind[optimizer] = found
+        return found
+
+    @override
+    def teardown(self) -> None:
+        for wrapper in self._open_wrappers():
+            wrapper.close()
+        super().teardown()
+
+    # -- each step -----------------------------------------------------------------------------------
+
+    # Fabric refuses plain `loss.backward()` with strategies that override this method, which it finds out from what
+    # `wraps` sets. Here that works, as it does with `ddp`.
+    @wraps(DDPStrategy.backward)
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs backward as a pass of the model, all ranks together."""
+        wrappers = self._open_wrappers()
+        synchronised = [wrapper for wrapper in wrappers if wrapper.require_backward_grad_sync]
+        before = sum(wrapper.passes for wrapper in synchronised)
+        for wrapper in synchronised:
+            wrapper.begin_step()
+        trained = module if isinstance(module, BucketDDP) else wrappers[0] if len(wrappers) == 1 else None
+        with nullcontext() if trained is None or trained.closed else trained.backward_pass(tensor):
+            super().backward(tensor, module, *args, **kwargs)
+        if sum(wrapper.passes for wrapper in synchronised) == before:
+            for wrapper in synchronised:  # ranks that have come to a pass need not wait for this one
+                wrapper.end_step()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
+        wrapper = self._wrapper_behind(optimizer)
+        if wrapper is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        closure = kwargs.get("closure")
+        if closure is not None and looks_at_loss(optimizer):
+            # Line searches then take the same steps on all ranks.
+            kwargs["closure"] = lambda: wrapper.average_loss(closure())
+        masters = wrapper.prepare_optimizer(optimizer)
+        with nullcontext() if masters is None else masters.restored_after():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        params = list(self.precision.main_params(optimizer))
+        return wrapper.clip_grad_norm_(max_norm, float(norm_type), params, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(optimizer)
+        wrapper.clip_grad_value_(clip_val, list(self.precision.main_params(optimizer)))
+
+    def grad_norm(self, module: Module, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """The norm of a module's gradients together, as if they were one vector. All ranks must call this.
+
+        Args:
+            module: What ``fabric.setup`` returned, or was given.
+            norm_type: Which; ``inf`` for the largest absolute value.
+            parameters: Whose gradients; the module's if None.
+
+        Returns:
+            An fp32 tensor without a dimension, the same on every rank.
+
+        Raises:
+            ValueError: If the module was not set up, or with another strategy.
+        """
+        return self.wrapper_of(module).grad_norm(norm_type, parameters)
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, whole; with ``shard_optimizer`` on rank 0 alone. All ranks must call this."""
+        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        if wrapper is None:
+            return super().get_optimizer_state(optimizer)
+        return wrapper.optimizer_state_dict(optimizer) or {}
+
+    @override
+    def _convert_stateful_objects_in_state(
+        self,
+        state: dict[str, Module | Optimizer | Any],
+        filter: dict[str, Callable[[str, Any], bool]],
+    ) -> dict[str, Any]:
+        # Private; what comes out of it has been filtered, and is written next. Files are merely larger without.
+        converted = super()._convert_stateful_objects_in_state(state, filter)
+        sharded = self._wrapper_options["shard_optimizer"] and self.is_global_zero
+        return without_spare_memory(converted) if sharded else converted
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        for value in state.values():
+            if isinstance(value, BucketDDP) and not value.closed:  # rank 0's are saved; make them everyone's
+                value.synchronise_module_buffers()
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    # -- registry ------------------------------------------------------------------------------------
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Adds the names to a registry; the ones that are there already are left alone."""
+        register_names(cls, strategy_registry)
+
+
+class _BackwardSync:
+    """What ``fabric.no_backward_sync`` looks for."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Backwards in the context accumulate gradients without reducing them.
+
+        Raises:
+            TypeError: If the module is not wrapped.
+        """
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, BucketDDP):
+            raise TypeError(
+                f"expected a module that was set up with this strategy, whose gradients are a BucketDDP's; found "
+                f"{type(module).__name__}"
+            )
+        return module.no_sync()
+
+
+@cache
+def _tell_others_of_uncaught_exceptions() -> None:
+    """Lets other ranks, which may wait for this one in a pass, know of an exception that ends this process.
+
+    Fabric does not tell its strategy of exceptions, as the Trainer does: the loop is the user's.
+    """
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        for wrapper in list(_wrappers):
+            if not wrapper.closed:
+                wrapper.publish_failure(error)
+        before(kind, error, traceback)
+
+    sys.excepthook = tell
+
+
+def register() -> None:
+    """Registers this package's strategies with Fabric. Importing the package does it."""
+    BucketDDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)

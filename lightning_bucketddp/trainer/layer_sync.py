@@ -1,0 +1,35 @@
+"""``Trainer(sync_batchnorm=True)`` with :class:`BucketDDPStrategy`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from lightning.pytorch.plugins import LayerSync
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_bucketddp.wrapper.bucket_ddp import require_fit_group
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, links_of, revert_sync_batchnorm
+
+
+class BatchNormSync(LayerSync):
+    """Synchronises BatchNorm layers during ``fit``, on every backend and in a process group of their own.
+
+    Args:
+        timeout: How long collectives and agreements wait; torch's default if None.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+
+    @override
+    def apply(self, model: Module) -> Module:
+        convert_sync_batchnorm(model, timeout=self._timeout)
+        for link in links_of(model):
+            if link.collectives is not None:
+                require_fit_group(link.collectives.group, self._timeout)
+        return model
+
+    @override
+    def revert(self, model: Module) -> Module:
+        return revert_sync_batchnorm(model)
