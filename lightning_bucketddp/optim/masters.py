@@ -203,16 +203,16 @@ class MasterParams(SteppedParams):
 
 
 def prepare_at_first_step(
-    trains: Callable[[Tensor], bool], prepare: Callable[[Optimizer], object] = master_params
+    params: Callable[[], Container[int]], prepare: Callable[[Optimizer], object] = master_params
 ) -> RemovableHandle:
-    """Prepares every optimizer that steps on some of the given parameters, in its first step if it was not before.
+    """Prepare every optimizer that steps on some parameters, in its first step if it was not before.
 
     Through torch's global step hook, so that an optimizer nobody has handed over steps on masters too. A state dict
     that is loaded into one *before* its first step is loaded as torch does, in the parameters' dtype and without
     masters: where training is resumed, prepare the optimizer first.
 
     Args:
-        trains: Whether a parameter is one of those.
+        params: Gives the ids of the parameters, which may change.
         prepare: Called with the optimizer, when it has such parameters of low precision with fp32 gradients.
             It has to attach :class:`MasterParams`.
 
@@ -222,7 +222,11 @@ def prepare_at_first_step(
 
     def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        if optimizer not in _attached and any(wants_master(param) and trains(param) for param in params_of(optimizer)):
+        if optimizer in _attached:
+            return
+        candidates = [id(param) for param in params_of(optimizer) if wants_master(param)]
+        ours = params() if candidates else ()
+        if any(candidate in ours for candidate in candidates):
             prepare(optimizer)
 
     return register_optimizer_step_pre_hook(look)

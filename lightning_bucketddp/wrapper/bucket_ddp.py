@@ -877,9 +877,9 @@ def _wrappers_that_train(params: ModuleParams) -> list[BucketDDP]:
     return [wrapper for wrapper in list(_open_wrappers) if mine & wrapper._reducer.trains()]
 
 
-def _trains(reducer: weakref.ref[Reducer], param: Tensor) -> bool:
+def _trains(reducer: weakref.ref[Reducer]) -> set[int]:
     live = reducer()
-    return live is not None and id(param) in live.trains()
+    return set() if live is None else live.trains()
 
 
 def _release(

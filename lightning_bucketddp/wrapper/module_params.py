@@ -106,11 +106,13 @@ class ModuleParams:
                 break
         else:
             return [param.dtype for param in self._plain] != self._dtypes
-        # Another module may hold the same parameters: spare the ranks an agreement then.
         now = _named(self._module, self.ignored)
-        return len(now) != len(self.named) or not all(
-            name == known and param is its for (name, param), (known, its) in zip(now, self.named, strict=True)
-        )
+        if [(name, id(param)) for name, param in now] != [(name, id(param)) for name, param in self.named]:
+            return True
+        if [param.dtype for param in self._plain] != self._dtypes:
+            return True
+        self._look_up()  # other modules with the same parameters
+        return False
 
     def take_in(self) -> None:
         """Look the parameters up anew.
