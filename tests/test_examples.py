@@ -36,6 +36,7 @@ def number_after(text: str, output: str) -> float:
     return float(match.group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "forkserver"])
 def test_every_start_method_trains_from_a_script(strategy: str) -> None:  # forked ranks: test_launchers.py
     output = run_python("-m", "tests.launch_script", strategy)
@@ -59,12 +60,14 @@ def test_finetune_digits() -> None:
     assert int(sizes.group(2)) >= 2
 
 
+@pytest.mark.slow
 def test_finetune_digits_shows_how_ddp_drifts() -> None:
     output = run_example("finetune_digits.py", "--strategy", "ddp", "--devices", "2", "--epochs", "4")
     assert number_after("largest difference of a weight between ranks", output) > 0
     assert "drifted apart" in output
 
 
+@pytest.mark.slow
 def test_train_bytes_bf16() -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = run_python(*launch, "examples/train_bytes_bf16.py", "--steps", "50")
@@ -75,6 +78,7 @@ def test_train_bytes_bf16() -> None:
     assert "gradients in torch.float32, 7 of 7 parameters with an fp32 master" in output
 
 
+@pytest.mark.slow
 def test_fabric() -> None:
     output = run_example("fabric.py", "--devices", "2")
     assert output.index("first layer frozen") < output.rindex("first layer training")
@@ -95,6 +99,7 @@ def test_notebook_two_devices() -> None:
     assert 0 < number_after("largest difference of a weight", output) < 1e-9
 
 
+@pytest.mark.slow
 def test_cli() -> None:
     output = run_example("cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
     assert "BucketDDPStrategy on 2 ranks, parameters in torch.bfloat16, gradients in torch.float32" in output
@@ -104,6 +109,7 @@ def test_cli() -> None:
     assert "in 2 buckets" in output
 
 
+@pytest.mark.slow
 def test_gan() -> None:
     output = run_example("gan.py", "--devices", "2", "--epochs", "6")
     assert number_after("largest difference of a weight between ranks", output) == 0
@@ -112,6 +118,7 @@ def test_gan() -> None:
     assert number_after("generated", output) < number_after("noise", output) - 1, "of the distance to real digits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "strategy"), [(False, "bucketddp"), (True, "bucketddp"), (False, "bucketddp_sharded")]
 )

@@ -72,6 +72,7 @@ def finish(*processes: "subprocess.Popen[str]", timeout: float = 200) -> list[tu
 # -- ways of starting --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_on_forked_ranks_and_refuses_others() -> None:
     # `python -i` is what Lightning takes for a notebook.
     interactive = start("-i", "-m", "tests.launch_script", "bucketddp_notebook")
@@ -82,6 +83,7 @@ def test_a_notebook_trains_on_forked_ranks_and_refuses_others() -> None:
     assert "is not compatible with an interactive environment" in refusal
 
 
+@pytest.mark.slow
 def test_slurms_variables_make_ranks() -> None:
     variables = {
         "SLURM_NTASKS": "2",
@@ -106,6 +108,7 @@ def assert_learned(output: str, errors: str) -> None:
     assert re.search(r"largest difference of a weight between ranks +0  ", output)
 
 
+@pytest.mark.slow
 def test_the_slurm_job_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("slurm")
     with slurm(folder) as environment:
@@ -115,6 +118,7 @@ def test_the_slurm_job_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert_learned(output, errors + output)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_machines() -> None:
     with two_networks() as machines:
         address = machines[0][1]
@@ -164,6 +168,7 @@ def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Pa
             assert f"rank {rank} stops because rank {failed} raised {what}" in said, place
 
 
+@pytest.mark.slow
 def test_every_launcher_ends_the_ranks_of_a_failed_one(tmp_path: Path) -> None:
     launches = {
         "popen": ["-m", "tests.failing_script", "bucketddp", "on_train_batch_end:0"],
@@ -186,6 +191,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
     return elastic_script.train(folder, killed=False, plugins=PoolEnvironment())
 
 
+@pytest.mark.slow
 def test_a_job_whose_rank_was_killed_resumes_as_if_nothing_had_happened(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
