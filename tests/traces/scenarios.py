@@ -422,8 +422,15 @@ def subgroup() -> None:
 def wrapped_again() -> None:
     net = wrap(Mlp())
     train(net, steps=2)
-    net.close()
     train(wrap(net.module), steps=2)
+
+
+@scenario()
+def replaced_head() -> None:
+    net = wrap(Mlp())
+    train(net, steps=2)
+    net.module.head = nn.Linear(16, 4)
+    train(net, steps=2)
 
 
 add(
