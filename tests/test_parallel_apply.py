@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.replicas import apply as parallel_apply_file
 from lightning_bucketddp.replicas.replicas import parallel_apply
-from lightning_bucketddp.replicas.round_robin import RoundRobin
 
 COLOUR = contextvars.ContextVar("COLOUR", default="none")
 
@@ -244,21 +243,20 @@ def fails_in_the_third(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     if what == "start":
         monkeypatch.setattr(threading.Thread, "start", start_two)
     elif what == "place":
-        monkeypatch.setattr(parallel_apply_file, "_current", place_two)
+        monkeypatch.setattr(parallel_apply_file._Call, "current", place_two)
     else:
         monkeypatch.setattr(torch, "set_num_threads", set_in_two)
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("what", ["start", "set", "place"])
-def test_no_module_is_called_unless_all_can_be(monkeypatch: pytest.MonkeyPatch, what: str, in_turns: bool) -> None:
-    """One that was called would wait for others that never come."""
+def test_a_thread_that_cannot_run_its_module_is_an_error_when_the_others_have_ended(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     fails_in_the_third(monkeypatch, what)
     called: list[int] = []
-    turns = RoundRobin([torch.device("cpu")] * 4) if in_turns else None
     with pytest.raises(RuntimeError, match=f"can't {what}") as caught:
-        parallel_apply(each(4, called.append), [0, 1, 2, 3], turns=turns)
-    assert called == []
+        parallel_apply(each(4, called.append), [0, 1, 2, 3])
+    assert 2 not in called
     assert ("raised in replica 2" in getattr(caught.value, "__notes__", ())) == (what != "start")
     monkeypatch.undo()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica-")]
@@ -398,24 +396,3 @@ def test_a_modules_device_is_current_with_the_callers_stream_and_the_default_one
     with pretended.within("index", 1):
         found = parallel_apply(each(2, told), [()] * 2)
     assert [current for current, _ in found] == [{"index": 1, "stream": (1, caller)}] * 2
-
-
-@pytest.mark.parametrize("way", [{}, {"turns": RoundRobin([torch.device("cpu")] * 3)}, {"thread_per_device": True}])
-def test_each_end_is_told_of_in_its_thread(way: dict[str, Any]) -> None:
-    told: list[tuple[int, type, str]] = []
-
-    def fails_in_the_last(index: int) -> None:
-        if index == 2:
-            raise ArithmeticError
-
-    def on_end(index: int, error: BaseException | None) -> None:
-        told.append((index, type(error), threading.current_thread().name))
-
-    with pytest.raises(ArithmeticError):
-        parallel_apply(each(3, fails_in_the_last), [0, 1, 2], on_end=on_end, **way)
-    assert [(index, kind) for index, kind, _ in sorted(told)] == [
-        (0, type(None)), (1, type(None)), (2, ArithmeticError)
-    ]  # fmt: skip
-    own = threading.current_thread().name
-    first, _, last = (name for _, _, name in sorted(told))
-    assert (first, last) == (own, own if "thread_per_device" in way else "replica-2")

@@ -6,14 +6,12 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_bucketddp.replicas.round_robin import RoundRobin
 from lightning_bucketddp.replicas.scatter_gather import Device, as_device
 
 
@@ -23,28 +21,23 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
     *,
-    turns: RoundRobin | None = None,
     thread_per_device: bool = False,
-    on_end: Callable[[int, BaseException | None], None] | None = None,
 ) -> list[Any]:
     """Calls every module with its inputs, all at the same time, or those of different devices.
 
     The first module is called in the caller's thread and each of the others in one of its own, with the
     caller's grad mode, inference mode, autocast state, default device, number of intra-op threads, context variables
     and current streams. Modes of torch that are kept per thread and have no public way out of it (hooks for saved
-    tensors, function and dispatch modes) hold in the caller's thread alone. No module is called before all threads are
-    ready for theirs.
+    tensors, function and dispatch modes) hold in the caller's thread alone.
 
     Args:
         modules: The modules.
         inputs: For each the tuple or list of its arguments, or its only argument.
         kwargs: For each its keyword arguments.
         devices: For each the device that is current while it runs. By default the caller's.
-        turns: Which of them run one after the other instead, each in its thread, for modules that wait for others.
         thread_per_device: Whether modules of one device are called one after the other in one thread, those of the
-            first device in the caller's. When one raises, the rest of its device are not called.
-        on_end: Told of each call's end as it comes, in its thread: the module's place, and what it raised if it did.
-            Called for every call that has begun, so that none waits for one that has ended.
+            first device in the caller's. They draw random numbers in the same order each time. When one raises, the
+            rest of its device are not called.
 
     Returns:
         What each module returned.
@@ -52,8 +45,7 @@ def parallel_apply(
     Raises:
         ValueError: If there are not as many inputs, kwargs or devices as modules.
         BaseException: The first module's that raised any, by its place and not by time, after all modules have ended;
-            with its own traceback and a note that says which module it was. What kept a thread from starting, before
-            any module has been called.
+            with its own traceback and a note that says which module it was.
     """
     for what, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
         if given is not None and len(given) != len(modules):
@@ -62,27 +54,18 @@ def parallel_apply(
         return []
     places = [as_device(device) for device in devices] if devices is not None else [_present_device()] * len(modules)
     calls = [
-        _Call(
-            module, arguments, kwargs[index] if kwargs else {}, index, places[index], devices is not None, turns, on_end
-        )
+        _Call(module, arguments, kwargs[index] if kwargs else {}, index, places[index])
         for index, (module, arguments) in enumerate(zip(modules, inputs, strict=True))
     ]
-    lines = _by_place(calls) if thread_per_device else [[call] for call in calls]
-    state = _ThreadState(place.type for place in places if place is not None)
-    start = _CommonStart(len(lines) - 1)
-    threads: list[threading.Thread] = []
-    try:
-        _start_all(lines[1:], state, start, threads)
-        with lines[0][0].current():
-            if start.all_ready():
-                _run(lines[0], start.begin)
-    finally:
-        start.call_off()  # of no effect on calls that have begun
-        _join_all(threads)
-    if any(call.error is not None for call in calls):
-        error = _first_error(calls)
+    lines: dict[Any, list[_Call]] = {}
+    for call in calls:
+        lines.setdefault(call.device if thread_per_device else call.index, []).append(call)
+    _run_all(list(lines.values()), _ThreadState(place.type for place in places if place is not None))
+    error = next((call.take_error() for call in calls if call.error is not None), None)
+    if error is not None:
         calls.clear()  # else the traceback, which holds this frame, would keep every replica's results alive
         lines.clear()
+        del call
         try:
             raise error
         finally:
@@ -96,48 +79,37 @@ def _present_device() -> torch.device | None:
     return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _by_place(calls: Iterable[_Call]) -> list[list[_Call]]:
-    """The calls of each device, in order."""
-    lines: dict[torch.device | None, list[_Call]] = {}
-    for call in calls:
-        lines.setdefault(call.device, []).append(call)
-    return list(lines.values())
+def _run_all(lines: Sequence[list[_Call]], state: _ThreadState) -> None:
+    """Makes all calls, the first line's in this thread."""
+    threads: list[threading.Thread] = []
+    try:
+        for line in lines[1:]:
+            run, name = contextvars.copy_context().run, f"replica-{line[0].index}"
+            thread = threading.Thread(target=run, args=(_run_within, line, state), name=name)
+            thread.start()
+            threads.append(thread)
+        with lines[0][0].current():
+            _run(lines[0])
+    finally:
+        _join_all(threads)
 
 
-def _start_all(
-    lines: Iterable[list[_Call]], state: _ThreadState, start: _CommonStart, threads: list[threading.Thread]
-) -> None:
-    for line in lines:
-        context = contextvars.copy_context()
-        name = f"replica-{line[0].index}"
-        thread = threading.Thread(target=context.run, args=(_run_within, line, state, start), name=name)
-        thread.start()
-        threads.append(thread)
-
-
-def _run(line: Iterable[_Call], begin: Callable[[], None] | None = None) -> None:
-    """Makes one thread's calls, until one raises.
-
-    Args:
-        line: The calls.
-        begin: Called before each, by the thread that has the others begin.
-    """
+def _run(line: Iterable[_Call]) -> None:
+    """Makes one thread's calls, until one raises."""
     for call in line:
-        call.run(begin)
+        call.run()
         if call.error is not None:
             return
 
 
-def _run_within(line: Sequence[_Call], state: _ThreadState, start: _CommonStart) -> None:
-    """As :func:`_run`, in a thread that takes over another's state, when all are ready."""
+def _run_within(line: Sequence[_Call], state: _ThreadState) -> None:
+    """As :func:`_run`, in a thread that takes over another's state."""
     try:
         with state.applied(line[0].device), line[0].current():
-            if start.ready():
-                _run(line)
+            _run(line)
     except BaseException as error:
         if all(call.error is None for call in line):  # a module's own says more
             line[0].error = error
-        start.call_off()
 
 
 def _join_all(threads: Iterable[threading.Thread]) -> None:
@@ -155,49 +127,6 @@ def _join_all(threads: Iterable[threading.Thread]) -> None:
         raise interrupted
 
 
-def _first_error(calls: Iterable[_Call]) -> BaseException:
-    return next(call for call in calls if call.error is not None).take_error()
-
-
-class _CommonStart:
-    """Has all calls begin, or none of them: one that has begun may wait for the others.
-
-    Args:
-        others: How many threads there are besides the caller's.
-    """
-
-    def __init__(self, others: int) -> None:
-        self._changed = threading.Condition()
-        self._missing = others
-        self._has_begun = self._is_off = False
-
-    def all_ready(self) -> bool:
-        """Waits until all other threads are ready; False if the calls are off."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._missing == 0 or self._is_off)
-            return not self._is_off
-
-    def ready(self) -> bool:
-        """Says that one of the other threads is ready, and waits for the beginning; False if the calls are off."""
-        with self._changed:
-            self._missing -= 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_begun or self._is_off)
-            return not self._is_off
-
-    def begin(self) -> None:
-        """Has all calls begin."""
-        with self._changed:
-            self._has_begun = True
-            self._changed.notify_all()
-
-    def call_off(self) -> None:
-        """Has calls that have not begun not begin."""
-        with self._changed:
-            self._is_off = not self._has_begun
-            self._changed.notify_all()
-
-
 class _Call:
     """One module's call: what it is called with, and what came of it."""
 
@@ -208,48 +137,37 @@ class _Call:
         kwargs: Mapping[str, Any],
         index: int,
         device: torch.device | None,
-        tells_device: bool,
-        turns: RoundRobin | None,
-        on_end: Callable[[int, BaseException | None], None] | None,
     ) -> None:
-        self.tells_device = tells_device
         self.module = module
         self.inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
         self.kwargs = kwargs
         self.index = index
         self.device = device
-        self._on_end = on_end
-        self._turn: AbstractContextManager[None] = nullcontext() if turns is None else turns.turn(index)
         self._stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def current(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
         """Inside, the call's device is current, and on it the stream that was."""
-        return _current(self.device, self._stream)
+        if self._stream is None or self.device is None:
+            yield
+            return
+        with torch.accelerator.device_index(self.device.index), self._stream:
+            yield
 
-    def run(self, begin: Callable[[], None] | None = None) -> None:
-        """Calls the module and keeps what it returns or raises.
-
-        Args:
-            begin: Called before, by the one that has the others begin.
-        """
+    def run(self) -> None:
+        """Calls the module and keeps what it returns or raises."""
         try:
-            with self._turn:
-                if begin is not None:
-                    begin()
-                self.result = self.module(*self.inputs, **self.kwargs)
+            self.result = self.module(*self.inputs, **self.kwargs)
         except BaseException as error:  # whatever it is, the others are waited for
             self.error = error
-        finally:
-            if self._on_end is not None:
-                self._on_end(self.index, self.error)
 
     def take_error(self) -> BaseException:
         """The error, with a note that says where it was raised."""
         error, self.error = self.error, None
         assert error is not None
-        note = f"raised in replica {self.index}" + (f" on {self.device}" if self.tells_device else "")
+        note = f"raised in replica {self.index}" + (f" on {self.device}" if self.device is not None else "")
         if sys.version_info >= (3, 11):
             error.add_note(note)
         elif len(error.args) == 1 and isinstance(error.args[0], str):
@@ -260,15 +178,6 @@ class _Call:
 def _is_accelerator(device: torch.device | None) -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return device is not None and accelerator is not None and device.type == accelerator.type
-
-
-@contextlib.contextmanager
-def _current(device: torch.device | None, stream: torch.Stream | None) -> Iterator[None]:
-    if stream is None or device is None:
-        yield
-        return
-    with torch.accelerator.device_index(device.index), stream:
-        yield
 
 
 class _ThreadState:

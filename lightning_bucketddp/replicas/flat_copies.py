@@ -243,14 +243,17 @@ def reduce_add(
 
     Returns:
         For each tensor the sum, None if no replica used it. Sparse if all its gradients are.
-
-    Raises:
-        RuntimeError: If a gradient has another shape or dtype than what it belongs to.
     """
     dtype = layout.dtype if dtype is None else dtype
-    _require_fit(grads, layout)
     dense = [[None if grad is None or _is_sparse(grad) else grad for grad in replica] for replica in grads]
-    sums = _sum_dense(dense, layout, home, dtype)
+    rows = [row for row in dense if any(grad is not None for grad in row)]
+    sums: list[Tensor | None] = [None] * len(layout.names)
+    if rows:
+        total = _moved_home(rows[0], layout, home).to(dtype)
+        for row in rows[1:]:
+            total.add_(_moved_home(row, layout, home))
+        used = [any(grad is not None for grad in column) for column in zip(*rows, strict=True)]
+        sums = [view if is_used else None for view, is_used in zip(layout.views(total), used, strict=True)]
     for replica in grads:
         for index, grad in enumerate(replica):
             if grad is not None and _is_sparse(grad):
@@ -263,34 +266,6 @@ def _is_sparse(grad: Tensor) -> bool:
     return grad.layout is not torch.strided
 
 
-def _require_fit(grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout) -> None:
-    for replica, row in enumerate(grads):
-        for index, grad in enumerate(row):
-            if grad is not None and (grad.shape != layout.shapes[index] or grad.dtype is not layout.dtype):
-                raise RuntimeError(
-                    f"cannot add up the gradients of {layout.names[index]!r}: expected {tuple(layout.shapes[index])}, "
-                    f"{layout.dtype}, found {tuple(grad.shape)}, {grad.dtype} from copy {replica}"
-                )
-
-
-def _sum_dense(
-    grads: Sequence[Sequence[Tensor | None]], layout: FlatLayout, home: torch.device, dtype: torch.dtype
-) -> list[Tensor | None]:
-    rows = [row for row in grads if any(grad is not None for grad in row)]
-    here = [row for row in rows if _device_of(row) == home]
-    moved = [_moved_home(row, layout, home).to(dtype) for row in rows if _device_of(row) != home]
-    if not moved:
-        wanted = [[None if grad is None else grad.to(dtype) for grad in row] for row in here]
-        return _sum_at_home(wanted) if here else [None] * len(layout.names)
-    for flat in moved[1:]:
-        moved[0].add_(flat)
-    views = layout.views(moved[0])
-    for row in here:
-        present = [index for index, grad in enumerate(row) if grad is not None]
-        torch._foreach_add_([views[index] for index in present], [grad for grad in row if grad is not None])
-    return [view if any(row[index] is not None for row in rows) else None for index, view in enumerate(views)]
-
-
 def _moved_home(row: Sequence[Tensor | None], layout: FlatLayout, home: torch.device) -> Tensor:
     """One replica's gradients, zeros where there is none, in one flat tensor on ``home``."""
     here = [grad for grad in row if grad is not None]
@@ -299,34 +274,3 @@ def _moved_home(row: Sequence[Tensor | None], layout: FlatLayout, home: torch.de
     parts = [part for part, grad in zip(layout.views(flat), row, strict=True) if grad is not None]
     torch._foreach_copy_(parts, here)
     return flat.to(home)
-
-
-def _sum_at_home(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """The sums of gradients that are where they are wanted: the first ones are passed on as they are."""
-    sums = list(rows[0])
-    made: set[int] = set()
-    for row in rows[1:]:
-        into: list[tuple[Tensor, Tensor]] = []
-        beside: list[tuple[int, Tensor, Tensor]] = []
-        for index, grad in enumerate(row):
-            total = sums[index]
-            if grad is None:
-                continue
-            if total is None:
-                sums[index] = grad
-            elif index in made:
-                into.append((total, grad))
-            else:
-                beside.append((index, total, grad))
-        if into:
-            torch._foreach_add_([total for total, _ in into], [grad for _, grad in into])
-        if beside:  # what the engine passed in may be somebody else's too
-            results = torch._foreach_add([total for _, total, _ in beside], [grad for _, _, grad in beside])
-            for (index, _, _), result in zip(beside, results, strict=True):
-                sums[index] = result
-                made.add(index)
-    return sums
-
-
-def _device_of(row: Sequence[Tensor | None]) -> torch.device:
-    return next(grad for grad in row if grad is not None).device

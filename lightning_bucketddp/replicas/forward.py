@@ -70,9 +70,7 @@ class ReplicatedForward:
         groups = self.groups() if copies and self.groups is not None else None
         if self._replicas is None or groups is not self._grouped_by:
             self._replicas = None  # frees its memory first
-            own = set(map(id, self._module.parameters()))  # some may have been taken away since the groups were made
-            present = None if groups is None else [[param for param in group if id(param) in own] for group in groups]
-            self._replicas = Replicas(self._module, self.devices, present, share=not self._copied)
+            self._replicas = Replicas(self._module, self.devices, groups, share=not self._copied)
             self._grouped_by = groups
         return self._replicas
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,24 @@ _OWN_WAY = "_replicate_for_data_parallel"
 HELD = "_bucketddp_replicas"
 """The attribute under which a module holds its replicas between steps; replicas have none of their own."""
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-"""Where a module keeps hooks on its call; private, as there is no public way to those that it has."""
+_HOOKS = [name for name, value in vars(nn.Module()).items() if "ward_" in name and isinstance(value, dict)]
+"""Where a module keeps hooks on its forward and backward; private, as there is no public way to those that it has."""
 
-_Entries = list[tuple[str, int]]
+
+class Slot(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        module: The number of the module that has it.
+        registry: Where the module has it, ``"_parameters"`` or ``"_buffers"``.
+        name: Its name there.
+        position: Its position among the tree's tensors.
+    """
+
+    module: int
+    registry: str
+    name: str
+    position: int
 
 
 class ModuleTree:
@@ -45,7 +51,7 @@ class ModuleTree:
         tensors: Its parameters and module buffers, each once.
         names: What they are called.
         is_param: Which of them are parameters.
-        slots: Per module, the names of its parameters and of its buffers with their positions in ``tensors``.
+        slots: Where the tensors are; those that modules share are in several.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,22 +59,20 @@ class ModuleTree:
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.is_param: list[bool] = []
-        self.slots: list[tuple[_Entries, _Entries]] = []
+        self.slots: list[Slot] = []
         positions: dict[int, int] = {}
-        for prefix, part in module.named_modules():
+        for index, (prefix, part) in enumerate(module.named_modules()):
             self.modules.append(part)
-            own: tuple[_Entries, _Entries] = [], []
-            for kind, entries in enumerate((part._parameters, part._buffers)):
-                for name, tensor in entries.items():
+            for registry in ("_parameters", "_buffers"):
+                for name, tensor in part.__dict__[registry].items():
                     if tensor is None:
                         continue
                     position = positions.setdefault(id(tensor), len(self.tensors))
                     if position == len(self.tensors):
                         self.tensors.append(tensor)
                         self.names.append(f"{prefix}.{name}" if prefix else name)
-                        self.is_param.append(kind == 0)
-                    own[kind].append((name, position))
-            self.slots.append(own)
+                        self.is_param.append(registry == "_parameters")
+                    self.slots.append(Slot(index, registry, name, position))
         self._own = frozenset(map(id, chain[Any](self.modules, self.tensors)))
         self._found = self._entries()
 
@@ -112,10 +116,9 @@ class ModuleCopy:
 
     Args:
         tree: The original.
-        replaced: Positions of the tensors of which the replica has others than the original.
     """
 
-    def __init__(self, tree: ModuleTree, replaced: Iterable[int]) -> None:
+    def __init__(self, tree: ModuleTree) -> None:
         self._tree = tree
         self._copies = [object.__new__(type(original)) for original in tree.modules]
         self._by_id: dict[int, Any] = {
@@ -127,80 +130,43 @@ class ModuleCopy:
         ]
         usual = {getattr(kind, _OWN_WAY, None) for kind in (nn.Module, GraphModule)}  # torch.fx compiles each copy anew
         self._own_way = [getattr(type(original), _OWN_WAY, None) not in usual for original in tree.modules]
-        self._replaced = set(replaced)
-        self._slots = [
-            (index, [[(name, at) for name, at in entries if at in self._replaced] for entries in slots])
-            for index, slots in enumerate(tree.slots)
-            if any(at in self._replaced for entries in slots for _, at in entries)
-        ]
-        self._aliases: Sequence[tuple[int, str]] = ()
-        # What a replica registers in its forward is for its own samples; kept, as thousands of new ones are slow.
-        self._own_hooks: list[list[OrderedDict[int, Any]]] = [[OrderedDict() for _ in _HOOKS] for _ in tree.modules]
-        self._held: dict[int, Tensor] = {}  # where aliases may lead to
 
     @property
     def root(self) -> nn.Module:
         """The replica of the module itself."""
         return self._copies[0]
 
-    def renew(self, aliases: Sequence[tuple[int, str]]) -> None:
-        """Takes over the original's present attributes; the tensors are the original's until :meth:`hold`.
-
-        Args:
-            aliases: The tree's present ones.
-        """
-        for original, copy, children, own_way, own_hooks in zip(
-            self._tree.modules, self._copies, self._children, self._own_way, self._own_hooks, strict=True
+    def renew(self) -> None:
+        """Takes over the original's present attributes; the tensors are the original's until :meth:`hold`."""
+        for original, copy, children, own_way in zip(
+            self._tree.modules, self._copies, self._children, self._own_way, strict=True
         ):
             attributes = getattr(original, _OWN_WAY)().__dict__ if own_way else original.__dict__.copy()
             attributes["_parameters"] = original._parameters.copy()
             attributes["_buffers"] = original._buffers.copy()
             attributes["_modules"] = children.copy()
             attributes["_is_replica"] = True
-            for name, mine in zip(_HOOKS, own_hooks, strict=True):
-                theirs = attributes.get(name)
-                if theirs is not None:
-                    if mine:
-                        mine.clear()
-                    if theirs:
-                        mine.update(theirs)
-                    attributes[name] = mine
+            for name in _HOOKS:  # what a replica registers in its forward is for its own samples
+                if name in attributes:
+                    attributes[name] = attributes[name].copy()
             attributes.pop(HELD, None)
             object.__setattr__(copy, "__dict__", attributes)
-        self._aliases = aliases
-        self._redirect(self._by_id)
-        self._held.clear()
 
-    def hold(self, tensors: Sequence[Tensor | None]) -> None:
-        """Puts other tensors in the place of those that the copy has.
+    def hold(self, tensors: Mapping[int, Tensor], aliases: Iterable[tuple[int, str]]) -> None:
+        """Puts other tensors in the place of the original's, and leads aliases to the replica's own.
 
         Args:
-            tensors: As ``tree.tensors``; only those at the positions that are to be replaced are looked at. None for
-                those that stay.
+            tensors: By their positions in ``tree.tensors``; the others stay.
+            aliases: The tree's present ones.
         """
-        for index, slots in self._slots:
+        for slot in self._tree.slots if tensors else ():
+            if slot.position in tensors:
+                self._copies[slot.module].__dict__[slot.registry][slot.name] = tensors[slot.position]
+        others = {id(self._tree.tensors[position]): tensor for position, tensor in tensors.items()}
+        replacements = self._by_id | others
+        for index, name in aliases:
             attributes = self._copies[index].__dict__
-            for kind, own in zip(("_parameters", "_buffers"), slots, strict=True):
-                entries = attributes[kind]
-                for name, position in own:
-                    tensor = tensors[position]
-                    if tensor is not None:
-                        entries[name] = tensor
-        if self._aliases:
-            originals = self._tree.tensors
-            replacements = {}
-            for position in self._replaced:
-                tensor = tensors[position]
-                if tensor is not None:
-                    before = self._held.get(position, originals[position])
-                    replacements[id(originals[position])] = replacements[id(before)] = self._held[position] = tensor
-            self._redirect(replacements)
-
-    def _redirect(self, replacements: Mapping[int, Any]) -> None:
-        for index, name in self._aliases:
-            attributes = self._copies[index].__dict__
-            if name in attributes:
-                attributes[name] = _redirected(attributes[name], replacements)
+            attributes[name] = _redirected(attributes[name], replacements)
 
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})

@@ -51,8 +51,7 @@ class Replicas:
         devices: The devices.
 
     Raises:
-        ValueError: If there is no device, if a group names a parameter that the module does not have, or for lazy
-            modules that have seen no batch.
+        ValueError: If there is no device, or for lazy modules that have seen no batch.
         TypeError: For scripted and compiled modules.
     """
 
@@ -65,17 +64,9 @@ class Replicas:
     ) -> None:
         self.module = module
         self.devices = as_devices(devices)
-        self._groups = [list(group) for group in groups or ()]
+        self._groups = {id(param): number for number, group in enumerate(groups or ()) for param in group}
         self._share = share
         self._build()
-        own = set(map(id, self._tree.tensors))
-        for number, group in enumerate(self._groups):
-            for param in group:
-                if id(param) not in own:
-                    raise ValueError(
-                        f"expected groups of the module's parameters, found in group {number} a tensor of shape "
-                        f"{tuple(param.shape)} that it does not have"
-                    )
 
     def _build(self) -> None:
         """Looks at the module's structure, and decides which tensors each replica shares or has copies of."""
@@ -87,7 +78,6 @@ class Replicas:
         tree = self._tree
         self._buffers = [position for position, is_param in enumerate(tree.is_param) if not is_param]
         self._kinds = self._present_kinds()
-        group_of = self._group_of()
         pieces: dict[tuple[Any, ...], list[int]] = {}
         singles: list[int] = []
         for position, tensor in enumerate(tree.tensors):
@@ -103,7 +93,7 @@ class Replicas:
                 continue
             groups: dict[int, list[int]] = {}
             for place, position in enumerate(positions):
-                groups.setdefault(group_of.get(position, -1), []).append(place)
+                groups.setdefault(self._groups.get(id(tree.tensors[position]), -1), []).append(place)
             copies = FlatCopies(
                 [tree.tensors[position] for position in positions],
                 [tree.names[position] for position in positions],
@@ -112,14 +102,6 @@ class Replicas:
             )
             self._pieces.append((positions, copied, copies))
         self._singles = [(position, copied) for position in singles if (copied := self._copied(position))]
-        replaced: list[list[int]] = [[] for _ in self.devices]
-        for positions, copied, _ in self._pieces:
-            for index in copied:
-                replaced[index] += positions
-        for position, copied in self._singles:
-            for index in copied:
-                replaced[index].append(position)
-        self._replaced = replaced
         self._sets: dict[tuple[bool, bool], list[ModuleCopy]] = {}
 
     def _modules_for_now(self) -> list[ModuleCopy]:
@@ -130,7 +112,7 @@ class Replicas:
         """
         kind = torch.is_grad_enabled(), self.module.training
         if kind not in self._sets:
-            self._sets[kind] = [ModuleCopy(self._tree, positions) for positions in self._replaced]
+            self._sets[kind] = [ModuleCopy(self._tree) for _ in self.devices]
         return self._sets[kind]
 
     def _trains(self, position: int) -> bool:
@@ -155,15 +137,6 @@ class Replicas:
         tensors = self._tree.tensors
         return all(copies.fit([tensors[position] for position in positions]) for positions, _, copies in self._pieces)
 
-    def _group_of(self) -> dict[int, int]:
-        position_of = {id(tensor): position for position, tensor in enumerate(self._tree.tensors)}
-        return {
-            position_of[id(param)]: number
-            for number, group in enumerate(self._groups)
-            for param in group
-            if id(param) in position_of
-        }
-
     def refresh(self, count: int | None = None) -> list[nn.Module]:
         """Brings the first ``count`` replicas up to date with the original.
 
@@ -186,10 +159,11 @@ class Replicas:
             self._plan()
         self._copies = self._modules_for_now()
         copies = self._copies[:count]
+        for copy in copies:  # lets go of the last values, so that their memory can serve again
+            copy.renew()
         aliases = self._tree.aliases()
-        for copy in copies:
-            copy.renew(aliases)
-        self._write(copies, parameters_only=False)
+        for copy, tensors in zip(copies, self._written(count), strict=True):
+            copy.hold(tensors, aliases)
         return [copy.root for copy in copies]
 
     @property
@@ -197,40 +171,27 @@ class Replicas:
         """The first replica of the last :meth:`refresh`."""
         return self._copies[0].root
 
-    def refresh_parameters(self, count: int) -> None:
-        """Brings the parameters of the first ``count`` replicas up to date, and nothing else.
-
-        For the middle of a forward, when the original's parameters have been stepped or frozen: attributes and module
-        buffers, which the forward may have changed, stay. What autograd has recorded stays valid.
-        """
-        copies = self._copies[:count]
+    def _written(self, count: int) -> list[dict[int, Tensor]]:
+        """New copies of the original's present tensors for the first replicas, by position."""
         originals = self._tree.tensors
-        for copy in copies:  # lets go of the last copies, so that their memory can serve again
-            copy.hold([tensor if self._trains(position) else None for position, tensor in enumerate(originals)])
-        self._write(copies, parameters_only=True)
-
-    def _write(self, copies: Sequence[ModuleCopy], parameters_only: bool) -> None:
-        """Has replicas hold new copies of the original's present tensors."""
-        count, originals = len(copies), self._tree.tensors
-        held: list[list[Tensor | None]] = [[None] * len(originals) for _ in copies]
+        held: list[dict[int, Tensor]] = [{} for _ in range(count)]
         for positions, copied, flat_copies in self._pieces:
             present = [index for index in copied if index < count]
-            if not present or (parameters_only and not self._trains(positions[0])):
+            if not present:
                 continue
             sources = [originals[position] for position in positions]
             written = flat_copies.write(sources, len(present))
             if torch.is_grad_enabled():
                 flat_copies.with_edges(sources, written)
             for index, tensors in zip(present, written, strict=True):
-                for position, tensor in zip(positions, tensors, strict=True):
-                    held[index][position] = tensor
+                held[index].update(zip(positions, tensors, strict=True))
         for position, copied in self._singles:
-            trains = self._trains(position)
             for index in copied:
-                if index < count and (trains or not parameters_only):
-                    held[index][position] = _copied_alone(originals[position], self.devices[index], trains)
-        for copy, mine in zip(copies, held, strict=True):
-            copy.hold(mine)
+                if index < count:
+                    held[index][position] = _copied_alone(
+                        originals[position], self.devices[index], self._trains(position)
+                    )
+        return held
 
 
 _device = operator.attrgetter("device")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_bucketddp.replicas.nested import rebuilt
+from lightning_bucketddp.replicas.nested import items_of, joined, rebuilt, require_same
 
 Device = torch.device | str | int
 
@@ -97,7 +96,7 @@ def _count_chunks(value: Any, most: int, dim: int, counts: dict[int, Tensor]) ->
             "split; pass the padded sequences with their lengths and pack them in forward"
         )
     else:
-        for item in _items(value):
+        for item in (items_of(value) or {}).values():
             _count_chunks(item, most, dim, counts)
 
 
@@ -107,38 +106,22 @@ def _size(tensor: Tensor, dim: int) -> int:
     return tensor.size(dim)
 
 
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if _is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    return []
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]:
     if isinstance(value, Tensor):
         # of no dimension: each has its own, as each has its own part of others, to change in place
         chunks = value.chunk(len(targets), dim) if value.dim() else [value, *(value.clone() for _ in targets[1:])]
         return [_moved(chunk, device) for chunk, device in zip(chunks, targets, strict=True)]
-    parts = [_scatter(item, targets, dim) for item in _items(value)]
-    return [_rebuild(value, [part[index] for part in parts]) for index in range(len(targets))]
+    items = items_of(value)
+    if items is None:
+        return [value] * len(targets)
+    parts = [_scatter(item, targets, dim) for item in items.values()]
+    return [rebuilt(value, [part[index] for part in parts]) for index in range(len(targets))]
 
 
 def _moved(chunk: Tensor, device: torch.device) -> Tensor:
     if chunk.device == device and not chunk.requires_grad:
         return chunk.data  # as all chunks count in-place changes together, and each replica's graph its own alone
     return chunk.to(device, non_blocking=device.type != "cpu")
-
-
-def _rebuild(value: Any, items: list[Any]) -> Any:
-    """A container like ``value`` with other items; ``value`` itself if it is none."""
-    return rebuilt(value, items) if isinstance(value, list | tuple | Mapping) or _is_dataclass(value) else value
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
@@ -159,27 +142,19 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
     if not outputs:
         raise ValueError("expected at least one output to gather, found none")
     target = as_device(device)
-    return _gather(list(outputs), target, dim, "output")
+    return joined(outputs, "output", lambda values, path: _gathered(values, path, target, dim))
 
 
-def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
-    first = outputs[0]
-    _require_same(outputs, path, "type", lambda output: Tensor if isinstance(output, Tensor) else type(output))
-    if isinstance(first, Tensor):
-        _require_same(outputs, path, "dtype", lambda tensor: tensor.dtype)
-        _require_same(outputs, path, f"shape but for dimension {dim}", lambda tensor: _shape_without(tensor, dim))
-        moved = [tensor.to(target, non_blocking=target.type != "cpu") for tensor in outputs]
-        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
-    if isinstance(first, Mapping):
-        _require_same(outputs, path, "set of keys", lambda mapping: set(mapping))
-        items = [_gather([output[key] for output in outputs], target, dim, f"{path}[{key!r}]") for key in first]
-        return _rebuild(first, items)
-    if isinstance(first, list | tuple) or _is_dataclass(first):
-        _require_same(outputs, path, "length", lambda output: len(_items(output)))
-        columns = zip(*(_items(output) for output in outputs), strict=True)
-        return _rebuild(first, [_gather(list(column), target, dim, f"{path}[{i}]") for i, column in enumerate(columns)])
-    _require_same(outputs, path, "value", lambda output: output)
-    return first
+def _gathered(values: Sequence[Any], path: str, target: torch.device, dim: int) -> Any:
+    first = values[0]
+    require_same(values, path, "type", lambda value: Tensor if isinstance(value, Tensor) else type(value))
+    if not isinstance(first, Tensor):
+        require_same(values, path, "value", lambda value: value)
+        return first
+    require_same(values, path, "dtype", lambda tensor: tensor.dtype)
+    require_same(values, path, f"shape but for dimension {dim}", lambda tensor: _shape_without(tensor, dim))
+    moved = [tensor.to(target, non_blocking=target.type != "cpu") for tensor in values]
+    return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
 
 
 def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
@@ -189,21 +164,3 @@ def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
     shape = list(tensor.shape)
     shape[dim] = -1
     return tuple(shape)
-
-
-def _require_same(outputs: list[Any], path: str, what: str, of: Callable[[Any], Any]) -> None:
-    expected = of(outputs[0])
-    for replica, output in enumerate(outputs):
-        found = of(output)
-        if found is not expected and not _equal(found, expected):
-            raise ValueError(
-                f"cannot gather {path}: expected the same {what} from every replica, found {expected!r} in replica 0 "
-                f"and {found!r} in replica {replica}"
-            )
-
-
-def _equal(value: Any, other: Any) -> bool:
-    try:
-        return bool(value == other)
-    except (TypeError, ValueError, RuntimeError):  # arrays of any kind compare element by element
-        return False
