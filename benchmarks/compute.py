@@ -38,9 +38,7 @@ from wrapped import Wrapping, bucketddp, ddp, local_pass, try_wrap, unwrapped
 
 RANKS = 2
 WARM_UP = 12
-PLANNED_AFTER = 30
-"""Passes until planned buckets have been decided on, at most."""
-"""Steps without accumulation before anything counts: wrappers learn orders, plan buckets and make optimizer state."""
+"""Steps without accumulation before anything counts: wrappers learn orders and make optimizer state."""
 BLOCK_PASSES = 3
 """How many passes a peer has in its turn, unless a step has more."""
 BATCHES = 8
@@ -52,8 +50,7 @@ SAME_LOSSES = 3
 TOLERANCE = 1e-4
 """Largest relative difference of losses between peers that synchronise: sums in another order, some steps on."""
 
-UNWRAPPED, SHIPPED, OURS, AUTO = "unwrapped", "ddp as shipped", "bucketddp", 'bucketddp, "auto"'
-SHARDED = "bucketddp_sharded"
+UNWRAPPED, SHIPPED, OURS, SHARDED = "unwrapped", "ddp as shipped", "bucketddp", "bucketddp_sharded"
 BEST, TWIN = "ddp, best flags", "ddp, best flags, its twin"
 
 
@@ -69,7 +66,6 @@ def wrappings() -> list[Wrapping]:
         ddp(SHIPPED),
         *(_flags(cap, copy) for cap in CAPS_MB for copy in ("", ", twin")),
         bucketddp(OURS),
-        bucketddp(AUTO, bucket_cap_mb="auto"),
         bucketddp(SHARDED, shard_optimizer=True),
     ]
 
@@ -136,7 +132,7 @@ def _measure(workload: Workload, accumulation: int, rounds: int, device: torch.d
     notes: list[str] = []
     peers = [peer for wrapping in wrappings() if (peer := _make(workload, wrapping, device, notes)) is not None]
     for peer in peers:
-        for _ in range(PLANNED_AFTER if "auto" in peer.wrapping.name else WARM_UP):
+        for _ in range(WARM_UP):
             _step(peer, 1, device)
         if accumulation > 1:
             _step(peer, accumulation, device)
@@ -269,7 +265,6 @@ COLOURS = {
     SHIPPED: "tab:red",
     BEST: "tab:orange",
     OURS: "tab:blue",
-    AUTO: "tab:cyan",
     SHARDED: "tab:purple",
 }
 

@@ -42,7 +42,7 @@ PORT = 29511
 """In the first rank's namespace, where nothing else listens."""
 COMPARED = (UNSYNCHRONISED, SHIPPED)
 """Peers that tables refer to; they run in any case."""
-SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", 'bucketddp, "auto"', "bucketddp_sharded")
+SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", "bucketddp_sharded")
 """Peers for other rates and ratios."""
 
 
@@ -71,7 +71,7 @@ def worker(rank: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
     from paced import paced
-    from peers import peers, step_times
+    from peers import WARM_UP, peers, step_times
 
     content = json.loads((folder / "job.json").read_text())
     job = Job(**{**content, "case": Case(**content["case"])})
@@ -96,22 +96,17 @@ def worker(rank: int, folder: Path) -> None:
             getattr(measured, kind).append(seconds)
         for peer in chosen if number % 2 == 0 else reversed(chosen):
             passes: list[Any] = []
-            plans: list[Any] = []
             model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
             try:
-                times = step_times(peer, model, peer.warm_up + job.steps, passes, plans)
+                times = step_times(peer, model, WARM_UP + job.steps, passes)
             except Exception as error:  # the traceback comes after all the other rank has to say
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
-            measured.steps.setdefault(peer.name, []).append(median(times[peer.warm_up :]))
+            measured.steps.setdefault(peer.name, []).append(median(times[WARM_UP:]))
             if passes:
-                counted = passes[peer.warm_up :]
+                counted = passes[WARM_UP:]
                 both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
                 measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
-                for plan in plans:
-                    chosen_buckets = plan.in_use.timeline
-                    seconds = median([sum(each) for each in zip(*both, strict=True)])
-                    measured.plans.setdefault(peer.name, []).append((str(plan), chosen_buckets.finish, seconds))
             gc.collect()  # here rather than in the next peer's turn
             dist.barrier()
         if rank == 0:

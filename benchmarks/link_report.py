@@ -29,7 +29,6 @@ class Measured:
         optimizer: A step of the optimizer, on all parameters.
         passes: By peer of this package, the median time of backward and of what came after it until the gradients were
             there.
-        plans: By peer that plans its buckets, the plan in words, and the time of a pass as simulated and as measured.
         skipped: By peer, why it did not run.
     """
 
@@ -39,7 +38,6 @@ class Measured:
     forward: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    plans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -108,15 +106,8 @@ def described(case: Case, measured: Measured) -> str:
         f"not to be hidden: {measured.exposed * 1e3:.0f} ms of an all-reduce, "
         f"{measured.exposed_sharded * 1e3:.0f} ms of a reduce-scatter and an all-gather"
     )
-    plans = "".join(
-        f"\n{peer}: {text}\n  a pass simulated {median([it[1] for it in found]) * 1e3:.0f} ms, measured "
-        f"{median([it[2] for it in found]) * 1e3:.0f} ms, error {median([it[1] / it[2] - 1 for it in found]):+.1%} "
-        "(medians over rounds)"
-        for peer, found in measured.plans.items()
-        for text in [found[-1][0]]
-    )
     skipped = "".join(f"\nnot run: {peer}: {reason}" for peer, reason in measured.skipped.items())
-    return f"{head}\n{table(lines)}{plans}{skipped}\n"
+    return f"{head}\n{table(lines)}{skipped}\n"
 
 
 NOTES = """\

@@ -53,7 +53,7 @@ TOLERANCE_BYTES = 64 * 1024
 """What the wrapper's other tensors, such as the control vector, may come to."""
 
 STEPS = 6
-"""Steps of one pass each: wrappers learn orders and plan buckets in them."""
+"""Steps of one pass each: wrappers learn orders in them."""
 PASSES = (*(f"pass {number + 1}" for number in range(STEPS)), "local pass 1", "local pass 2", "pass after local ones")
 
 
@@ -105,7 +105,6 @@ def peers() -> list[Peer]:
         Peer(bucketddp("bucketddp")),
         Peer(bucketddp("bucketddp, zeroed in place"), set_to_none=False),
         Peer(bucketddp("bucketddp, bf16, fp32 gradients", grad_dtype="float32"), torch.bfloat16),
-        Peer(bucketddp('bucketddp, "auto"', bucket_cap_mb="auto")),
         Peer(fairscale("FairScale ShardedDDP + OSS")),
         Peer(bucketddp("bucketddp_sharded", shard_optimizer=True)),
         Peer(

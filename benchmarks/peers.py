@@ -20,9 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_bucketddp.wrapper.bucket_ddp
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy
-from lightning_bucketddp.reducer.planner import BucketPlan
 from lightning_bucketddp.reducer.record import PassRecord
 
 
@@ -50,6 +48,8 @@ class StartedRanks(LightningEnvironment):
 
 
 LEARNING_RATE = 1e-4
+WARM_UP = 3
+"""Steps until a peer trains as it goes on; at least."""
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -76,7 +76,6 @@ class Peer:
             round.
         synchronised: Whether gradients are averaged.
         needs: A package that may be missing.
-        warm_up: Steps until it trains as it goes on; at least.
     """
 
     name: str
@@ -85,7 +84,6 @@ class Peer:
     wrap: Wrap | None = None
     synchronised: bool = True
     needs: str | None = None
-    warm_up: int = 3
 
     @property
     def plain(self) -> bool:
@@ -163,9 +161,7 @@ def peers() -> list[Peer]:
         *(Peer(f"ddp, best flags, {cap} MiB", _ddp(**_BEST_FLAGS, bucket_cap_mb=cap)) for cap in (1, 2, 4, 8)),
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
-        Peer('bucketddp, "auto"', _ours(bucket_cap_mb="auto"), warm_up=30),
         Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
-        Peer('bucketddp_sharded, "auto"', _ours(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=30),
         *_plain_peers(),
     ]
 
@@ -179,19 +175,6 @@ def _plain_peers() -> list[Peer]:
     def bucketddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: BucketDDP(net, **options))
 
-    def believing(factor: float) -> Wrap:
-        """Plans for a link whose latency and time per byte are ``factor`` times what they are."""
-
-        def wrapper(net: nn.Sequential) -> nn.Module:
-            measure = lightning_bucketddp.wrapper.bucket_ddp.measure_cost
-            lightning_bucketddp.wrapper.bucket_ddp.measure_cost = lambda *given: measure(*given).scaled(factor)
-            try:
-                return BucketDDP(net, bucket_cap_mb="auto")
-            finally:
-                lightning_bucketddp.wrapper.bucket_ddp.measure_cost = measure
-
-        return _wrapped(wrapper)
-
     found = [
         Peer("unsynchronised", None, wrap=_wrapped(lambda net: net), synchronised=False),
         Peer("torch DDP as shipped", None, wrap=torch_ddp()),
@@ -204,15 +187,7 @@ def _plain_peers() -> list[Peer]:
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=bucketddp()),
-        Peer('BucketDDP, "auto"', None, wrap=bucketddp(bucket_cap_mb="auto"), warm_up=30),
         Peer("BucketDDP, sharded", None, wrap=bucketddp(shard_optimizer=True)),
-        Peer(
-            'BucketDDP, sharded, "auto"', None, wrap=bucketddp(shard_optimizer=True, bucket_cap_mb="auto"), warm_up=30
-        ),
-        *(
-            Peer(f'BucketDDP, "auto", link believed 10 times {slower}', None, wrap=believing(factor), warm_up=30)
-            for slower, factor in (("slower", 10.0), ("faster", 0.1))
-        ),
     ]
     return [replace(peer, name=f"{peer.name} (plain loop)") for peer in found]
 
@@ -232,10 +207,9 @@ class _Trained(pl.LightningModule):
 class _Clock(pl.Callback):
     """When batches begin, less the time that reading the passes' records takes."""
 
-    def __init__(self, passes: list[PassRecord], plans: list[BucketPlan]) -> None:
+    def __init__(self, passes: list[PassRecord]) -> None:
         self.at: list[float] = []
         self.passes = passes
-        self.plans = plans
         self._reading = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -246,27 +220,13 @@ class _Clock(pl.Callback):
         _read_pass(getattr(trainer.strategy, "bucket_ddp", None), self.passes)
         self._reading += time.perf_counter() - begin
 
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _read_plan(getattr(trainer.strategy, "bucket_ddp", None), self.plans)
-
 
 def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
     if isinstance(module, BucketDDP) and (record := module.last_pass()) is not None:
         passes.append(record)
 
 
-def _read_plan(module: nn.Module | None, plans: list[BucketPlan]) -> None:
-    if isinstance(module, BucketDDP) and (plan := module.bucket_plan) is not None:
-        plans.append(plan)
-
-
-def step_times(
-    peer: Peer,
-    net: nn.Sequential,
-    steps: int,
-    passes: list[PassRecord] | None = None,
-    plans: list[BucketPlan] | None = None,
-) -> list[float]:
+def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None) -> list[float]:
     """Seconds of each of ``steps`` steps, the first ones included.
 
     Args:
@@ -274,13 +234,11 @@ def step_times(
         net: What to train; its layers take a tensor of (1, 1).
         steps: How many.
         passes: Gets, for peers of this package, what happened in each pass.
-        plans: Gets, for peers of this package that plan buckets, the plan.
     """
     passes = [] if passes is None else passes
-    plans = [] if plans is None else plans
     if peer.strategy is None:
-        return _plain_steps(peer, net, steps, passes, plans)
-    clock = _Clock(passes, plans)
+        return _plain_steps(peer, net, steps, passes)
+    clock = _Clock(passes)
     data = DataLoader(TensorDataset(torch.zeros(steps + 1, 1)))
     trainer = pl.Trainer(
         strategy=peer.strategy(),
@@ -299,9 +257,7 @@ def step_times(
     return [end - begin for begin, end in pairwise(clock.at)]
 
 
-def _plain_steps(
-    peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord], plans: list[BucketPlan]
-) -> list[float]:
+def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord]) -> list[float]:
     assert peer.wrap is not None
     module, optimizer = peer.wrap(net, peer.optimizer)
     times = []
@@ -313,7 +269,6 @@ def _plain_steps(
         optimizer.step()
         times.append(time.perf_counter() - begin)
         _read_pass(module, passes)
-    _read_plan(module, plans)
     if isinstance(module, BucketDDP):
         module.close()
     return times

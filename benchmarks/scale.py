@@ -4,10 +4,10 @@
 
 Efficiency is the time of forward and backward divided by the time of the step, which has in addition what no
 computation hides of the communication. Compared are 25 MiB buckets (by torch DDP's own function, with its first bucket
-of 1 MiB), this package's default buckets, its plan for the cluster, and a bound that no bucket boundaries exceed. Pure
+of 1 MiB), this package's default buckets, a plan for the cluster, and a bound that no bucket boundaries exceed. Pure
 arithmetic with ``lightning_bucketddp.schedule``, seconds on any machine.
 
-The plan is made as in practice, where latency and bandwidth of an all-reduce are measured: from a straight line
+The plan knows of the cluster what could be measured, latency and bandwidth of an all-reduce: from a straight line
 through the costs of two sizes, and among those plans that do no harm where both are ten times more or less
 (``plan_for_unsure_cost``). It is judged, as the others are, by the costs themselves.
 
@@ -47,8 +47,9 @@ from lightning_bucketddp.layout.schedule import (
     plan_for_unsure_cost,
     simulate,
 )
-from lightning_bucketddp.reducer.link_cost import SIZES
 
+MEASURED_SIZES = (4 * 1024, 4 * 1024 * 1024)
+"""Bytes of the two all-reduces that a straight line is drawn through."""
 RANKS = (8, 32, 128, 512, 2048, 4096)
 PLANS = ("25 MiB", "default", "planned", "bound")
 GB = 1e9
@@ -79,8 +80,8 @@ class FasterOf(CollectiveCost):
         return min(super().seconds(nbytes), self.other.seconds(nbytes))
 
     def measured(self) -> CollectiveCost:
-        """The straight line through two measured sizes, as at set-up."""
-        small, large = SIZES[0], SIZES[-1]
+        """The straight line through two measured sizes."""
+        small, large = MEASURED_SIZES
         return CollectiveCost.through((small, self.seconds(small)), (large, self.seconds(large)))
 
 

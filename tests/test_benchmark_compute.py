@@ -41,7 +41,6 @@ def test_peers_that_compute_train_alike_and_are_compared_in_pairs() -> None:
         assert figures(part, "peer", best[0])["of ddp's, best flags"] == 1.0
         for peer in ("unwrapped", "ddp as shipped", "ddp, best flags, its twin", "bucketddp", "bucketddp_sharded"):
             assert figures(part, "peer", peer)["step ms"] > 0
-        assert 'bucketddp, "auto"' in part  # measured, or said why not
     assert "local passes" not in one_pass
     assert figures(three_passes, "local passes", "unwrapped")["of the unwrapped module's"] == 1.0
     assert figures(three_passes, "local passes", "bucketddp")["pass ms"] > 0

@@ -339,7 +339,6 @@ TRAININGS: dict[str, tuple[Callable[..., nn.Module], float]] = {
     "divide_by_tokens": (by_tokens, 1e-5),
     "max_abs_grad": (partial(plain, max_abs_grad=1e3), 1e-5),
     "uneven": (uneven, 1e-5),
-    "auto": (partial(plain, bucket_cap_mb="auto", steps=16), 1e-5),
     "no_overlap": (partial(freezing, overlap=False), 1e-5),
     "by_hand": (by_hand, 1e-5),
     "closure": (with_closure, 1e-5),

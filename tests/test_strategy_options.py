@@ -86,7 +86,8 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bucket_cap_mb": -1}, 'expected bucket_cap_mb to be None, "auto" or a number of MiB from 0, found -1'),
+        ({"bucket_cap_mb": -1}, "expected bucket_cap_mb to be None or a number of MiB from 0, found -1"),
+        ({"bucket_cap_mb": "auto"}, "found 'auto'; that is gone, and None is the default rule"),
         ({"broadcast_buffers": True, "module_buffers": "off"}, "expected one choice for module buffers"),
         ({"grad_dtype": "float31"}, "expected grad_dtype to name a dtype.*found 'float31'"),
         ({"grad_dtype": {"*": "int"}}, "expected grad_dtype to name a dtype.*found 'int'"),

@@ -299,7 +299,7 @@ def require_hook_decides(options: Options) -> None:
     """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
 
     Raises:
-        ValueError: If there is a wire dtype or another divisor than the world size, or buckets are planned.
+        ValueError: If there is a wire dtype or another divisor than the world size.
     """
     if options.rescales:
         raise ValueError(
@@ -310,11 +310,6 @@ def require_hook_decides(options: Options) -> None:
         raise ValueError(
             f"expected either comm_hook or wire_dtype, found both: a hook decides itself how gradients travel, so that "
             f"wire_dtype={options.wire_dtype} would be without effect. Leave one of them out"
-        )
-    if options.bucket_cap_mb == "auto":
-        raise ValueError(
-            'expected either comm_hook or bucket_cap_mb="auto", found both: buckets are planned by what all-reduces '
-            "take, and a hook does something else. Leave one of them out"
         )
 
 

@@ -53,7 +53,6 @@ class SlotTable:
         params: The parameter of each slot.
         specs: The specification of each slot.
         kinds: The kind of each slot.
-        bucket_ends: Slots behind which buckets end, for the slots whose buckets have been planned.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class SlotTable:
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
-        self.bucket_ends: frozenset[int] = frozenset()
         self._index_of: list[int] = []
         self.slot_of_index: dict[int, int] = {}
         self._order: list[int] = []
@@ -121,11 +119,6 @@ class SlotTable:
         return self._without_sparse(trainable) in self._grouping_sets or (
             len(self._grouping_sets) == MAX_GROUPING_SETS and self.has_all(trainable)
         )
-
-    def shapes_buckets(self, trainable: TrainableSet) -> bool:
-        """Whether buckets hold parameters of the set only, or none of it, and there are such."""
-        trainable = self._without_sparse(trainable)
-        return trainable in self._grouping_sets and any(trainable)
 
     def is_in(self, slot: int, trainable: TrainableSet) -> bool:
         """Whether the parameter of ``slot`` is in the set."""
@@ -185,19 +178,6 @@ class SlotTable:
         dtype = self.specs[slot].param_dtype if self._by_param_dtype else None
         return self.kinds[slot], tuple(members[index] for members in self._grouping_sets), str(dtype)
 
-    def runs_of(self, trainable: TrainableSet) -> list[list[int]]:
-        """The slots of a trainable set whose buckets may be planned, in the order of their readiness.
-
-        Returns:
-            One list for the slots that may share buckets.
-        """
-        runs: dict[Hashable, list[int]] = {}
-        for slot in self._order:
-            if self.kinds[slot] is SlotKind.NORMAL and self.is_in(slot, trainable):
-                spec = self.specs[slot]
-                runs.setdefault((spec.device, spec.dtype, self._group_of(slot)), []).append(slot)
-        return list(runs.values())
-
     def plan(self) -> Layout:
         """The layout for what is known now; the same on every rank that was told the same."""
         order = sorted(self._order, key=lambda slot: self.kinds[slot].value)
@@ -208,6 +188,5 @@ class SlotTable:
             self._bucket_cap_bytes,
             groups,
             self._bucket_multiple,
-            self.bucket_ends,
             self._world_size,
         )

@@ -23,8 +23,8 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 Dtype = torch.dtype | DtypeName
 
-BucketCap = float | Literal["auto"] | None
-"""Largest bucket in MiB; None for the default rule; ``"auto"`` to plan the buckets by what was measured."""
+BucketCap = float | None
+"""Largest bucket in MiB; None for the default rule."""
 
 GradDtype = torch.dtype | Mapping[str, torch.dtype]
 """One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
@@ -63,14 +63,10 @@ class Options:
     scatter_every_pass: bool = False
 
     def __post_init__(self) -> None:
-        cap = self.bucket_cap_mb
-        if not (cap is None or cap == "auto" or (isinstance(cap, int | float) and cap >= 0)):
-            raise ValueError(f'expected bucket_cap_mb to be None, "auto" or a number of MiB from 0, found {cap!r}')
-        if cap == "auto" and not (self.overlap and self.use_contiguous_buffers):
-            raise ValueError(
-                'bucket_cap_mb="auto" plans buckets that are reduced while backward runs; it cannot be had with '
-                f"overlap={self.overlap} and use_contiguous_buffers={self.use_contiguous_buffers}"
-            )
+        cap: object = self.bucket_cap_mb
+        if not (cap is None or (isinstance(cap, int | float) and cap >= 0)):
+            gone = "; that is gone, and None is the default rule" if cap == "auto" else ""
+            raise ValueError(f"expected bucket_cap_mb to be None or a number of MiB from 0, found {cap!r}{gone}")
         if not (isinstance(self.pad_buckets_to, int) and self.pad_buckets_to >= 1):
             raise ValueError(
                 f"expected pad_buckets_to to be a number of elements from 1, found {self.pad_buckets_to!r}"
@@ -142,7 +138,7 @@ class Options:
     @property
     def bucket_cap_bytes(self) -> int | None:
         """Largest bucket in bytes; None for the default rule."""
-        return int(self.bucket_cap_mb * MIB) if isinstance(self.bucket_cap_mb, int | float) else None
+        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * MIB)
 
     @property
     def rescales(self) -> bool:

@@ -21,9 +21,8 @@ the cap; bucket 2 stands alone because a never-seen parameter must hold nobody u
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -176,7 +175,6 @@ def plan(
     bucket_cap_bytes: int | None = None,
     groups: Sequence[Hashable] | None = None,
     multiple: int = 1,
-    ends: Collection[int] = (),
     world_size: int = 2,
 ) -> Layout:
     """Lays parameters out in the order in which their gradients become ready.
@@ -188,8 +186,6 @@ def plan(
             own. ``None``: :func:`default_bucket_cap`, with small buckets at both ends.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Elements that the length of each bucket is a multiple of.
-        ends: Indices into ``specs`` behind which buckets end, instead of where the cap has it, for parameters that may
-            share buckets and the last of which is among them.
         world_size: Number of ranks, for the default cap.
 
     Returns:
@@ -213,12 +209,8 @@ def plan(
     members: list[tuple[int, ...]] = []
     for run in runs.values():
         sizes = [_padded(specs[slot]) * specs[slot].dtype.itemsize for slot in run]
-        if run[-1] in ends:
-            stops = [at for at, slot in enumerate(run, 1) if slot in ends]
-            members.extend(tuple(run[a:b]) for a, b in pairwise([0, *stops]))
-            continue
         if bucket_cap_bytes is not None:
-            cuts = cut_by_size(sizes, bucket_cap_bytes)
+            cuts = _cut_by_size(sizes, bucket_cap_bytes)
         else:
             cuts = _cut_default(sizes, default_bucket_cap(total, world_size))
         members.extend(tuple(run[a:b]) for a, b in cuts)
@@ -289,7 +281,7 @@ def _padded(spec: ParamSpec) -> int:
     return -(-spec.numel // per_line) * per_line
 
 
-def cut_by_size(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
+def _cut_by_size(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
     """Cuts consecutive sizes (bytes) into ranges of at most ``cap``; a larger element stands alone."""
     cuts: list[tuple[int, int]] = []
     start, held = 0, 0
@@ -310,9 +302,9 @@ def _cut_default(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
     """
     edge = cap // 4
     if sum(sizes) <= 2 * edge:
-        return cut_by_size(sizes, cap)
-    head = cut_by_size(sizes, edge)[0][1]
-    reversed_tail = cut_by_size(list(reversed(sizes)), edge)[0][1]
+        return _cut_by_size(sizes, cap)
+    head = _cut_by_size(sizes, edge)[0][1]
+    reversed_tail = _cut_by_size(list(reversed(sizes)), edge)[0][1]
     tail = max(head, len(sizes) - reversed_tail)
-    middle = [(head + a, head + b) for a, b in cut_by_size(sizes[head:tail], cap)]
+    middle = [(head + a, head + b) for a, b in _cut_by_size(sizes[head:tail], cap)]
     return [(0, head), *middle, *([(tail, len(sizes))] if tail < len(sizes) else [])]

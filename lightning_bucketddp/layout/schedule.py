@@ -69,10 +69,6 @@ class CollectiveCost:
         """The cost of one after the other."""
         return CollectiveCost(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
-    def scaled(self, factor: float) -> CollectiveCost:
-        """The cost of a collective that takes ``factor`` times as long."""
-        return CollectiveCost(self.latency * factor, self.seconds_per_byte * factor)
-
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> CollectiveCost:
         """The cost that two measurements show, each a size in bytes and how long it took in seconds."""
@@ -182,7 +178,6 @@ def simulate(
     nbytes: Sequence[float],
     boundaries: Sequence[int],
     cost: CollectiveCost,
-    backward_end: float | None = None,
 ) -> Timeline:
     """What a pass looks like with given bucket boundaries.
 
@@ -191,7 +186,6 @@ def simulate(
         nbytes: The size of each, in bytes.
         boundaries: Where each bucket ends, ascending; the last is ``len(ready)``.
         cost: What the collective of a bucket costs.
-        backward_end: When backward has ended; with the last gradient if None.
 
     Raises:
         ValueError: If lengths differ, or the boundaries are not ascending or do not end with the last parameter.
@@ -206,8 +200,7 @@ def simulate(
         start = max(complete[stop - 1], free)
         free = start + cost.seconds(size)
         buckets.append(BucketTimes(first, stop, size, complete[stop - 1], start, free))
-    backward_end = complete[-1] if backward_end is None else backward_end
-    return Timeline(tuple(buckets), backward_end, free, lower_bound(ready, nbytes, cost))
+    return Timeline(tuple(buckets), complete[-1], free, lower_bound(ready, nbytes, cost))
 
 
 def lower_bound(ready: Sequence[float], nbytes: Sequence[float], cost: CollectiveCost) -> float:

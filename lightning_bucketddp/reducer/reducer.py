@@ -42,7 +42,6 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.grads.sparse import SparseGrads
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout
-from lightning_bucketddp.layout.schedule import CollectiveCost
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.control import ControlExchange, Report, fingerprint
 from lightning_bucketddp.peers.control_checks import ControlChecks
@@ -50,9 +49,8 @@ from lightning_bucketddp.peers.failures import Failures
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.hook_registration import HookRegistration
 from lightning_bucketddp.reducer.params import Params
-from lightning_bucketddp.reducer.planner import BucketPlan, Planner
 from lightning_bucketddp.reducer.ready_order import OrderLearner
-from lightning_bucketddp.reducer.record import PassNotes, PassRecord, log_layout, log_pass, logger
+from lightning_bucketddp.reducer.record import PassNotes, PassRecord, log_layout, log_pass
 from lightning_bucketddp.reducer.tail_hooks import TailHooks
 from lightning_bucketddp.reducer.trainable import TrainableHistory
 
@@ -95,7 +93,6 @@ class Reducer:
         agreement: The group's store.
         options: What was asked for.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
-        cost: What an all-reduce costs, for buckets to be planned by; None if they are not to be.
 
     Attributes:
         checks: What the ranks must have in common when they meet in a pass.
@@ -109,7 +106,6 @@ class Reducer:
             drops the reducer removes them.
         in_one_replica: Whether the last forward ran in one replica where others may run in several, each of which
             brings gradients of its own if layers are checkpointed re-entrantly: its pass does not show how many come.
-        announce: Given what is worth a line, on rank 0.
         synchronise: False inside ``no_sync``.
         early_launches: How many buckets the last synchronised pass launched before backward had ended.
     """
@@ -121,14 +117,13 @@ class Reducer:
         agreement: Agreement,
         options: Options,
         comm_hook: CommHook | None = None,
-        cost: CollectiveCost | None = None,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
         self._options = options
         self._find_unused = options.find_unused_parameters
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
-        self._params, self._cost = params, cost
+        self._params = params
         self.failures = Failures(agreement, self._become_failed)
         self._registration = HookRegistration(agreement, self.failures, options)
         self.checks = ControlChecks(self.failures, collectives.rank)
@@ -137,7 +132,6 @@ class Reducer:
         self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
-        self.announce: Callable[[str], None] = logger.info
         self.synchronise = True
         self.uneven = self.in_one_replica = False
         self._out_of_data = self.replaying = self._contributed = False
@@ -192,8 +186,6 @@ class Reducer:
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
-        # With shards, the optimizers' state moves between ranks whenever buckets change.
-        self._planner = Planner(self._slots, collectives, self._cost, turns=1 if options.shard_optimizer else None)
         self._groups: list[list[Tensor]] = []
         self._groups_of: tuple[Layout, bool] | None = None
 
@@ -230,12 +222,7 @@ class Reducer:
         there has been reduced before, as autograd does not tell whether such a one got anything new when others of its
         group did. The same list as long as nothing changes.
         """
-        alone = (
-            self._learner.learning
-            or self._replan_due
-            or self._planner.will_watch(self._slots.trainable_now())
-            or self._runs.holds_reduced()
-        )
+        alone = self._learner.learning or self._replan_due or self._runs.holds_reduced()
         if self._groups_of != (self.layout, alone):
             slots, params = self._slots, self._slots.params
             buckets = [] if alone else [bucket.slots for bucket in self.layout.buckets]
@@ -258,11 +245,6 @@ class Reducer:
     def runs(self) -> BucketRuns:
         """The buckets."""
         return self._runs
-
-    @property
-    def bucket_plan(self) -> BucketPlan | None:
-        """The plan that was made last."""
-        return self._planner.last
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass that published gradients, if there was one."""
@@ -551,10 +533,7 @@ class Reducer:
         except RuntimeError as error:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
-        self._planner.begin(since, self._learner.learning, self._runs.device)
-        if self._planner.watching:
-            self._tails.note_every_gradient()
-        self._only_arrivals = not (self._learner.learning or self.replaying or self._planner.watching)
+        self._only_arrivals = not (self._learner.learning or self.replaying)
         if self._only_arrivals:
             self._arrivals.keep()
 
@@ -641,7 +620,6 @@ class Reducer:
             if self._state is PassState.LOCAL:
                 self._runs.arrived_in_local_pass(slot)
                 return
-            self._planner.ready(slot)
             run = self._runs.arrived(slot)
             if self._learner.learning:
                 self._learner.arrived(slot)
@@ -793,7 +771,6 @@ class Reducer:
         runs, notes = self._runs, self._notes
         assert notes is not None
         notes.backward_ended = time.perf_counter()
-        self._planner.backward_ended()
         self.early_launches = runs.launched
         runs.look()
         with self._launching():
@@ -825,11 +802,6 @@ class Reducer:
                 self._replan_due |= self._learner.learn(
                     runs.device, self.failures.raise_if_published, not self.in_one_replica
                 )
-        if self._planner.watching and not self._by_hand:
-            with self.failures.waiting_for("the times of readiness"):
-                self._replan_due |= self._planner.finish(self.layout, runs.device, self.failures.raise_if_published)
-            if self._planner.news is not None and self._collectives.rank == 0:
-                self.announce(f'bucket_cap_mb="auto": {self._planner.news}')
         notes.end(
             [(run.index, run.launched_at) for run in runs.active],
             early=self.early_launches,
@@ -843,7 +815,7 @@ class Reducer:
             self._send_new_params()
         self._end_reduction()
         self._last_notes = notes
-        if not (self._replan_due or self._learner.learning or self._planner.busy()):
+        if not (self._replan_due or self._learner.learning):
             self._tails.look_only_at_tails()
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
@@ -969,7 +941,6 @@ class Reducer:
         if control.failed_ranks == self._collectives.world_size:
             self._runs.forget_sent()
             self._learner.start_again()
-            self._planner.start_again()
             self._end_reduction()
         else:
             self.failures.give_up(message, cause)

@@ -18,7 +18,6 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,8 +79,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
             in any case.
         bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients for two ranks, more for more ranks, from
-            4 to 25 MiB, smaller at both ends. ``"auto"``: planned by what all-reduces and the first passes take; the
-            log tells the outcome.
+            4 to 25 MiB, smaller at both ends.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
         gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
@@ -258,7 +256,6 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
             if earlier.module is module:  # set up again, as may be done with `ddp`
                 earlier.close()
         wrapper = BucketDDP(module, timeout=self._timeout, **self._wrapper_options)
-        wrapper.announce_with(rank_zero_info)
         _wrappers.add(wrapper)
         self._own = [ref for ref in self._own if ref() is not None] + [weakref.ref(wrapper)]
         return wrapper

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -99,8 +99,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
             ranks in any case.
         bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients for two ranks, more for more ranks, from
-            4 to 25 MiB, smaller at both ends. ``"auto"``: planned by what all-reduces and the first passes take; the
-            log tells the outcome.
+            4 to 25 MiB, smaller at both ends.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
         gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
@@ -315,7 +314,6 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
         wrapper = FrozenAtFirst(model, timeout=self._timeout, **self._wrapper_options)
-        wrapper.announce_with(rank_zero_info)
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()
         return wrapper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,15 +31,12 @@ from lightning_bucketddp.layout.options import (
     resolve_options,
 )
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
-from lightning_bucketddp.layout.schedule import CollectiveCost
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
 from lightning_bucketddp.optim.masters import MasterParams, holders_of_masters, prepare_at_first_step
 from lightning_bucketddp.optim.masters import master_params as masters_of
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.sharding import Sharding
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
-from lightning_bucketddp.reducer.link_cost import measure_cost
-from lightning_bucketddp.reducer.planner import BucketPlan
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -52,11 +48,7 @@ from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 from lightning_bucketddp.wrapper.sharded_calls import ShardedCalls
 from lightning_bucketddp.wrapper.sync_batchnorm import StatisticsLink, links_of
-from lightning_bucketddp.wrapper.validation import (
-    input_device,
-    require_plannable,
-    require_valid_parameters,
-)
+from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,10 +108,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             between the ranks.
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 1/32 of the gradients for two
             ranks, more for more ranks, from 4 to 25 MiB, smaller at both ends.
-            ``"auto"``: times a few all-reduces at the start and the gradients of a few passes, plans the buckets with
-            which a pass should end first, and keeps them if it takes no longer (:attr:`bucket_plan`); again for other
-            sets of trainable parameters. With ``torch.use_deterministic_algorithms`` it is the default rule, as the
-            last bits of a sum depend on the buckets.
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
@@ -283,7 +271,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         params = self._params = ModuleParams(module, self._may_be_frozen)
         problem: Exception | None = None
         lines: list[Entry] = []
-        plans_buckets = False
         hook: CommHook | None = None
         try:
             self._options = make_options()
@@ -301,11 +288,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             described = hook.options() if hook is not None else {"comm_hook": None}
             lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             lines += params.entries()
-            plans_buckets = self._options.bucket_cap_mb == "auto"
-            if plans_buckets:
-                require_plannable(params.named)
-                plans_buckets = not torch.are_deterministic_algorithms_enabled()
-                lines.append(Entry("whether algorithms may be indeterministic", repr(plans_buckets)))
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
         agreement.require_same("parameters, module buffers and options", lines, problem)
@@ -317,16 +299,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, params.ignored)
-        cost: CollectiveCost | None = None
-        if options.bucket_cap_mb == "auto" and not plans_buckets:
-            warnings.warn(
-                'bucket_cap_mb="auto" follows the default rule under torch.use_deterministic_algorithms() (a Trainer\'s'
-                " deterministic=True): planned buckets differ from run to run, and with them the last bits of the sums",
-                stacklevel=3,
-            )
-        if plans_buckets and collectives.world_size > 1:
-            cost = measure_cost(collectives, device, options.wire_dtype, options.shard_optimizer)
-        self._reducer = Reducer(params, collectives, agreement, options, hook, cost)
+        self._reducer = Reducer(params, collectives, agreement, options, hook)
         if self._replicated is not None:
             self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
@@ -547,10 +520,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._reducer.register_comm_hook(lambda: CommHook(hook, state, self._collectives.leave_behind))
         self._hook_arguments = (hook, state)
 
-    def announce_with(self, announce: Callable[[str], None]) -> None:
-        """Passes what is worth a line, on rank 0, to a function instead of the logger ``lightning_bucketddp``."""
-        self._reducer.announce = announce
-
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
 
@@ -723,11 +692,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def layout(self) -> Layout:
         """Where the gradients lie: buckets in launch order, slots, buffers and their sizes in bytes."""
         return self._reducer.layout
-
-    @property
-    def bucket_plan(self) -> BucketPlan | None:
-        """What ``bucket_cap_mb="auto"`` decided last; None before that, and without it."""
-        return self._reducer.bucket_plan if "_reducer" in self.__dict__ else None
 
     @property
     def passes(self) -> int:

@@ -68,19 +68,6 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_froz
             )
 
 
-def require_plannable(params: NamedParams) -> None:
-    """Requires that buckets can be planned by the clock of one device.
-
-    Raises:
-        ValueError: If parameters are on several.
-    """
-    devices = sorted({str(param.device) for _, param in params})
-    if len(devices) > 1:
-        raise ValueError(
-            f'bucket_cap_mb="auto" expects parameters on one device, found {devices}; give a number of MiB'
-        )
-
-
 def input_device(
     params: NamedParams, device_ids: Sequence[int | str | torch.device] | None, output_device: object
 ) -> torch.device | None:
