@@ -165,6 +165,7 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
         processes: list[subprocess.Popen[bytes]] = []
         for rank, name in enumerate(names):
             settings = {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            settings["LOCAL_WORLD_SIZE"] = "1"  # the host name is the same
             command = ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", str(rank), folder]
             processes.append(subprocess.Popen(command, env={**os.environ, **settings}))
         try:

@@ -51,6 +51,7 @@ from lightning_bucketddp.layout.schedule import (
 MEASURED_SIZES = (4 * 1024, 4 * 1024 * 1024)
 """Bytes of the two all-reduces that a straight line is drawn through."""
 RANKS = (8, 32, 128, 512, 2048, 4096)
+RANKS_PER_NODE = 8
 PLANS = ("25 MiB", "default", "planned", "bound")
 GB = 1e9
 US = 1e-6
@@ -109,7 +110,7 @@ class Site:
         """What an all-reduce costs among so many ranks."""
         inner = Link(NVLINK_LATENCY, USED * self.nvlink * GB)
         outer = Link(self.latency, USED * self.network / 8 * GB)
-        cluster = Cluster(-(-ranks // 8), 8, inner, outer)
+        cluster = Cluster(-(-ranks // RANKS_PER_NODE), RANKS_PER_NODE, inner, outer)
         small, large = (cluster.all_reduce(nbytes) + LAUNCH for nbytes in (0, 1e15))
         return FasterOf(small.latency, small.seconds_per_byte, large)
 
@@ -169,7 +170,7 @@ class Gradients:
 
     def default_boundaries(self, ranks: int) -> tuple[int, ...]:
         """Where this package's default buckets end."""
-        layout = plan(self.specs, range(len(self.specs)), world_size=ranks)
+        layout = plan(self.specs, range(len(self.specs)), world_size=ranks, one_machine=ranks <= RANKS_PER_NODE)
         return tuple(accumulate(len(bucket.slots) for bucket in layout.buckets))
 
 

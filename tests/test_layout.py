@@ -106,7 +106,7 @@ def test_the_default_has_small_buckets_at_both_ends() -> None:
     specs = [spec(f"p{i}", (65536,)) for i in range(800)]  # 256 KiB each, 200 MiB in all
     layout = plan(specs, order=list(range(800)), world_size=2)
     sizes = [layout.bucket_nbytes(bucket) for bucket in layout.buckets]
-    cap = default_bucket_cap(800 * 65536 * 4, world_size=2)
+    cap = default_bucket_cap(800 * 65536 * 4, world_size=2, one_machine=False)
     assert max(sizes) <= cap == 200 * 2**20 // 32
     assert sizes[0] <= cap // 4
     assert sizes[-1] <= cap // 4
@@ -141,6 +141,14 @@ def test_dense_strides_are_kept_and_others_are_not() -> None:
 
 
 def test_more_ranks_have_fewer_default_buckets() -> None:
-    caps = [default_bucket_cap(320 * MIB, ranks) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
+    caps = [default_bucket_cap(320 * MIB, ranks, False) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
     assert caps == [10, 10, 20, 25, 25, 25, 25]
-    assert [default_bucket_cap(32 * MIB, ranks) // MIB for ranks in (2, 4, 8, 64, 256, 4096)] == [4, 4, 4, 6, 8, 8]
+    caps = [default_bucket_cap(32 * MIB, ranks, False) // MIB for ranks in (2, 4, 8, 64, 256, 4096)]
+    assert caps == [4, 4, 4, 6, 8, 8]
+
+
+def test_on_one_machine_default_buckets_have_25_mib_and_less_at_the_ends() -> None:
+    specs = [spec(f"p{i}", (MIB,)) for i in range(40)]  # 4 MiB each
+    for ranks in (2, 8):
+        layout = plan(specs, range(40), world_size=ranks, one_machine=True)
+        assert [layout.bucket_nbytes(bucket) // MIB for bucket in layout.buckets] == [4, *[24] * 6, 8, 4]

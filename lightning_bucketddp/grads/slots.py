@@ -43,6 +43,7 @@ class SlotTable:
         overlap: Whether buckets may be launched during backward; if not, each buffer is one bucket per set of
             parameters that are trainable together.
         world_size: Number of ranks.
+        one_machine: Whether they share one machine.
         by_param_dtype: Whether parameters in one bucket must have one dtype, as their gradients must.
 
     Attributes:
@@ -63,6 +64,7 @@ class SlotTable:
         bucket_multiple: int = 1,
         overlap: bool = True,
         world_size: int = 2,
+        one_machine: bool = False,
         by_param_dtype: bool = False,
     ) -> None:
         self._by_param_dtype = by_param_dtype
@@ -71,7 +73,7 @@ class SlotTable:
         self.all_params = [param for _, param in named_params]
         self._bucket_cap_bytes = bucket_cap_bytes if overlap else sys.maxsize
         self._bucket_multiple = bucket_multiple
-        self._world_size = world_size
+        self._world_size, self._one_machine = world_size, one_machine
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.kinds: list[SlotKind] = []
@@ -189,4 +191,5 @@ class SlotTable:
             groups,
             self._bucket_multiple,
             self._world_size,
+            self._one_machine,
         )

@@ -31,11 +31,11 @@ ALIGNMENT_BYTES = 64
 
 MIB = 1024 * 1024
 MAX_DEFAULT_BUCKET_BYTES = 25 * MIB
-"""Upper bound of the default bucket size; torch DDP's ``bucket_cap_mb`` default."""
+"""Upper bound of the default bucket size, and the size on one machine; torch DDP's ``bucket_cap_mb`` default."""
 MIN_DEFAULT_BUCKET_BYTES = 4 * MIB
 """Lower bound of the default bucket size: below it what a collective costs besides its bytes outweighs overlap."""
 DEFAULT_BUCKET_COUNT = 32
-"""Buckets the default rule aims at between two ranks: the tail that no backward compute hides is then about 1/32.
+"""Buckets the default rule aims at between two machines: the tail that no backward compute hides is then about 1/32.
 
 With more ranks a collective takes more hops, log2 of their number at best, and fewer buckets are worth theirs.
 """
@@ -176,6 +176,7 @@ def plan(
     groups: Sequence[Hashable] | None = None,
     multiple: int = 1,
     world_size: int = 2,
+    one_machine: bool = False,
 ) -> Layout:
     """Lays parameters out in the order in which their gradients become ready.
 
@@ -187,6 +188,7 @@ def plan(
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Elements that the length of each bucket is a multiple of.
         world_size: Number of ranks, for the default cap.
+        one_machine: Whether they share one machine, for the default cap.
 
     Returns:
         The layout. Slots have the order of ``specs``; buckets are sorted by when their last
@@ -212,7 +214,7 @@ def plan(
         if bucket_cap_bytes is not None:
             cuts = _cut_by_size(sizes, bucket_cap_bytes)
         else:
-            cuts = _cut_default(sizes, default_bucket_cap(total, world_size))
+            cuts = _cut_default(sizes, default_bucket_cap(total, world_size, one_machine))
         members.extend(tuple(run[a:b]) for a, b in cuts)
     position = {slot: at for at, slot in enumerate(order)}
     members.sort(key=lambda slots: max(position[slot] for slot in slots))
@@ -239,17 +241,21 @@ def plan(
     )
 
 
-def default_bucket_cap(total_bytes: int, world_size: int) -> int:
+def default_bucket_cap(total_bytes: int, world_size: int, one_machine: bool) -> int:
     """The default bucket size in bytes.
 
     Args:
         total_bytes: Of all gradients.
         world_size: Number of ranks.
+        one_machine: Whether they share one machine, where little is left to wait for after backward, and each
+            collective takes processors away from it.
 
     Returns:
-        1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on with the logarithm of their number up
-        to 1/4; from 4 to 25 MiB.
+        On one machine 25 MiB. On several 1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on
+        with the logarithm of their number up to 1/4; from 4 to 25 MiB.
     """
+    if one_machine:
+        return MAX_DEFAULT_BUCKET_BYTES
     hops = max(1, (world_size - 1).bit_length())
     count = max(MIN_DEFAULT_BUCKET_COUNT, round(DEFAULT_BUCKET_COUNT / hops))
     return max(MIN_DEFAULT_BUCKET_BYTES, min(MAX_DEFAULT_BUCKET_BYTES, total_bytes // count))

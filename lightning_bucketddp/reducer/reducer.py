@@ -93,6 +93,7 @@ class Reducer:
         agreement: The group's store.
         options: What was asked for.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
+        one_machine: Whether the ranks share one machine; agreed between them.
 
     Attributes:
         checks: What the ranks must have in common when they meet in a pass.
@@ -117,13 +118,14 @@ class Reducer:
         agreement: Agreement,
         options: Options,
         comm_hook: CommHook | None = None,
+        one_machine: bool = False,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
         self._options = options
         self._find_unused = options.find_unused_parameters
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
-        self._params = params
+        self._params, self._one_machine = params, one_machine
         self.failures = Failures(agreement, self._become_failed)
         self._registration = HookRegistration(agreement, self.failures, options)
         self.checks = ControlChecks(self.failures, collectives.rank)
@@ -168,6 +170,7 @@ class Reducer:
             _bucket_multiple(options, collectives.world_size),
             overlap,
             collectives.world_size,
+            self._one_machine,
             by_param_dtype=options.shard_optimizer,
         )
         runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns

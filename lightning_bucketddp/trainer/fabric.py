@@ -78,8 +78,8 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
         process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
             in any case.
-        bucket_cap_mb: Largest bucket in MiB; by default 1/32 of the gradients for two ranks, more for more ranks, from
-            4 to 25 MiB, smaller at both ends.
+        bucket_cap_mb: Largest bucket in MiB; by default 25 MiB where all ranks share one machine, on several 1/32 of
+            the gradients for two ranks, more for more ranks, from 4 to 25 MiB; smaller at both ends.
         find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
         check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
         gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.

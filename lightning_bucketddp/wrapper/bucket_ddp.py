@@ -37,6 +37,7 @@ from lightning_bucketddp.optim.masters import master_params as masters_of
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.sharding import Sharding
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
+from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -106,8 +107,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         process_group: The ranks that train together; the default group if None. A module that has collectives of its
             own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
             between the ranks.
-        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 1/32 of the gradients for two
-            ranks, more for more ranks, from 4 to 25 MiB, smaller at both ends.
+        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks
+            share one machine; on several 1/32 of the gradients for two ranks, more for more ranks, from 4 to 25 MiB;
+            smaller at both ends. Ranks share one machine if they have the same host name, and no launcher has started
+            fewer here than there are (``LOCAL_WORLD_SIZE``, of ``torchrun``).
         find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
             reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
             looks at the graph of each loss, so that gradients which will not come are not waited for.
@@ -299,7 +302,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, params.ignored)
-        self._reducer = Reducer(params, collectives, agreement, options, hook)
+        one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
+        self._reducer = Reducer(params, collectives, agreement, options, hook, one_machine)
         if self._replicated is not None:
             self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
@@ -316,7 +320,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             self._preparing.append(_shard_at_first_step(self._sharding, options.master_params))
         elif options.master_params:
             self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
-        self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size)
+        self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size, one_machine)
         self._uneven = UnevenInputs(collectives, device)
         self._module_buffers_due = True
         # A wrapper that is dropped leaves nothing behind.
@@ -821,12 +825,12 @@ def _add_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
             state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
-def _graph_cuts(options: Options, layout: Layout, world_size: int) -> GraphCuts | None:
+def _graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: bool) -> GraphCuts | None:
     if not options.overlap or not options.use_contiguous_buffers:
         return None  # every bucket waits for the end of backward
     cap = options.bucket_cap_bytes
     if cap is None:
-        cap = default_bucket_cap(layout.nbytes, world_size)
+        cap = default_bucket_cap(layout.nbytes, world_size, one_machine)
     return GraphCuts.after(cap)
 
 

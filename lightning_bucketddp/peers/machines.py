@@ -1,0 +1,34 @@
+"""Whether the ranks share one machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from lightning_bucketddp.peers.agreement import Agreement
+
+_NONE = ""
+"""What a rank says that knows of ranks on other machines: no machine holds them all."""
+
+
+def on_one_machine(agreement: Agreement) -> bool:
+    """Whether all ranks share one machine; the same on every rank. All ranks must call this.
+
+    They do if all have the same host name, unless a launcher has started fewer ranks here than there are.
+    """
+    machines = set(agreement.exchange("the machine", machine_of_all(agreement.world_size, os.environ)))
+    return len(machines) == 1 and machines != {_NONE}
+
+
+def machine_of_all(world_size: int, environment: Mapping[str, str]) -> str:
+    """The host name of the machine that may hold all ranks, as far as this rank knows; empty if none does.
+
+    Args:
+        world_size: Number of ranks in the group.
+        environment: Where launchers such as ``torchrun`` set ``LOCAL_WORLD_SIZE``, how many ranks they started here.
+    """
+    started_here = environment.get("LOCAL_WORLD_SIZE", "")
+    if started_here.isdecimal() and int(started_here) < world_size:
+        return _NONE
+    return socket.gethostname()
