@@ -1,7 +1,7 @@
-"""Runs of a tensor's elements, in the order of memory, as the fewest boxes: what checkpoints of parts are made of.
+"""Runs of a tensor's elements, in the order of memory, as the fewest chunks: what checkpoints of parts are made of.
 
-A box has an offset and a size in each dimension, which is how ``torch.distributed.checkpoint`` describes what it
-writes, so that any reader of that format can put tensors together. A run is not a box but at most ``2 * dim - 1`` of
+A chunk has an offset and a size in each dimension, which is how ``torch.distributed.checkpoint`` describes what it
+writes, so that any reader of that format can put tensors together. A run is not a chunk but at most ``2 * dim - 1`` of
 them (ByteCheckpoint, NSDI 2025, decomposes irregular shards in the same way)::
 
     rows of 4, run from 2 to 13     . . a a     a   offsets (0, 2)   sizes (1, 2)
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Chunk:
     """Some elements of a tensor that lie one behind the other in memory.
 
     Attributes:
@@ -39,22 +39,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What two boxes have in common.
-
-    Attributes:
-        in_first: Its offsets in the first.
-        in_second: Its offsets in the second.
-        sizes: Its sizes.
-    """
-
-    in_first: tuple[int, ...]
-    in_second: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def boxes_of(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
+def chunks_of(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Chunk]:
     """The elements from ``start`` to ``stop``, in the order of memory, of a dense tensor.
 
     Args:
@@ -64,19 +49,19 @@ def boxes_of(shape: Sequence[int], strides: Sequence[int], start: int, stop: int
         stop: One past the last.
 
     Returns:
-        Disjoint boxes in the order of memory; none if the run is empty.
+        Disjoint chunks in the order of memory; none if the run is empty.
     """
     # Of two equal strides one belongs to a dimension of one element, whose place does not matter.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
-    found: list[Box] = []
+    found: list[Chunk] = []
     for offsets, sizes, at in _in_rows([shape[dim] for dim in order], start, stop):
         back = sorted(range(len(order)), key=lambda place: order[place])
-        found.append(Box(tuple(offsets[i] for i in back), tuple(sizes[i] for i in back), at, order))
+        found.append(Chunk(tuple(offsets[i] for i in back), tuple(sizes[i] for i in back), at, order))
     return found
 
 
 def _in_rows(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int], int]]:
-    """The same for a row-major tensor; offsets, sizes and place of each box."""
+    """The same for a row-major tensor; offsets, sizes and place of each chunk."""
     if start >= stop:
         return
     if not shape:
@@ -100,16 +85,3 @@ def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator
     begin = index * math.prod(shape[1:])
     for offsets, sizes, at in _in_rows(shape[1:], start - begin, stop - begin):
         yield [index, *offsets], [1, *sizes], begin + at
-
-
-def overlap(first: tuple[Sequence[int], Sequence[int]], second: tuple[Sequence[int], Sequence[int]]) -> Overlap | None:
-    """What two boxes, each given by its offsets and sizes, have in common; None if nothing."""
-    low = [max(a, b) for a, b in zip(first[0], second[0], strict=True)]
-    high = [min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)]
-    if any(begin >= end for begin, end in zip(low, high, strict=True)):
-        return None
-    return Overlap(
-        tuple(begin - a for begin, a in zip(low, first[0], strict=True)),
-        tuple(begin - b for begin, b in zip(low, second[0], strict=True)),
-        tuple(end - begin for begin, end in zip(low, high, strict=True)),
-    )

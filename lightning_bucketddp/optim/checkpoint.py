@@ -32,14 +32,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.layout.chunks import Box, boxes_of
+from lightning_bucketddp.layout.chunks import chunks_of
+from lightning_bucketddp.layout.plan import ParamSpec
+from lightning_bucketddp.layout.shards import Part
 from lightning_bucketddp.optim.checkpoint_planners import (
     FORMAT_KEY,
-    BoxLoadPlanner,
-    BoxSavePlanner,
+    Chunks,
+    ChunksLoadPlanner,
+    ChunksSavePlanner,
     Contents,
-    Piece,
-    key_of,
     portable,
 )
 from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
@@ -47,10 +48,17 @@ from lightning_bucketddp.optim.sharded_params import SHARD_KEY, is_per_element
 from lightning_bucketddp.optim.sharding import Sharding
 
 
-def _memory_of(flat: Tensor, start: int, box: Box) -> Tensor:
-    """A box's memory, of the box's shape, in the memory of the run that begins at ``start``."""
-    memory = flat[box.at - start : box.at - start + box.numel].view([box.sizes[dim] for dim in box.order])
-    return memory.permute([box.order.index(dim) for dim in range(len(box.order))])
+def _in_chunks(spec: ParamSpec, part: Part, flat: Tensor) -> Chunks:
+    """A part's memory as the chunks that checkpoints are made of."""
+    if spec.numel == 0:  # of which every rank has all; readers want to see it
+        return Chunks(torch.Size(spec.shape), flat, {torch.Size([0] * len(spec.shape)): flat.view(spec.shape)})
+    found: dict[torch.Size, Tensor] = {}
+    for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
+        at = chunk.at - part.start
+        memory = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
+        order = [chunk.order.index(dim) for dim in range(len(chunk.order))]
+        found[torch.Size(chunk.offsets)] = memory.permute(order)
+    return Chunks(torch.Size(spec.shape), flat, found)
 
 
 class ShardedCheckpoint:
@@ -101,7 +109,7 @@ class ShardedCheckpoint:
         group = self._collectives.group
         try:
             self._together(
-                what, lambda: save({}, storage_writer=writer, planner=BoxSavePlanner(contents), process_group=group)
+                what, lambda: save({}, storage_writer=writer, planner=ChunksSavePlanner(contents), process_group=group)
             )
         except BaseException:
             if self._collectives.rank == 0:
@@ -128,17 +136,14 @@ class ShardedCheckpoint:
             path = ("model", name)
             if not isinstance(value, Tensor):
                 if first:
-                    contents.add_object(path, value)
-            elif self._part(value) is not None:
-                assert self._sharding is not None
-                self._add_part(contents, path, value, self._sharding.param_part(value).detach())
+                    contents.add(path, value)
             elif first or id(value) in self._names:
                 # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-                contents.add_whole(path, value)
+                contents.add(path, self._own(value))
         for number, optimizer in enumerate(optimizers):
             self._add_optimizer(contents, number, optimizer, first)
         if extra is not None and first:
-            contents.add_object(("extra",), dict(extra))
+            contents.add(("extra",), dict(extra))
         return contents
 
     def _add_optimizer(self, contents: Contents, number: int, optimizer: Optimizer, first: bool) -> None:
@@ -154,32 +159,25 @@ class ShardedCheckpoint:
         state = dict(packed.pop("state"))
         for index, param in enumerate(params_of(optimizer)):
             name = self._names[id(param)]
-            part = self._part(param) if sharded else None
+            found = self._find(param) if sharded else None
             for key, value in state.pop(index, {}).items():
-                path = ("optimizers", number, "state", name, key)
-                if not isinstance(value, Tensor):
-                    contents.add_object(path, value)
-                elif part is not None and key != "step" and value.shape == (part[1] - part[0],):
-                    self._add_part(contents, path, param, value)
-                else:
-                    contents.add_whole(path, value)
+                if isinstance(value, Tensor):
+                    value = value.detach()
+                    if found is not None and key != "step" and value.shape == (found[1].stop - found[1].start,):
+                        value = _in_chunks(*found, value)
+                contents.add(("optimizers", number, "state", name, key), value)
             if index in masters:
-                of_master = ("optimizers", number, STATE_DICT_KEY, name)
-                if part is not None:
-                    self._add_part(contents, of_master, param, masters[index])
-                else:
-                    contents.add_whole(of_master, masters[index])
+                master = masters[index].detach()
+                value = master if found is None else _in_chunks(*found, master)
+                contents.add(("optimizers", number, STATE_DICT_KEY, name), value)
         if first:
             groups = [
                 {**group, "params": names}
                 for group, names in zip(packed.pop("param_groups"), contents.groups[number], strict=True)
             ]
-            contents.add_object(("optimizers", number, "param_groups"), groups)
+            contents.add(("optimizers", number, "param_groups"), groups)
             if state or packed:  # of optimizers that keep something of their own
-                contents.add_object(("optimizers", number, "others"), {"state": state, "entries": packed})
-
-    def _add_part(self, contents: Contents, path: tuple[Any, ...], param: Tensor, flat: Tensor) -> None:
-        contents.add(path, param.shape, flat.dtype, self._pieces(param, flat))
+                contents.add(("optimizers", number, "others"), {"state": state, "entries": packed})
 
     # -- loading -------------------------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class ShardedCheckpoint:
         self._raise_together(what, None if path.is_dir() else f"expected a directory, found none: {path}")
         if self._sharding is not None:
             self._sharding.wait()
-        planner = BoxLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict, with_module))
+        planner = ChunksLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict, with_module))
         self._together(
             what,
             lambda: load(
@@ -206,7 +204,7 @@ class ShardedCheckpoint:
         self._raise_together(what, problem)
         if self._sharding is not None:
             self._sharding.replaced()
-        return planner.contents.objects.get("extra", {})
+        return planner.contents.values.get("extra", {})
 
     @portable
     def _contents_to_load(
@@ -222,7 +220,7 @@ class ShardedCheckpoint:
             of_module = {key: saved[key] for key, path in paths.items() if path[0] == "model"}
             self._want_module(contents, of_module, strict)
         if "extra" in saved:
-            contents.add_object(("extra",), None)
+            contents.add(("extra",), None)
         if not optimizers:
             return contents
         if len(written["groups"]) != len(optimizers):
@@ -255,15 +253,11 @@ class ShardedCheckpoint:
             if stored is None or id(value) in wanted:
                 continue
             if not isinstance(value, Tensor):
-                contents.add_object(("model", name), None)
+                contents.add(("model", name), None)
                 continue
             wanted.add(id(value))  # tied parameters are saved under each name
             _require_shape(stored, value, f"{name!r}")
-            if self._part(value) is not None:
-                assert self._sharding is not None
-                self._add_part(contents, ("model", name), value, self._sharding.param_part(value).detach())
-            else:
-                contents.add_whole(("model", name), value)
+            contents.add(("model", name), self._own(value))
 
     def _want_optimizer(
         self, contents: Contents, number: int, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]
@@ -273,14 +267,14 @@ class ShardedCheckpoint:
         by_name = {self._names[id(param)]: param for param in params_of(optimizer)}
         for path, stored in saved.items():
             if path[2] not in ("state", STATE_DICT_KEY):
-                contents.add_object(path, None)
+                contents.add(path, None)
                 continue
             param = by_name[str(path[3])]
-            part = self._part(param) if sharded else None
-            if part is not None and part[0] == part[1]:
+            found = self._find(param) if sharded else None
+            if found is not None and found[1].empty:
                 continue  # what a rank has no part of it has no state of
             if not isinstance(stored, TensorStorageMetadata):
-                contents.add_object(path, None)
+                contents.add(path, None)
                 continue
             if path[2] == STATE_DICT_KEY:
                 _require_shape(stored, param, f"the master parameter of {path[3]!r}")
@@ -288,21 +282,17 @@ class ShardedCheckpoint:
             else:
                 per_element = path[4] != "step" and stored.size == param.shape
             dtype = stored.properties.dtype
-            if part is not None and (per_element or self._must_be_per_element(param, str(path[4]), stored)):
-                flat = contents.read[key_of(path)] = torch.empty(part[1] - part[0], dtype=dtype, device=param.device)
-                self._add_part(contents, path, param, flat)
-                continue
-            if per_element:
-                whole = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            if found is not None:
+                per_element = per_element or is_per_element(
+                    str(path[4]), torch.empty(stored.size, device="meta"), found[0]
+                )
+            if found is not None and per_element:
+                flat = torch.empty(found[1].stop - found[1].start, dtype=dtype, device=param.device)
+                contents.add(path, _in_chunks(*found, flat))
+            elif per_element:
+                contents.add(path, torch.empty_like(param, dtype=dtype, requires_grad=False))
             else:
-                whole = torch.empty(stored.size, dtype=dtype)
-            contents.read[key_of(path)] = whole
-            contents.add_whole(path, whole)
-
-    def _must_be_per_element(self, param: Tensor, key: str, stored: TensorStorageMetadata) -> bool:
-        found = self._sharding.find(param) if self._sharding is not None else None
-        assert found is not None
-        return is_per_element(key, torch.empty(stored.size, device="meta"), found[0])
+                contents.add(path, torch.empty(stored.size, dtype=dtype))
 
     def _apply(self, contents: Contents, optimizers: Sequence[Optimizer]) -> None:
         """What has been read into tensors of its own gets to where it belongs."""
@@ -315,13 +305,14 @@ class ShardedCheckpoint:
                 if path[:2] != ("optimizers", number) or path[2] not in ("state", STATE_DICT_KEY):
                     continue
                 index = index_of[str(path[3])]
-                value = contents.read[key] if key in contents.read else contents.objects[key]
+                value = contents.values[key]
+                value = value.flat if isinstance(value, Chunks) else value
                 if path[2] == STATE_DICT_KEY:
                     masters[index] = value
                 else:
                     state.setdefault(index, {})[path[4]] = value
-            groups = contents.objects[f"optimizers.{number}.param_groups"]
-            others = contents.objects.get(f"optimizers.{number}.others", {"state": {}, "entries": {}})
+            groups = contents.values[f"optimizers.{number}.param_groups"]
+            others = contents.values.get(f"optimizers.{number}.others", {"state": {}, "entries": {}})
             loaded: dict[str, Any] = {
                 **others["entries"],
                 "state": {**dict(sorted(state.items())), **others["state"]},
@@ -336,29 +327,26 @@ class ShardedCheckpoint:
                 loaded[STATE_DICT_KEY] = masters
             optimizer.load_state_dict(loaded)
         objects = {
-            str(path[1]): contents.objects[key]
+            str(path[1]): contents.values[key]
             for key, path in contents.paths.items()
-            if path[0] == "model" and key in contents.objects
+            if path[0] == "model" and not isinstance(contents.values[key], Tensor | Chunks)
         }
         if objects:  # extra state, which modules take in themselves
             self._module.load_state_dict(objects, strict=False)
 
     # -- parts ---------------------------------------------------------------------------------------
 
-    def _part(self, param: Tensor) -> tuple[int, int] | None:
-        """From where to where this rank's part of a parameter goes; None if the parameter is not sharded."""
-        found = self._sharding.find(param) if self._sharding is not None else None
-        return None if found is None else (found[1].start, found[1].stop)
+    def _find(self, param: Tensor) -> tuple[ParamSpec, Part] | None:
+        """This rank's part of a parameter; None if the parameter is not sharded."""
+        return self._sharding.find(param) if self._sharding is not None else None
 
-    def _pieces(self, param: Tensor, flat: Tensor) -> list[Piece]:
+    def _own(self, value: Tensor) -> Tensor | Chunks:
+        """What this rank holds of a parameter or module buffer."""
+        found = self._find(value)
+        if found is None:
+            return value.detach()
         assert self._sharding is not None
-        found = self._sharding.find(param)
-        assert found is not None
-        spec, part = found
-        if spec.numel == 0:  # of which every rank has all; readers want to see it
-            return [Piece((0,) * len(spec.shape), flat.new_empty(spec.shape))]
-        boxes = boxes_of(spec.shape, spec.strides, part.start, part.stop)
-        return [Piece(box.offsets, _memory_of(flat, part.start, box)) for box in boxes]
+        return _in_chunks(*found, self._sharding.param_part(value).detach())
 
     def _groups(self, number: int, optimizer: Optimizer) -> list[list[str]]:
         """The names of each group's parameters."""
