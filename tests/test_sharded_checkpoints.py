@@ -427,9 +427,11 @@ def saved_bytes(value: Any) -> int:
 
 def filtered() -> None:
     ours = BucketDDP(Wide(), shard_optimizer=True)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):  # buckets are laid out again after the first pass
         one_step(ours, optimizer)
+    momentum = ours.optimizer_state_dict(optimizer, every_rank=True)["state"][1]
+    assert saved_bytes(momentum) < ours.module.layer.bias.nbytes + 2000
     assert len(ours.layout.buckets) == 1
     state_dict = ours.module.state_dict()
     weight, bias = state_dict["layer.weight"], state_dict["layer.bias"]

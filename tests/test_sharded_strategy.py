@@ -3,7 +3,6 @@
 import copy
 import importlib
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
-from lightning_bucketddp.trainer.spare_memory import without_spare_memory
 from tests import lightning_models, test_fabric
 from tests.lightning_models import Citizen, Regression, close_to, data, trainer
 from tests.models import Mlp
@@ -693,25 +691,3 @@ def test_fabric_saves_parts_and_tells_norms(run_ranks: RunRanks, tmp_path: Path)
     size, refused = run_ranks(2, save_with_fabric, str(tmp_path))[0]
     assert size < 10_000, "of 190,000"
     assert refused == ["head.weight", "layers.0.weight"]
-
-
-# -- what is saved of flat tensors -------------------------------------------------------------------
-
-
-def test_clones_are_made_only_where_most_of_the_memory_is_not_asked_for() -> None:
-    flat, other = torch.arange(100.0), torch.arange(100.0)
-    state = OrderedDict(weight=flat[:10].view(2, 5), tied=flat[:10].view(2, 5), step=torch.ones(()))
-    state._metadata = {"": {"version": 2}}
-    most = [other[:60], (other[60:95],)]
-    given = {"state_dict": state, "most": most, "name": "x"}
-    found = without_spare_memory(given)
-    assert found is not given
-    assert found["most"] is most, "nobody needs a copy"
-    assert type(found["state_dict"]) is OrderedDict
-    assert found["state_dict"]._metadata == state._metadata
-    assert found["state_dict"]["weight"].untyped_storage().nbytes() == 40
-    assert found["state_dict"]["weight"] is found["state_dict"]["tied"]
-    assert found["state_dict"]["step"] is state["step"]
-    torch.testing.assert_close(found["state_dict"]["weight"], state["weight"])
-    assert state["weight"].untyped_storage().nbytes() == 400, "what was given is as it was"
-    assert without_spare_memory(most) is most

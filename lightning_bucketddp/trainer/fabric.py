@@ -41,7 +41,6 @@ from lightning_bucketddp.trainer.common import (
     looks_at_loss,
     register_names,
 )
-from lightning_bucketddp.trainer.spare_memory import without_spare_memory
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, require_fit_group
 
 _wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
@@ -370,17 +369,6 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         if wrapper is None:
             return super().get_optimizer_state(optimizer)
         return wrapper.optimizer_state_dict(optimizer) or {}
-
-    @override
-    def _convert_stateful_objects_in_state(
-        self,
-        state: dict[str, Module | Optimizer | Any],
-        filter: dict[str, Callable[[str, Any], bool]],
-    ) -> dict[str, Any]:
-        # Private; what comes out of it has been filtered, and is written next. Files are merely larger without.
-        converted = super()._convert_stateful_objects_in_state(state, filter)
-        sharded = self._wrapper_options["shard_optimizer"] and self.is_global_zero
-        return without_spare_memory(converted) if sharded else converted
 
     @override
     def save_checkpoint(

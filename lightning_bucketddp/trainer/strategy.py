@@ -60,7 +60,6 @@ from lightning_bucketddp.trainer.finetuning import Trainable, add_trainable, res
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.shard_clipping import clip_shards
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
-from lightning_bucketddp.trainer.spare_memory import without_spare_memory
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, evened
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, group_of, require_fit_group
 from lightning_bucketddp.wrapper.join import UnevenInputs
@@ -597,8 +596,6 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             path = Path(self.broadcast(filepath))
             save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers)
             return
-        if self._wrapper_options["shard_optimizer"] and self.is_global_zero:
-            checkpoint = without_spare_memory(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
