@@ -295,11 +295,14 @@ def power_sgd_unused(epsilon: float, zeroed: bool) -> None:
             assert weight.grad.norm() > 0.1 * mean.norm(), "what was zero once does not stay so"
             sent += weight.grad
             owed += mean
-        elif zeroed:
-            assert weight.grad is None
         else:
-            assert torch.equal(weight.grad, before), "bit for bit"
-    # Error feedback: what was not sent yet is in the memory of the ranks, no more and no less.
+            if zeroed:
+                assert weight.grad is None
+            else:
+                assert torch.equal(weight.grad, before), "bit for bit"
+            sent.zero_()  # nothing is owed to a slot that no rank used
+            owed.zero_()
+    # Error feedback: what was not sent since is in the memory of the ranks, no more and no less.
     state = ours._reducer._runs.comm_hook._state
     slot = next(s for s in ours.layout.slots if s.spec.name == "sometimes.weight")
     assert len(ours.layout.buckets) == 1

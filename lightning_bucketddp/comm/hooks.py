@@ -202,32 +202,26 @@ class CommHook:
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
-    @property
-    def remembers_buckets(self) -> bool:
-        """Whether the state holds something per bucket that this class knows of."""
-        return isinstance(self._state, PowerSGDState)
+    def forget_slot(self, layout: Layout, index: int, slot: int) -> None:
+        """Drops what PowerSGD still owes to a slot that no rank used, and its bucket's factors.
 
-    def take_back(self, layout: Layout, index: int, slot: int, flat: Tensor) -> None:
-        """What was sent for a slot is not used, as no rank had a gradient there: the state owes it still.
-
-        A matrix of zeros also leaves zeros or NaNs in PowerSGD's factors, from which they would never recover.
+        A matrix of zeros leaves zeros or NaNs in the factors, from which they would never recover.
 
         Args:
             layout: The layout.
             index: Which bucket.
             slot: The slot.
-            flat: The bucket's tensor; at the slot, what the hook has made of it less what it was given.
         """
-        assert isinstance(self._state, PowerSGDState)
+        if not isinstance(self._state, PowerSGDState):
+            return
         self._state.p_memory_dict.pop(index, None)
         self._state.q_memory_dict.pop(index, None)
         error = self._state.error_dict.get(index)
         if error is not None:
-            parts = 2 if flat.is_complex() else 1
-            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-            at = (layout.slots[slot].offset - layout.buckets[index].start) * parts
-            place = slice(at, at + layout.slots[slot].spec.numel * parts)
-            error[place].add_(flat[place]).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            bucket, place = layout.buckets[index], layout.slots[slot]
+            parts = len(error) // bucket.numel  # 2 for complex gradients, which the hook sees as real ones
+            at = (place.offset - bucket.start) * parts
+            error[at : at + place.spec.numel * parts].zero_()
 
 
 class _HookPending(Pending):

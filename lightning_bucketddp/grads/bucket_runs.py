@@ -619,23 +619,12 @@ class BucketRuns:
         if used_elsewhere:
             self._buffers.bind(slot, self._slots.params[slot])
             return
-        if self.comm_hook is not None and self.comm_hook.remembers_buckets:
-            self._take_back(self.comm_hook, slot)
+        self._forget(slot)
         self._put_back(slot)
 
-    def _take_back(self, comm_hook: CommHook, slot: int) -> None:
-        given = self._given(slot)
-        if given is not None:
-            self._buffers.views[slot].sub_(given)
-        run = self._run_of[slot]
-        comm_hook.take_back(self.layout, run.index, slot, run.flat)
-
-    def _given(self, slot: int) -> Tensor | None:
-        """What a slot without anything new has sent, if that was not zeros."""
-        if slot not in self._kept:
-            return None
-        grad, value = self._kept[slot]
-        return grad if value is None else value
+    def _forget(self, slot: int) -> None:
+        if self.comm_hook is not None:
+            self.comm_hook.forget_slot(self.layout, self._run_of[slot].index, slot)
 
     def _put_back(self, slot: int) -> None:
         if slot in self._kept:

@@ -114,15 +114,11 @@ class CoalescedRuns(BucketRuns):
         """A parameter without a gradient here: the mean if another rank had one, else what is there."""
         param = self._slots.params[slot]
         if not used_elsewhere:
-            if self.comm_hook is not None and self.comm_hook.remembers_buckets:
-                self._take_back(self.comm_hook, slot)
+            self._forget(slot)
         elif param.grad is None:
             param.grad = self._buffers.views[slot].clone()
         else:
             param.grad.copy_(self._buffers.views[slot])
-
-    def _given(self, slot: int) -> Tensor | None:
-        return self._slots.params[slot].grad
 
     def _move_out(self, run: BucketRun) -> None:
         """Nothing: gradients stay where they are."""
