@@ -13,9 +13,7 @@ import lightning
 import pytest
 import torch
 import yaml
-from lightning.fabric.strategies.launchers import subprocess_script as fabric_launcher
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies.launchers import subprocess_script as trainer_launcher
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_bucketddp import BucketDDPStrategy, __version__
@@ -68,14 +66,14 @@ def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["missing.py"], "found 'missing.py', and there is no such file"),
-        (["fitt", "--model", "x"], "found 'fitt'"),
-        (["-m"], "expected the name of a module"),
-        (["-m", "no.such.module"], "found 'no.such.module'"),
-        (["-m", "tests"], "found 'tests'"),
+        (["fitt", "--model", "x"], "expected one of fit, validate, test, predict, found 'fitt'"),
+        ([__file__], "put `import lightning_bucketddp` into yours, which registers the strategies, and start it as"),
+        (["-m", "tests.launch_script"], "found '-m'. Scripts and modules are not run"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_subcommand_is_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     errors = capsys.readouterr().err
     assert problem in errors
@@ -93,53 +91,6 @@ def test_a_wrong_option_of_the_lightning_cli_is_refused(
     assert "NoModel" in capsys.readouterr().err
 
 
-SCRIPT = """
-import sys
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.{kind}.strategies import {registry} as names
-from lightning.{kind}.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-
-_SubprocessScriptLauncher(LightningEnvironment(), 3, 1)._call_children_scripts()
-print(sys.argv[1:], "bucketddp" in names, sys.path[0])
-"""
-
-
-@pytest.mark.parametrize("as_module", [False, True])
-@pytest.mark.parametrize(("kind", "registry"), [("fabric", "STRATEGY_REGISTRY"), ("pytorch", "StrategyRegistry")])
-def test_other_ranks_are_started_with_the_same_command(
-    kind: str,
-    registry: str,
-    as_module: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    script = tmp_path / f"script_for_{kind}.py"
-    script.write_text(SCRIPT.format(kind=kind, registry=registry))
-    monkeypatch.syspath_prepend(tmp_path)
-    arguments = ["-m", script.stem, "--x", "1"] if as_module else [str(script), "--x", "1"]
-    monkeypatch.setattr(sys, "argv", ["program", *arguments])
-    commands: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")  # the launcher sets them
-    launchers = [module._SubprocessScriptLauncher for module in (fabric_launcher, trainer_launcher)]
-    methods = [launcher._call_children_scripts for launcher in launchers]
-    running, before = sys.modules["__main__"], list(sys.argv)
-
-    assert main(arguments) == 0
-
-    as_here = (
-        [sys.executable, "-m", running.__spec__.name]
-        if running.__spec__
-        else [sys.executable, os.path.abspath("program")]
-    )
-    assert commands == [[*as_here, *arguments]] * 2
-    assert capsys.readouterr().out == f"['--x', '1'] True {tmp_path}\n", "the script sees its own arguments and folder"
-    assert (sys.modules["__main__"], sys.argv) == (running, before)
-    assert [launcher._call_children_scripts for launcher in launchers] == methods
-
-
 def test_a_lightning_cli_runs_on_two_ranks_with_classes_of_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((ROOT / "tests" / "cli_models.py").read_text())
     trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
@@ -150,17 +101,6 @@ def test_a_lightning_cli_runs_on_two_ranks_with_classes_of_the_current_folder(tm
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
     assert [line.split(", weight")[0] for line in lines] == [f"rank {rank}: 4 passes, lr 0.2" for rank in (0, 1)]
     assert len({line.split("weight")[1] for line in lines}) == 1
-
-
-def test_a_script_that_imports_nothing_of_ours_runs_on_two_ranks_and_one_hears_why_the_other_ended() -> None:
-    result = run("tests/fabric_script.py", "--x", "1")
-    for step in (0, 1):
-        for rank in (0, 1):
-            assert f"rank {rank} of 2: ['--x', '1'], step {step}\n" in result.stdout
-    assert result.returncode != 0
-    assert "ArithmeticError: no batch today" in result.stderr
-    assert "PeerFailureError" in result.stderr
-    assert "rank 1 raised ArithmeticError: no batch today" in result.stderr
 
 
 # -- the strategy's options --------------------------------------------------------------------------
