@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer.reducer import PassState
@@ -429,6 +430,10 @@ def bad_arguments() -> None:
         BucketDDP(module)
     assert "on_after_backward" in str(error.value)
     assert "registered after" not in str(error.value), "`.grad` may be None there"
+    module = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, [module.head.bias], {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"'head\.bias' has an optimizer that steps during backward .* after backward"):
+        BucketDDP(module)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -11,6 +11,7 @@ import torch._dynamo
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import signal_connector
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchmetrics import MeanMetric, MetricCollection
 
 import lightning_bucketddp
@@ -98,3 +99,5 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert isinstance(torch._dynamo.OptimizedModule, type)
     param.register_post_accumulate_grad_hook(lambda _: None)
     assert len(param._post_accumulate_grad_hooks) == 1
+    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 0.1})
+    assert len(param._in_backward_optimizers) == 1

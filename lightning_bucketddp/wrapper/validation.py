@@ -56,6 +56,13 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_froz
                 "and an optimizer that steps there lets the ranks drift apart. Remove it; step and look at averaged "
                 "gradients after backward(), in a LightningModule in on_after_backward"
             )
+        # Private too: torch.distributed.optim._apply_optimizer_in_backward leaves it behind. A test notices.
+        if getattr(param, "_in_backward_optimizers", None):
+            raise WrapError(
+                f"parameter {name!r} has an optimizer that steps during backward "
+                "(torch.distributed.optim._apply_optimizer_in_backward): it steps before the gradient is averaged, "
+                "and lets the ranks drift apart. Use an ordinary optimizer, and step after backward()"
+            )
     types = sorted({param.device.type for _, param in params})
     if len(types) > 1 or types == ["meta"]:
         raise WrapError(f"expected parameters on one type of device that holds values, found {types}")

@@ -146,13 +146,13 @@ EXCLUDED: dict[str, str] = {
     "test_ddp_comm_hook_logging": "reads torch-private logging data (`_get_ddp_logging_data`)",
     "test_get_data_parallel_params": "calls a torch-private function (`_get_data_parallel_params`)",
     "test_ddp_apply_optim_in_backward": (
-        "runs torch's private `_apply_optimizer_in_backward`, which torch's DDP has code for"
+        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
     ),
     "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": (
-        "runs torch's private `_apply_optimizer_in_backward`, which torch's DDP has code for"
+        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
     ),
     "test_ddp_apply_optim_in_backward_ignored_params": (
-        "runs torch's private `_apply_optimizer_in_backward`, which torch's DDP has code for"
+        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
     ),
     "test_ddp_native_mixed_precision_ignored_params": (
         "`mixed_precision` is a private, experimental argument of torch's DDP"
