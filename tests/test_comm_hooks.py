@@ -682,9 +682,6 @@ def wrap_differently(kind: str, last: bool) -> None:
     elif kind == "state":
         state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
         BucketDDP(Mlp(), comm_hook=powerSGD_hook, comm_hook_state=state)
-    elif kind == "wrapped":
-        inner = powerSGD_hook if last else default_hooks.allreduce_hook
-        BucketDDP(Mlp()).register_comm_hook(None, default_hooks.fp16_compress_wrapper(inner))
     else:
         BucketDDP(Mlp()).register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
 
@@ -703,7 +700,6 @@ def ranks_differ(kind: str) -> tuple[str, float]:
         ("none", ["fp16_compress_hook", "None"]),
         ("wire", ["torch.float16", "torch.bfloat16"]),
         ("state", ["PowerSGDState.matrix_approximation_rank: rank 0 has 2, rank 2 has 3"]),
-        ("wrapped", ["allreduce_hook)", "powerSGD_hook)"]),
         ("register", ["allreduce_hook", "noop_hook"]),
     ],
 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import CellType
 from typing import Any, Literal
 
 import torch
@@ -126,7 +125,7 @@ class CommHook:
         leave_behind: Called with the error when a collective that the hook has started may be under way still.
 
     Attributes:
-        name: Qualified name, with those of the functions it wraps.
+        name: Qualified name.
         one_at_a_time: Whether a bucket may be launched only when the one before it is completed.
 
     Raises:
@@ -344,24 +343,9 @@ def _require_annotations(function: HookFunction) -> None:
         )
 
 
-def _qualified_name(function: Any, seen: tuple[Any, ...] = ()) -> str:
-    """The name of a hook and, in parentheses, of the functions that it wraps."""
+def _qualified_name(function: Any) -> str:
     if isinstance(function, partial):
-        return _qualified_name(function.func, seen)
+        return _qualified_name(function.func)
     if not hasattr(function, "__qualname__"):
         function = type(function)
-    name = f"{function.__module__}.{function.__qualname__}"
-    if not inspect.isfunction(function):
-        return name
-    seen = (*seen, function)  # a function may hold itself
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    wrapped = [value for value in cells if inspect.isroutine(value) and value not in seen]
-    return f"{name}({', '.join(_qualified_name(value, seen) for value in wrapped)})" if wrapped else name
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    return f"{function.__module__}.{function.__qualname__}"
