@@ -175,3 +175,46 @@ class Memory(DummyLogger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.logged.append((step, metrics))
+
+
+class Gan(pl.LightningModule):
+    """Two toggled optimizers with schedulers, clipping and a gradient penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generator_optimizer, critic_optimizer = self.optimizers()
+        real, noise = batch
+        with self.toggled_optimizer(critic_optimizer):
+            self.fake = self.generator(noise).detach()
+            critic_loss = (self.critic(self.fake) - self.critic(real)).mean() + self.penalty(real)
+            critic_optimizer.zero_grad()
+            self.manual_backward(critic_loss)
+            self.clip_gradients(critic_optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            critic_optimizer.step()
+        with self.toggled_optimizer(generator_optimizer):
+            generator_loss = -self.critic(self.generator(noise)).mean()
+            generator_optimizer.zero_grad()
+            self.manual_backward(generator_loss)
+            generator_optimizer.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        self.log_dict({"critic": critic_loss, "generator": generator_loss}, on_epoch=True)
+        return {"loss": critic_loss, "fake": self.fake}
+
+    def penalty(self, real: Tensor) -> Tensor:
+        mix = torch.lerp(real, self.fake, 0.3).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(mix).sum(), mix, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.critic)]
+        return optimizers, [lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
