@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -335,16 +335,10 @@ class ShardedParams(SteppedParams):
         found = self._shards.find(param)
         if found is None:
             return
-        spec, part = found
-        state, master = optimizer.state.pop(param, None), self.master(param)
-        self.set_master(param, None)
-        if part.empty:
-            return
+        state, master = part_of_whole(*found, optimizer.state.pop(param, None), self.master(param))
         if state is not None:
-            optimizer.state[param] = part_of_state(state, spec, part)
-        if master is not None:
-            _require_shape(master, spec, "a master parameter")
-            self.set_master(param, in_memory_order(master, spec)[part.start : part.stop].clone())
+            optimizer.state[param] = state
+        self.set_master(param, master)
 
     def _described(self, optimizer: Optimizer) -> dict[int, tuple[int, int]]:
         found = {index: self._shards.find(param) for index, param in enumerate(params_of(optimizer))}
@@ -383,16 +377,11 @@ class ShardedParams(SteppedParams):
                 found = self._shards.find(param)
                 if found is None:
                     continue
-                spec, part = found
-                if part.empty:
-                    state.pop(index, None)
-                    masters.pop(index, None)
-                    continue
-                if index in state:
-                    state[index] = part_of_state(state[index], spec, part)
-                if index in masters:
-                    _require_shape(masters[index], spec, "a master parameter")
-                    masters[index] = in_memory_order(masters[index], spec)[part.start : part.stop].clone()
+                own, master = part_of_whole(*found, state.pop(index, None), masters.pop(index, None))
+                if own is not None:
+                    state[index] = own
+                if master is not None:
+                    masters[index] = master
             loaded["state"], loaded[STATE_DICT_KEY] = state, masters
         self._loading = loaded
         return loaded
@@ -412,23 +401,31 @@ class ShardedParams(SteppedParams):
                 self._masters[param] = _Master(nn.Parameter(values), param_version=None)
 
 
-def part_of_state(state: Mapping[str, Any], spec: ParamSpec, part: Part) -> dict[str, Any]:
-    """The state of a part, from that of a whole parameter.
+def part_of_whole(
+    spec: ParamSpec, part: Part, state: Mapping[str, Any] | None, master: Tensor | None
+) -> tuple[dict[str, Any] | None, Tensor | None]:
+    """The state and master of a part, from those of a whole parameter; copies, and None where there is nothing.
 
     Raises:
-        ValueError: If a tensor has neither the parameter's shape nor one element.
+        ValueError: If a tensor of the state has neither the parameter's shape nor one element, or the master another.
     """
-    return _converted(state, spec, lambda value: in_memory_order(value, spec)[part.start : part.stop].clone())
+    if part.empty:
+        return None, None
 
+    def own(value: Tensor) -> Tensor:
+        return in_memory_order(value, spec)[part.start : part.stop].clone()
 
-def _converted(state: Mapping[str, Any], spec: ParamSpec, convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    converted: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and is_per_element(key, value, spec):
-            converted[key] = convert(value)
-        else:  # a copy: steps must not change the caller's tensors
-            converted[key] = value.clone() if isinstance(value, Tensor) else value
-    return converted
+    if master is not None and tuple(master.shape) != spec.shape:
+        raise ValueError(
+            f"expected a master parameter of {spec.name!r} to have shape {spec.shape}, found {tuple(master.shape)}"
+        )
+    found: dict[str, Any] = {}
+    for key, value in (state or {}).items():
+        if isinstance(value, Tensor):
+            found[key] = own(value) if is_per_element(key, value, spec) else value.clone()
+        else:
+            found[key] = value
+    return None if state is None else found, None if master is None else own(master)
 
 
 def is_per_element(key: str, value: Tensor, spec: ParamSpec) -> bool:
@@ -445,8 +442,3 @@ def is_per_element(key: str, value: Tensor, spec: ParamSpec) -> bool:
         f"expected optimizer state {key!r} of parameter {spec.name!r} to have the parameter's shape {spec.shape}, or "
         f"one element, found {tuple(value.shape)}: it cannot be sharded, or is another model's"
     )
-
-
-def _require_shape(tensor: Tensor, spec: ParamSpec, what: str) -> None:
-    if tuple(tensor.shape) != spec.shape:
-        raise ValueError(f"expected {what} of {spec.name!r} to have shape {spec.shape}, found {tuple(tensor.shape)}")

@@ -21,7 +21,7 @@ from lightning_bucketddp.layout.shards import Part, parts_of
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.param_buffers import ParamBuffers, in_memory_order, in_shape
-from lightning_bucketddp.optim.sharded_params import ShardedParams, part_of_state, sharded_params
+from lightning_bucketddp.optim.sharded_params import ShardedParams, part_of_whole, sharded_params
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.failures import Failures
 
@@ -260,13 +260,10 @@ class Sharding:
                 slot = self._slot_of[id(param)]
                 spec, part = self._slots.specs[slot], parts[slot]
                 optimizer.state.pop(param, None)
-                sharded.set_master(param, None)
-                if part.empty:
-                    continue
-                if state:
-                    optimizer.state[param] = part_of_state(state, spec, part)
-                if master is not None:
-                    sharded.set_master(param, in_memory_order(master, spec)[part.start : part.stop].clone())
+                own, master = part_of_whole(spec, part, state or None, master)
+                if own is not None:
+                    optimizer.state[param] = own
+                sharded.set_master(param, master)
 
     def _known_everywhere(self) -> list[Optimizer]:
         """The optimizers that nobody has dropped on any rank, in the order in which they were sharded."""
