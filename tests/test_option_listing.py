@@ -1,0 +1,42 @@
+"""What ``--help`` and YAML show of the strategies' arguments: names, defaults, types and texts."""
+
+import re
+from pathlib import Path
+
+import lightning.fabric.strategies
+import lightning.pytorch.strategies
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
+
+LISTED = Path(__file__).parent / "option_listing"
+"""One line per argument: its name, its default in YAML, its type and its default in help."""
+BASES = {
+    BucketDDPStrategy: lightning.pytorch.strategies.Strategy,
+    BucketDDPFabricStrategy: lightning.fabric.strategies.Strategy,
+}
+ENTRY = re.compile(r"--strategy\.(\w+) (?:\S+ ){5,}\((type: .+, default: .+)\)")
+"""A text of several words is between the name and the type."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, of its own use by Lightning
+@pytest.mark.parametrize("strategy", BASES)
+def test_help_and_yaml_list_names_defaults_and_types(strategy: type, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--strategy", type=BASES[strategy])
+    path = f"lightning_bucketddp.{strategy.__name__}"
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--strategy.help={path}"])
+    help_ = " ".join(capsys.readouterr().out.partition("Help for")[2].split())
+    help_ = re.sub(r", known subclasses: [^)]*", "", help_)
+    entries = map(ENTRY.fullmatch, re.split(r"(?<!,) (?=--strategy\.)", help_))
+    shown = dict(entry.groups() for entry in entries if entry is not None)
+    written = parser.dump(parser.parse_args([f"--strategy={path}"]), skip_none=False)
+    arguments = yaml.safe_load(written)["strategy"]["init_args"]
+    assert sorted(shown) == sorted(arguments), "an argument without a text"
+    lines = [f"{name}: {value}  # {shown[name]}" for name, value in arguments.items()]
+    assert lines == (LISTED / f"{strategy.__name__}.txt").read_text().splitlines()
+    read = parser.parse_object(yaml.safe_load(written))
+    assert parser.dump(read, skip_none=False) == written
