@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_bucketddp import BucketDDPStrategy, __version__
+from lightning_bucketddp import BucketDDPStrategy, Options, __version__
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.cli_models import Model
@@ -128,15 +129,15 @@ OPTIONS = {
 def assert_options(strategy: Any) -> None:
     assert isinstance(strategy, BucketDDPStrategy)
     assert strategy._timeout == OPTIONS["timeout"][1]
-    found = strategy._wrapper_options
-    for name, (_, value) in OPTIONS.items():
-        assert name == "timeout" or found[name] == value, name
+    expected = Options(**{name: value for name, (_, value) in OPTIONS.items()})
+    assert strategy._options == expected
+    assert strategy._options.timeout == expected.timeout
 
 
 def test_the_registered_name_is_known() -> None:
     assert type(cli("--trainer.strategy=bucketddp").trainer.strategy) is BucketDDPStrategy
     assert cli("--trainer.strategy=bucketddp_spawn").trainer.strategy._start_method == "spawn"
-    assert cli("--trainer.strategy=bucketddp_sharded").trainer.strategy._wrapper_options["shard_optimizer"]
+    assert cli("--trainer.strategy=bucketddp_sharded").trainer.strategy._options.shard_optimizer
 
 
 def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
@@ -157,7 +158,8 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     ("option", "found"),
     [
         ("grad_dtype=torch.float32", torch.float32),
-        ("wire_dtype=bfloat16", "bfloat16"),
+        ("wire_dtype=bfloat16", torch.bfloat16),
+        ("wire_dtype=bf16", torch.bfloat16),
         ("gradient_divide_by=tokens", "tokens"),
         ("gradient_divide_by=3", 3),
         ("comm_hook=bf16", "bf16"),
@@ -169,7 +171,7 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
 def test_an_option_on_the_command_line(option: str, found: Any) -> None:
     strategy = cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}").trainer.strategy
     name = option.split("=")[0]
-    assert ({**strategy._wrapper_options, "uneven_inputs": strategy._uneven_inputs}[name]) == found
+    assert ({**vars(strategy._options), "uneven_inputs": strategy._uneven_inputs}[name]) == found
 
 
 @pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "bucket_cap_mb=much", "nothing=1"])
@@ -189,6 +191,7 @@ def test_help_shows_every_option_with_its_type(capsys: pytest.CaptureFixture[str
         name = re.match(r"--trainer\.strategy\.([a-z0-9_]+)", entry)
         if name is not None:
             described[name[1]] = described.get(name[1], "") + entry
-    for name in inspect.signature(BucketDDPStrategy).parameters:
+    explicit = inspect.signature(BucketDDPStrategy).parameters.keys() - {"options"}
+    for name in explicit | {each.name for each in fields(Options)}:
         assert "(type: " in described[name], name
         assert "default: " in described[name], name

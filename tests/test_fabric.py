@@ -419,8 +419,8 @@ def test_names_are_registered_with_fabric(name: str) -> None:
     assert type(strategy) is BucketDDPFabricStrategy
     assert name in STRATEGY_REGISTRY.available_strategies()
     assert strategy._start_method == REGISTERED[name]["start_method"]
-    assert strategy._wrapper_options["find_unused_parameters"] is ("_true" in name)
-    assert strategy._wrapper_options["shard_optimizer"] is ("_sharded" in name)
+    assert strategy._options.find_unused_parameters is ("_true" in name)
+    assert strategy._options.shard_optimizer is ("_sharded" in name)
 
 
 def test_private_api_of_fabric_is_still_there() -> None:

@@ -412,12 +412,36 @@ def test_a_rank_that_never_wraps_is_named(run_ranks: RunRanks) -> None:
     assert "nothing came from rank(s) [1]" in rank2
 
 
+def bad_on_rank_1(module: Any, options: dict[str, Any]) -> str:
+    mine = dist.get_rank() == 1
+    with pytest.raises(TypeError if mine else PeerFailureError) as error:
+        BucketDDP(module if mine else Mlp(), **(options if mine else {}))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Mlp(), {"timeout": -5}, "expected timeout to be None or a positive timedelta, found -5"),
+        (Mlp(), {"overlap": "no"}, "expected overlap to be True or False, found 'no'"),
+        (Mlp(), {"overlaps": True}, "unexpected keyword argument 'overlaps'"),
+        ("x", {}, "expected module to be an nn.Module, found 'x'"),
+    ],
+    ids=["timeout", "overlap", "unknown", "module"],
+)
+def test_every_rank_hears_of_a_bad_option(
+    run_ranks: RunRanks, module: Any, options: dict[str, Any], message: str
+) -> None:
+    for found in run_ranks(2, bad_on_rank_1, module, options):
+        assert message in found
+
+
 def bad_arguments() -> None:
     with pytest.raises(ValueError, match="at least one parameter that requires grad"):
         BucketDDP(Mlp().requires_grad_(False))
     with pytest.raises(ValueError, match="number of MiB from 0, found -1"):
         BucketDDP(Mlp(), bucket_cap_mb=-1)
-    with pytest.raises(ValueError, match="expected module_buffers to be one of"):
+    with pytest.raises(ValueError, match="expected module_buffers to be None, "):
         BucketDDP(Mlp(), module_buffers="sum")
     with pytest.raises(ValueError, match=r"one type of device that holds values, found \['meta'\]"):
         BucketDDP(nn.Linear(2, 2, device="meta"))

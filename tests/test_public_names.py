@@ -18,6 +18,7 @@ PUBLIC: dict[str, list[str]] = {
         "BucketDDPStrategy",
         "BucketDPStrategy",
         "GradientError",
+        "Options",
         "PeerFailureError",
         "RankMismatchError",
         "__version__",

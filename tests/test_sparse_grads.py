@@ -439,7 +439,7 @@ def test_a_sparse_gradient_that_was_not_declared_is_refused_with_the_remedy(run_
 def bad_names() -> None:
     with pytest.raises(ValueError, match=r"sparse_parameters to name parameters of the module, found \['tabel'\]"):
         BucketDDP(Functional(), sparse_parameters=["table", "tabel"])
-    with pytest.raises(ValueError, match="to be a list of names, found 'table'"):
+    with pytest.raises(TypeError, match="to be a list of names, found 'table'"):
         BucketDDP(Functional(), sparse_parameters="table")
 
 

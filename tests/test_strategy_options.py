@@ -1,6 +1,7 @@
 """The strategy's arguments: all reach the wrapper, and what cannot be honoured is refused before ranks start."""
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP, BucketDDPStrategy
+from lightning_bucketddp import BucketDDP, BucketDDPStrategy, Options
 
 _EXPERIMENTAL = {
     "mixed_precision",
@@ -26,7 +27,9 @@ _LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
 
 
 def names(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters) - {"self", "kwargs"}
+    """Names of a function's arguments; those of ``**options`` too."""
+    found = set(inspect.signature(function).parameters) - {"self", "kwargs"}
+    return found - {"options"} | {each.name for each in fields(Options)} if "options" in found else found
 
 
 def test_everything_that_ddp_accepts_is_an_argument() -> None:
@@ -39,8 +42,25 @@ def test_everything_that_ddp_accepts_is_an_argument() -> None:
     )
 
 
-def test_every_option_of_the_wrapper_is_one_of_the_strategy() -> None:
-    assert names(BucketDDP.__init__) - _LIGHTNINGS_OWN <= names(BucketDDPStrategy.__init__)
+def test_every_argument_of_the_wrapper_is_an_option_with_its_default() -> None:
+    defaults = {each.name: each.default for each in fields(Options)}
+    here = dict(inspect.signature(BucketDDP).parameters)
+    assert here.keys() - _LIGHTNINGS_OWN - {"options"} <= defaults.keys()
+    for name in here.keys() & defaults.keys():
+        assert here[name].default == defaults[name], name
+
+
+def test_options_made_from_options_are_the_same() -> None:
+    for given in [
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": False},
+        {"module_buffers": "mean", "broadcast_buffers": True},
+        {"accumulate_allreduce_grads_in_fp32": True},
+        {"grad_dtype": {"a.*": "bf16"}, "master_params": False, "wire_dtype": "fp16", "sparse_parameters": ["a"]},
+    ]:
+        once = Options(**given)
+        assert vars(Options(**vars(once))) == vars(once)
+        assert vars(once) != vars(Options())
 
 
 def wrapped(**options: Any) -> BucketDDP:
@@ -89,8 +109,8 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
         ({"bucket_cap_mb": -1}, "expected bucket_cap_mb to be None or a number of MiB from 0, found -1"),
         ({"bucket_cap_mb": "auto"}, "found 'auto'; that is gone, and None is the default rule"),
         ({"broadcast_buffers": True, "module_buffers": "off"}, "expected one choice for module buffers"),
-        ({"grad_dtype": "float31"}, "expected grad_dtype to name a dtype.*found 'float31'"),
-        ({"grad_dtype": {"*": "int"}}, "expected grad_dtype to name a dtype.*found 'int'"),
+        ({"grad_dtype": "float31"}, "expected grad_dtype to be None or one of bf16.*found 'float31'"),
+        ({"grad_dtype": {"*": "int"}}, r"expected grad_dtype\['\*'\] to be .* bf16.*found 'int'"),
         ({"wire_dtype": "float32"}, "expected wire_dtype to be None or one of"),
         (
             {"comm_hook": "bf16", "ddp_comm_hook": default_hooks.allreduce_hook},

@@ -517,7 +517,7 @@ def test_the_names_are_registered() -> None:
             strategy = StrategyRegistry.get(name + started)
             assert isinstance(strategy, BucketDDPStrategy)
             assert strategy._start_method == start_method
-            assert strategy._wrapper_options["shard_optimizer"] is sharded
+            assert strategy._options.shard_optimizer is sharded
     BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
     runs = pl.Trainer(strategy="bucketddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     assert type(runs.strategy) is BucketDDPStrategy

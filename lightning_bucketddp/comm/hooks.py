@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending, poll_until_done
-from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
 HookFunction = Callable[[Any, Any], torch.futures.Future[Tensor]]
-HookName = Literal["bf16", "fp16", "powersgd"]
 
-_NAMED: dict[str, HookFunction] = {
+_NAMED: dict[HookName, HookFunction] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "powersgd": powerSGD_hook,
@@ -260,50 +259,25 @@ class _HookPending(Pending):
         self._future = None
 
 
-def choose_hook(
-    hook: HookName | HookFunction | None, state: Any, options: Options, collectives: Collectives
-) -> CommHook | None:
-    """The hook that a wrapper's arguments ask for.
+def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:
+    """The hook that the options ask for.
 
     Args:
-        hook: A hook, the name of one, or None.
-        state: Its state. A named hook has one of its own; ``"powersgd"`` takes a ``PowerSGDState``.
-        options: The others, of which some exclude a hook.
+        options: Have a hook, the name of one, or None. A named hook has a state of its own; ``"powersgd"`` takes a
+            ``PowerSGDState``.
         collectives: The group that named hooks use.
 
     Raises:
-        ValueError: If the arguments are out of range or exclude each other.
-        TypeError: If the hook is not callable.
+        ValueError: If the state is not the hook's.
     """
+    hook, state = options.comm_hook, options.comm_hook_state
     if hook is None:
         if state is not None:
             raise ValueError("expected comm_hook_state to be None without a comm_hook, found one; pass the hook too")
         return None
-    require_hook_decides(options)
     if isinstance(hook, str):
-        function = _NAMED.get(hook)
-        if function is None:
-            raise ValueError(f"expected comm_hook to be callable or one of {tuple(_NAMED)}, found {hook!r}")
-        return CommHook(function, _own_state(hook, state, collectives), collectives.leave_behind)
+        return CommHook(_NAMED[hook], _own_state(hook, state, collectives), collectives.leave_behind)
     return CommHook(hook, state, collectives.leave_behind)
-
-
-def require_hook_decides(options: Options) -> None:
-    """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
-
-    Raises:
-        ValueError: If there is a wire dtype or another divisor than the world size.
-    """
-    if options.rescales:
-        raise ValueError(
-            "expected either comm_hook or gradient_divide_by, found both: a hook divides by the world size itself, so "
-            f"that gradient_divide_by={options.gradient_divide_by!r} cannot be honoured. Leave one of them out"
-        )
-    if options.wire_dtype is not None:
-        raise ValueError(
-            f"expected either comm_hook or wire_dtype, found both: a hook decides itself how gradients travel, so that "
-            f"wire_dtype={options.wire_dtype} would be without effect. Leave one of them out"
-        )
 
 
 def _own_state(name: str, state: Any, collectives: Collectives) -> Any:

@@ -1,36 +1,40 @@
-"""What a ``BucketDDP`` was asked to do: values that do not depend on the rank, checked in one place."""
+"""What a ``BucketDDP`` is asked to do: every option once, with its text, its default and its checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_bucketddp.layout.plan import MIB
+from lightning_bucketddp.layout.require import require, require_choice
 
 ModuleBufferSync = Literal["broadcast", "mean", "off"]
 """What happens to module buffers: rank 0's for all, the mean of the floating ones, or nothing."""
 
-WIRE_DTYPES = (torch.bfloat16, torch.float16)
-"""In which gradients may travel."""
+WireDtypeName = Literal["bf16", "bfloat16", "fp16", "float16"]
+"""A dtype in which gradients may travel, as a configuration file spells it."""
 
-DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+DtypeName = Literal[WireDtypeName, "fp32", "float32", "fp64", "float64"]
 """A dtype as a configuration file spells it."""
 
-Dtype = torch.dtype | DtypeName
+_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 BucketCap = float | None
 """Largest bucket in MiB; None for the default rule."""
 
-GradDtype = torch.dtype | Mapping[str, torch.dtype]
-"""One dtype for the gradients of all parameters of lower precision, or one per pattern of parameter names."""
-
 DivideBy = Literal["world_size", "tokens"] | int
 """What the sum of gradients is divided by."""
+
+HookName = Literal["bf16", "fp16", "powersgd"]
+"""A communication hook of torch's, by name."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others to agree on something; torch's default for process groups."""
@@ -38,61 +42,226 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Options:
-    """The options of :class:`BucketDDP` that all ranks must have alike; it documents them.
+    """The options of :class:`BucketDDP`, :class:`BucketDDPStrategy` and :class:`BucketDDPFabricStrategy`.
+
+    Each of the three takes them as keyword arguments. They are the same on every rank, but for ``process_group``,
+    ``device_mesh`` and ``timeout``. An option with several spellings has one value here: dtypes are torch's, and
+    ``module_buffers``, ``grad_dtype`` and ``master_params`` say what was asked for by any of their spellings.
+
+    Args:
+        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
+            copy at the start included.
+        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
+        process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
+            ranks in any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group
+            for those, if what backward reaches may differ between the ranks.
+        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
+            machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is not smaller
+            than the group); on several 1/32 of the gradients for two ranks, more for more ranks, from 4 to 25 MiB.
+            Smaller at both ends.
+        find_unused_parameters: For speed in a Trainer or Fabric where the parameters in use change from step to step:
+            looks at the graph of each loss, so that no rank waits for gradients that will not come. In plain PyTorch,
+            lets a rank take part whose loss reaches no parameter, if its backward comes by an output of ``forward``.
+            Parameters without gradients do not need it.
+        check_reduction: Accepted for torch DDP's sake; what it checked is always checked.
+        gradient_as_bucket_view: Accepted for torch DDP's sake; gradients are views in any case, unless
+            ``use_contiguous_buffers`` is False.
+        static_graph: Accepted for torch DDP's sake; what it allows is always allowed.
+        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
+        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``, which leaves the start alone.
+        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled,
+            unless the last one was inside ``no_sync``: ``"broadcast"`` rank 0's (the default), ``"mean"`` (of the
+            floating ones), ``"off"``. A Trainer synchronises them before validation and at the end of ``fit`` too,
+            Fabric when it saves a checkpoint.
+        grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
+            parameters of lower precision (``"float32"`` for bf16 and fp16 ones), or one per pattern of parameter names
+            (``fnmatch``; the first that matches). Such parameters also have their view as ``main_grad``.
+        accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
+        master_params: Whether optimizers step on fp32 copies of such parameters, which checkpoints hold with the
+            optimizers' state; by default where ``grad_dtype`` is given.
+        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced per dtype and
+            reduced after backward.
+        overlap: If False, each gradient buffer is reduced after backward, in one piece per set of parameters that are
+            trainable together.
+        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
+            ``"tokens"``, the sum over ranks and local passes of what ``count_tokens`` was told, for losses that are
+            sums over tokens. With anything but the world size, clear gradients after each step.
+        max_abs_grad: Gradients that are larger in absolute value, NaN or Inf are an error before they are sent
+            (``math.inf``, in YAML ``.inf``: any finite one will do). The host waits for the check.
+        pad_buckets_to: Number of elements that each bucket's length is a multiple of. Megatron-LM pads to 65536 for
+            NCCL's full bus bandwidth on many nodes.
+        sparse_parameters: Names of parameters whose gradients may be sparse, besides the weights of ``nn.Embedding``
+            and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Sparse gradients are averaged at the end of
+            backward, whatever hook or ``wire_dtype`` there is; ``.grad`` is a coalesced sparse tensor, or a dense one
+            if any rank's is dense.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
+            ``"powersgd"``, or a hook as for :meth:`BucketDDP.register_comm_hook`; the same on every rank.
+        comm_hook_state: The communication hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank
+            1 that starts after 1,000 passes if there is none; the other named hooks take none.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32, where
+            ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
+            65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has ended.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
+            alone: gradients are reduce-scattered during backward, and new parameters gathered while the next forward
+            runs. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). ``.grad`` can be
+            scaled and cleared, but not looked at: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the
+            Trainer's or Fabric's clipping. Checkpoints are as without; in plain PyTorch, save and load optimizers with
+            :meth:`BucketDDP.optimizer_state_dict`.
+        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
+            Parameters are then gathered inside nodes alone, each of which holds all of the optimizer's state.
+        scatter_every_pass: Whether each pass of a gradient accumulation is reduce-scattered, with ``shard_optimizer``,
+            so that only a shard is accumulated. More travels, and whole gradients have memory during backward alone. By
+            default local passes accumulate whole gradients, and the sum is scattered once.
+        timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
 
     Raises:
+        TypeError: If a value is of the wrong type; a bool is no number, a str is no sequence of names.
         ValueError: If a value is out of range, or two values contradict each other; says which.
     """
 
-    bucket_cap_mb: BucketCap = None
-    pad_buckets_to: int = 1
-    module_buffers: ModuleBufferSync = "broadcast"
-    find_unused_parameters: bool = False
+    # Ranks do not compare a field with compare=False: another spelling, an option of no effect, or a rank's own.
+    broadcast_buffers: bool | None = field(default=None, compare=False)
     init_sync: bool = True
-    init_sync_module_buffers: bool = True
-    grad_dtype: GradDtype | None = None
-    master_params: bool = False
+    process_group: ProcessGroup | None = field(default=None, compare=False)
+    bucket_cap_mb: BucketCap = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = field(default=False, compare=False)
+    gradient_as_bucket_view: bool = field(default=True, compare=False)
+    static_graph: bool = field(default=False, compare=False)
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)
+    forward_sync_buffers: bool | None = field(default=None, compare=False)
+    module_buffers: ModuleBufferSync | None = None
+    grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None
+    accumulate_allreduce_grads_in_fp32: bool = field(default=False, compare=False)
+    master_params: bool | None = None
     use_contiguous_buffers: bool = True
     overlap: bool = True
     gradient_divide_by: DivideBy = "world_size"
     max_abs_grad: float | None = None
+    pad_buckets_to: int = 1
     sparse_parameters: Sequence[str] = ()
-    wire_dtype: torch.dtype | None = None
+    comm_hook: HookName | Callable[..., Any] | None = field(default=None, compare=False)
+    comm_hook_state: Any = field(default=None, compare=False)
+    wire_dtype: torch.dtype | WireDtypeName | None = None
     shard_optimizer: bool = False
     shard_group_size: int | None = None
     scatter_every_pass: bool = False
+    timeout: timedelta | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        cap: object = self.bucket_cap_mb
-        if not (cap is None or (isinstance(cap, int | float) and cap >= 0)):
-            gone = "; that is gone, and None is the default rule" if cap == "auto" else ""
-            raise ValueError(f"expected bucket_cap_mb to be None or a number of MiB from 0, found {cap!r}{gone}")
-        if not (isinstance(self.pad_buckets_to, int) and self.pad_buckets_to >= 1):
-            raise ValueError(
-                f"expected pad_buckets_to to be a number of elements from 1, found {self.pad_buckets_to!r}"
-            )
-        if self.module_buffers not in get_args(ModuleBufferSync):
-            raise ValueError(
-                f"expected module_buffers to be one of {get_args(ModuleBufferSync)}, found {self.module_buffers!r}"
-            )
-        divisor = self.gradient_divide_by
-        if divisor not in ("world_size", "tokens") and not (
-            isinstance(divisor, int) and not isinstance(divisor, bool) and divisor >= 1
-        ):
-            raise ValueError(
-                f'expected gradient_divide_by to be "world_size", "tokens" or an integer from 1, found {divisor!r}'
-            )
-        if self.max_abs_grad is not None and not self.max_abs_grad > 0:
-            raise ValueError(
-                f"expected max_abs_grad to be None or a positive number (math.inf: any finite gradient will do), found "
-                f"{self.max_abs_grad!r}"
-            )
-        if self.wire_dtype is not None and self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"expected wire_dtype to be None or one of {WIRE_DTYPES}, found {self.wire_dtype!r}")
-        self._require_valid_grad_dtype()
-        self._require_valid_sharding()
+        self._require_kinds_and_ranges()
+        self._unify_spellings()
+        self._require_compatible()
 
-    def _require_valid_sharding(self) -> None:
+    def _require_kinds_and_ranges(self) -> None:
+        for each in fields(self):
+            if each.type == "bool":
+                require(each.name, getattr(self, each.name), "True or False", bool)
+            elif each.type == "bool | None":
+                require(each.name, getattr(self, each.name), "None, True or False", bool | None)
+        require(
+            "bucket_cap_mb",
+            self.bucket_cap_mb,
+            "None (the default rule) or a number of MiB from 0",
+            float | int | None,
+            lambda cap: 0 <= cap < math.inf,
+        )
+        require_choice("module_buffers", self.module_buffers, get_args(ModuleBufferSync), optional=True)
+        require(
+            "gradient_divide_by",
+            self.gradient_divide_by,
+            '"world_size", "tokens" or an integer from 1',
+            int | str,
+            lambda divisor: divisor in ("world_size", "tokens") or (isinstance(divisor, int) and divisor >= 1),
+        )
+        require(
+            "max_abs_grad", self.max_abs_grad, "None or a positive number", float | int | None, lambda most: most > 0
+        )
+        require("pad_buckets_to", self.pad_buckets_to, "a number of elements from 1", int, lambda pad: pad >= 1)
+        require(
+            "sparse_parameters",
+            self.sparse_parameters,
+            "a list of names",
+            Sequence,
+            lambda names: all(isinstance(name, str) for name in names),
+        )
+        require(
+            "comm_hook",
+            self.comm_hook,
+            f"None, callable or one of {get_args(HookName)}",
+            str | Callable | None,
+            lambda hook: callable(hook) or hook in get_args(HookName),
+        )
+        size = self.shard_group_size
+        require("shard_group_size", size, "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1)
+        require(
+            "timeout", self.timeout, "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)
+        )
+
+    def _unify_spellings(self) -> None:
+        """Give each option that can be spelled in several ways its one value; not again if it has it."""
+        wire_dtype = None if self.wire_dtype is None else _as_dtype("wire_dtype", self.wire_dtype, WireDtypeName)
+        grad_dtype = self._one_grad_dtype()
+        unified = {
+            "module_buffers": self._one_module_buffers(),
+            "grad_dtype": grad_dtype,
+            "master_params": grad_dtype is not None if self.master_params is None else self.master_params,
+            "wire_dtype": wire_dtype,
+            "sparse_parameters": tuple(self.sparse_parameters),
+            "timeout": DEFAULT_TIMEOUT if self.timeout is None else self.timeout,
+        }
+        for name, value in unified.items():
+            object.__setattr__(self, name, value)  # frozen for all others
+
+    def _one_module_buffers(self) -> ModuleBufferSync:
+        given: dict[str, bool] = {}
+        if self.module_buffers is not None:
+            given[f"module_buffers={self.module_buffers!r}"] = self.module_buffers != "off"
+        if self.forward_sync_buffers is not None:
+            given[f"forward_sync_buffers={self.forward_sync_buffers}"] = self.forward_sync_buffers
+        if self.broadcast_buffers is not None:
+            given[f"broadcast_buffers={self.broadcast_buffers}"] = self.broadcast_buffers
+        if len(set(given.values())) > 1:
+            raise ValueError(f"expected one choice for module buffers, found {' and '.join(given)}")
+        return self.module_buffers or ("broadcast" if next(iter(given.values()), True) else "off")
+
+    def _one_grad_dtype(self) -> torch.dtype | dict[str, torch.dtype] | None:
+        found: torch.dtype | dict[str, torch.dtype] | None
+        if isinstance(self.grad_dtype, Mapping):
+            found = {}
+            for pattern, dtype in self.grad_dtype.items():
+                require("a pattern in grad_dtype", pattern, "a str", str)
+                found[pattern] = _as_dtype(f"grad_dtype[{pattern!r}]", dtype, DtypeName)
+        else:
+            found = None if self.grad_dtype is None else _as_dtype("grad_dtype", self.grad_dtype, DtypeName)
+        if not self.accumulate_allreduce_grads_in_fp32:
+            return found
+        if found not in (None, torch.float32):
+            raise ValueError(
+                f"expected one choice for the gradients' dtype, found accumulate_allreduce_grads_in_fp32=True and "
+                f"grad_dtype={found!r}"
+            )
+        return torch.float32
+
+    def _require_compatible(self) -> None:
+        self._require_grad_dtype_possible()
+        self._require_sharding_possible()
+        if self.comm_hook is not None:
+            self.require_hook_decides()
+
+    def _require_grad_dtype_possible(self) -> None:
+        if self.grad_dtype is not None and not self.use_contiguous_buffers:
+            raise ValueError(
+                f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "
+                "with use_contiguous_buffers=False, which leaves gradients where autograd put them"
+            )
+        if self.master_params and self.grad_dtype is None:
+            raise ValueError(
+                "master_params=True steps on gradients of higher precision than the parameters'; give "
+                "grad_dtype=torch.float32 with it"
+            )
+
+    def _require_sharding_possible(self) -> None:
         if self.shard_optimizer and not self.use_contiguous_buffers:
             raise ValueError(
                 "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
@@ -108,32 +277,33 @@ class Options:
                 'gradient_divide_by="tokens" divides by the tokens of all passes since the last reduction, which are '
                 "not known when each pass is reduced; it cannot be had with scatter_every_pass=True"
             )
-        size = self.shard_group_size
-        if size is None:
-            return
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"expected shard_group_size to be None or a number of ranks from 1, found {size!r}")
-        if not self.shard_optimizer:
+        if self.shard_group_size is not None and not self.shard_optimizer:
             raise ValueError(
-                f"shard_group_size={size} says among how many ranks shards are divided; it cannot be had with "
-                "shard_optimizer=False"
+                f"shard_group_size={self.shard_group_size} says among how many ranks shards are divided; it cannot be "
+                "had with shard_optimizer=False"
             )
 
-    def _require_valid_grad_dtype(self) -> None:
-        dtypes = list(self.grad_dtype.values()) if isinstance(self.grad_dtype, Mapping) else [self.grad_dtype]
-        for dtype in dtypes:
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"expected grad_dtype to name floating dtypes, found {dtype!r}")
-        if self.grad_dtype is not None and not self.use_contiguous_buffers:
+    def require_hook_decides(self) -> None:
+        """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
+
+        Raises:
+            ValueError: If there is a wire dtype or another divisor than the world size, or buckets are planned.
+        """
+        if self.rescales:
             raise ValueError(
-                f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "
-                "with use_contiguous_buffers=False, which leaves gradients where autograd put them"
+                "expected either comm_hook or gradient_divide_by, found both: a hook divides by the world size itself, "
+                f"so that gradient_divide_by={self.gradient_divide_by!r} cannot be honoured. Leave one of them out"
             )
-        if self.master_params and self.grad_dtype is None:
+        if self.wire_dtype is not None:
             raise ValueError(
-                "master_params=True steps on gradients of higher precision than the parameters'; give "
-                "grad_dtype=torch.float32 with it"
+                f"expected either comm_hook or wire_dtype, found both: a hook decides itself how gradients travel, so "
+                f"that wire_dtype={self.wire_dtype} would be without effect. Leave one of them out"
             )
+
+    @property
+    def init_sync_module_buffers(self) -> bool:
+        """Whether module buffers are copied from rank 0 at the start, if parameters are."""
+        return self.broadcast_buffers is not False or self.forward_sync_buffers is not None
 
     @property
     def bucket_cap_bytes(self) -> int | None:
@@ -157,9 +327,10 @@ class Options:
         """
         if not dtype.is_floating_point or self.grad_dtype is None:
             return dtype
-        if isinstance(self.grad_dtype, torch.dtype):
-            return torch.promote_types(self.grad_dtype, dtype)
-        for pattern, wanted in self.grad_dtype.items():
+        unified = cast("torch.dtype | Mapping[str, torch.dtype]", self.grad_dtype)  # by __post_init__
+        if isinstance(unified, torch.dtype):
+            return torch.promote_types(unified, dtype)
+        for pattern, wanted in unified.items():
             if fnmatchcase(name, pattern):
                 if torch.promote_types(wanted, dtype) is not wanted:
                     raise ValueError(
@@ -182,104 +353,27 @@ class Options:
                 )
 
     def described(self) -> Iterator[tuple[str, str]]:
-        """Each option and its value in words, for ranks to compare."""
-        for field in fields(self):
-            yield field.name, repr(getattr(self, field.name))
+        """Each option that all ranks must have alike, and its value in words."""
+        for each in fields(self):
+            if each.compare:
+                yield each.name, repr(getattr(self, each.name))
+        yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
 
 
-def resolve_options(
-    *,
-    broadcast_buffers: bool | None = None,
-    forward_sync_buffers: bool | None = None,
-    module_buffers: ModuleBufferSync | None = None,
-    grad_dtype: Dtype | Mapping[str, Dtype] | None = None,
-    accumulate_allreduce_grads_in_fp32: bool = False,
-    master_params: bool | None = None,
-    wire_dtype: Dtype | None = None,
-    sparse_parameters: Sequence[str] = (),
-    **others: Any,
-) -> Options:
-    """One value for each option, whatever way it was spelled.
+def _as_dtype(option: str, value: object, choice: Any) -> torch.dtype:
+    """The dtype that a name, or torch's dtype itself, stands for.
 
     Args:
-        broadcast_buffers: See :func:`resolve_module_buffers`.
-        forward_sync_buffers: See :func:`resolve_module_buffers`.
-        module_buffers: See :func:`resolve_module_buffers`.
-        grad_dtype: See :func:`resolve_grad_dtype`; dtypes may be names.
-        accumulate_allreduce_grads_in_fp32: See :func:`resolve_grad_dtype`.
-        master_params: With ``grad_dtype`` if None.
-        wire_dtype: May be a name.
-        sparse_parameters: Any sequence.
-        others: Options that have one spelling.
-
-    Raises:
-        ValueError: If a value is out of range, or two contradict each other.
+        option: The option.
+        value: What the user gave.
+        choice: The literal type of the names that the option takes.
     """
-    mode, initially = resolve_module_buffers(module_buffers, broadcast_buffers, forward_sync_buffers)
-    if isinstance(grad_dtype, Mapping):
-        named: GradDtype | None = {name: _as_dtype("grad_dtype", dtype) for name, dtype in grad_dtype.items()}
-    else:
-        named = None if grad_dtype is None else _as_dtype("grad_dtype", grad_dtype)
-    dtype = resolve_grad_dtype(named, accumulate_allreduce_grads_in_fp32)
-    return Options(
-        module_buffers=mode,
-        init_sync_module_buffers=initially,
-        grad_dtype=dtype,
-        master_params=dtype is not None if master_params is None else master_params,
-        sparse_parameters=sparse_parameters if isinstance(sparse_parameters, str) else tuple(sparse_parameters),
-        wire_dtype=None if wire_dtype is None else _as_dtype("wire_dtype", wire_dtype),
-        **others,
+    named: dict[str, torch.dtype] = {name: getattr(torch, _LONG_NAMES.get(name, name)) for name in get_args(choice)}
+    require(
+        option,
+        value,
+        f"None or one of {', '.join(get_args(choice))} (names, or torch's dtypes)",
+        torch.dtype | str,
+        lambda dtype: dtype in named or dtype in named.values(),
     )
-
-
-def _as_dtype(option: str, dtype: Dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in get_args(DtypeName):
-        raise ValueError(f"expected {option} to name a dtype, one of {get_args(DtypeName)}, found {dtype!r}")
-    named: torch.dtype = getattr(torch, dtype)
-    return named
-
-
-def resolve_module_buffers(
-    module_buffers: ModuleBufferSync | None, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-) -> tuple[ModuleBufferSync, bool]:
-    """One value for the three spellings of what happens to module buffers.
-
-    Args:
-        module_buffers: This package's.
-        broadcast_buffers: torch DDP's of old, which decides about the first synchronisation too.
-        forward_sync_buffers: torch DDP's since 2.13, which leaves the first synchronisation alone.
-
-    Returns:
-        What happens in forward, and whether module buffers are copied from rank 0 at first.
-
-    Raises:
-        ValueError: If two of them contradict each other.
-    """
-    given: dict[str, bool] = {}
-    if module_buffers is not None:
-        given[f"module_buffers={module_buffers!r}"] = module_buffers != "off"
-    if forward_sync_buffers is not None:
-        given[f"forward_sync_buffers={forward_sync_buffers}"] = forward_sync_buffers
-    if broadcast_buffers is not None:
-        given[f"broadcast_buffers={broadcast_buffers}"] = broadcast_buffers
-    if len(set(given.values())) > 1:
-        raise ValueError(f"expected one choice for module buffers, found {' and '.join(given)}")
-    synchronised = next(iter(given.values()), True)
-    initially = broadcast_buffers is not False or forward_sync_buffers is not None
-    return module_buffers or ("broadcast" if synchronised else "off"), initially
-
-
-def resolve_grad_dtype(grad_dtype: GradDtype | None, in_fp32: bool) -> GradDtype | None:
-    """One value for the two spellings of fp32 gradients.
-
-    Raises:
-        ValueError: If they contradict each other.
-    """
-    if in_fp32 and grad_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"expected one choice for the gradients' dtype, found accumulate_allreduce_grads_in_fp32=True and "
-            f"grad_dtype={grad_dtype!r}"
-        )
-    return torch.float32 if in_fp32 else grad_dtype
+    return next(dtype for name, dtype in named.items() if value in (name, dtype))

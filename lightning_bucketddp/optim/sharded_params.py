@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.plan import ParamSpec
+from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.layout.shards import Part
 from lightning_bucketddp.optim.masters import STATE_DICT_KEY, _in_fp32, _Master, params_of, wants_master
 from lightning_bucketddp.optim.param_buffers import in_memory_order
@@ -81,7 +82,11 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
 
     Args:
         kind: The class itself; subclasses are not included.
+
+    Raises:
+        TypeError: If it is no class of optimizers.
     """
+    require("kind", kind, "a class of torch.optim.Optimizer", type(Optimizer))
     _ELEMENT_WISE.add(kind)
     return kind
 

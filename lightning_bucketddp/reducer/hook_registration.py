@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_bucketddp.comm.hooks import CommHook, require_hook_decides
+from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.agreement import Agreement, Entry
 from lightning_bucketddp.peers.failures import Failures
@@ -57,7 +57,7 @@ class HookRegistration:
         return hook
 
     def _require_acceptable(self, present: CommHook | None, between_passes: bool) -> None:
-        require_hook_decides(self._options)
+        self._options.require_hook_decides()
         if present is not None:
             raise RuntimeError(
                 f"register_comm_hook can only be called once: expected no communication hook, found {present.name!r}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_bucketddp.layout.require import require_choice
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
@@ -68,6 +70,12 @@ class WrapperCalls:
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[Tensor] | None = None) -> None:
         """Clips each gradient's values, on all ranks; see :meth:`BucketDDP.clip_grad_value_`."""
         self._wrapper_for("clip_grad_value_").clip_grad_value_(clip_value, parameters)
+
+
+def require_start_method(start_method: object) -> None:
+    """Require that this platform can start processes that way."""
+    here = torch.multiprocessing.get_all_start_methods()
+    require_choice("start_method", start_method, ("popen", *(one for one in get_args(StartMethod) if one in here)))
 
 
 def register_names(strategy: type, registry: Any) -> None:

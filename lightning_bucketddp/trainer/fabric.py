@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, wraps
@@ -19,27 +19,18 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_bucketddp.comm.hooks import HookName, require_hook_decides
-from lightning_bucketddp.layout.options import (
-    DEFAULT_TIMEOUT,
-    BucketCap,
-    DivideBy,
-    DtypeName,
-    ModuleBufferSync,
-    resolve_options,
-)
+from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.trainer.common import (
     StartMethod,
     WrapperCalls,
     end_group_at_exit,
     looks_at_loss,
     register_names,
+    require_start_method,
 )
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, require_fit_group
 
@@ -72,52 +63,10 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started.
-        broadcast_buffers: ``DDPStrategy``'s spelling of ``module_buffers``: True is ``"broadcast"``, False is
-            ``"off"``.
-        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
-        process_group: The ranks that train together; all of them if None. Fabric's own collectives are among all ranks
-            in any case.
-        bucket_cap_mb: Largest bucket in MiB; by default 25 MiB where all ranks share one machine, on several 1/32 of
-            the gradients for two ranks, more for more ranks, from 4 to 25 MiB; smaller at both ends.
-        find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
-        check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
-        gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
-        static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
-        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
-        forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
-        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled:
-            ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised when a
-            checkpoint is saved too.
-        grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one
-            per pattern of parameter names. With ``precision="bf16-true"`` and ``"float32"`` optimizers step on fp32
-            master parameters, which are saved in checkpoints with the optimizers' state.
-        accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
-        master_params: Whether optimizers step on fp32 copies of the parameters; by default where ``grad_dtype`` is
-            given.
-        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced and reduced after
-            backward.
-        overlap: If False, each gradient buffer is reduced after backward, in one piece.
-        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
-            ``"tokens"``, the sum of what ``count_tokens`` was told.
-        max_abs_grad: Gradients that are larger, NaN or Inf are an error before they are sent (``.inf``: any finite one
-            will do).
-        pad_buckets_to: Number of elements that each bucket's length is a multiple of.
-        sparse_parameters: Names of parameters with sparse gradients, besides those of embeddings, which are found.
-        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"``, ``"powersgd"``, or a hook as
-            torch's.
-        comm_hook_state: The communication hook's state.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
-        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
-            alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
-            optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
-            ``fabric.clip_gradients`` works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
-        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
-        scatter_every_pass: Whether each micro-batch of ``fabric.no_backward_sync`` is reduce-scattered, so that only a
-            shard is accumulated; by default the sum is scattered once.
-
-    The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
+        options: The fields of :class:`Options`, which says what each of them means.
 
     Raises:
+        TypeError: If an option has a value of the wrong type.
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
@@ -131,34 +80,10 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
-        *,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: BucketCap = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
-        device_mesh: DeviceMesh | None = None,
-        forward_sync_buffers: bool | None = None,
-        module_buffers: ModuleBufferSync | None = None,
-        grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None,
-        accumulate_allreduce_grads_in_fp32: bool = False,
-        master_params: bool | None = None,
-        use_contiguous_buffers: bool = True,
-        overlap: bool = True,
-        gradient_divide_by: DivideBy = "world_size",
-        max_abs_grad: float | None = None,
-        pad_buckets_to: int = 1,
-        sparse_parameters: Sequence[str] = (),
-        comm_hook: HookName | Callable[..., Any] | None = None,
-        comm_hook_state: Any = None,
-        wire_dtype: torch.dtype | DtypeName | None = None,
-        shard_optimizer: bool = False,
-        shard_group_size: int | None = None,
-        scatter_every_pass: bool = False,
+        **options: Any,
     ) -> None:
+        self._options = Options(timeout=timeout, **options)  # raises here, before ranks are started
+        require_start_method(start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -169,40 +94,6 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        options: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
-            "init_sync": init_sync,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "forward_sync_buffers": forward_sync_buffers,
-            "module_buffers": module_buffers,
-            "grad_dtype": grad_dtype,
-            "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
-            "master_params": master_params,
-            "use_contiguous_buffers": use_contiguous_buffers,
-            "overlap": overlap,
-            "gradient_divide_by": gradient_divide_by,
-            "max_abs_grad": max_abs_grad,
-            "pad_buckets_to": pad_buckets_to,
-            "sparse_parameters": sparse_parameters,
-            "wire_dtype": wire_dtype,
-            "shard_optimizer": shard_optimizer,
-            "shard_group_size": shard_group_size,
-            "scatter_every_pass": scatter_every_pass,
-        }
-        resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
-        if comm_hook is not None:
-            require_hook_decides(resolved)
-        self._wrapper_options: dict[str, Any] = {
-            **options,
-            "process_group": process_group,
-            "check_reduction": check_reduction,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-            "device_mesh": device_mesh,
-            "comm_hook": comm_hook,
-            "comm_hook_state": comm_hook_state,
-        }
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         self._own: list[weakref.ref[BucketDDP]] = []  # which can be pickled while there are none, for `spawn`
 
@@ -254,7 +145,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         for earlier in list(_wrappers):
             if earlier.module is module:  # set up again, as may be done with `ddp`
                 earlier.close()
-        wrapper = BucketDDP(module, timeout=self._timeout, **self._wrapper_options)
+        wrapper = BucketDDP(module, **vars(self._options))
         _wrappers.add(wrapper)
         self._own = [ref for ref in self._own if ref() is not None] + [weakref.ref(wrapper)]
         return wrapper
@@ -328,7 +219,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        wrapper = self._wrapper_behind(optimizer) if self._options.shard_optimizer else None
         if wrapper is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
@@ -337,7 +228,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        wrapper = self._wrapper_behind(optimizer) if self._options.shard_optimizer else None
         if wrapper is None:
             super().clip_gradients_value(module, optimizer, clip_val)
             return
@@ -365,7 +256,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, whole; with ``shard_optimizer`` on rank 0 alone. All ranks must call this."""
-        wrapper = self._wrapper_behind(optimizer) if self._wrapper_options["shard_optimizer"] else None
+        wrapper = self._wrapper_behind(optimizer) if self._options.shard_optimizer else None
         if wrapper is None:
             return super().get_optimizer_state(optimizer)
         return wrapper.optimizer_state_dict(optimizer) or {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,24 +25,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.hooks import HookName, require_hook_decides
-from lightning_bucketddp.layout.options import (
-    DEFAULT_TIMEOUT,
-    BucketCap,
-    DivideBy,
-    DtypeName,
-    ModuleBufferSync,
-    Options,
-    resolve_options,
-)
+from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
+from lightning_bucketddp.layout.require import require_choice
 from lightning_bucketddp.peers.abort_listener import CommonEnd
 from lightning_bucketddp.trainer.checkpoints import (
     is_checkpoint_directory,
@@ -55,6 +46,7 @@ from lightning_bucketddp.trainer.common import (
     end_group_at_exit,
     looks_at_loss,
     register_names,
+    require_start_method,
 )
 from lightning_bucketddp.trainer.finetuning import Trainable, add_trainable, restore_trainable, trainable_state
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
@@ -92,48 +84,6 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started.
-        broadcast_buffers: ``DDPStrategy``'s spelling of ``module_buffers``: True is ``"broadcast"``, False is
-            ``"off"``.
-        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
-        process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
-            ranks in any case.
-        bucket_cap_mb: Largest bucket in MiB; by default 25 MiB where all ranks share one machine, on several 1/32 of
-            the gradients for two ranks, more for more ranks, from 4 to 25 MiB; smaller at both ends.
-        find_unused_parameters: For speed where the parameters in use change from step to step; not needed otherwise.
-        check_reduction: Accepted for ``DDPStrategy``'s sake; what it checked is always checked.
-        gradient_as_bucket_view: Accepted for ``DDPStrategy``'s sake; gradients are views in any case.
-        static_graph: Accepted for ``DDPStrategy``'s sake; what it allows is always allowed.
-        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
-        forward_sync_buffers: ``DDPStrategy``'s newer spelling of ``module_buffers``.
-        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled:
-            ``"broadcast"`` rank 0's (the default), ``"mean"`` (floating ones), ``"off"``. They are synchronised before
-            validation and at the end of ``fit`` too.
-        grad_dtype: The dtype in which gradients of lower-precision parameters are accumulated, kept and reduced, or one
-            per pattern of parameter names. With ``precision="bf16-true"`` and ``"float32"`` optimizers step on fp32
-            master parameters, which are saved in checkpoints with the optimizers' state.
-        accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
-        master_params: Whether optimizers step on fp32 copies of the parameters; by default where ``grad_dtype`` is
-            given.
-        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced and reduced after
-            backward.
-        overlap: If False, each gradient buffer is reduced after backward, in one piece.
-        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
-            ``"tokens"``, the sum of what ``count_tokens`` was told.
-        max_abs_grad: Gradients that are larger, NaN or Inf are an error before they are sent (``.inf``: any finite one
-            will do).
-        pad_buckets_to: Number of elements that each bucket's length is a multiple of.
-        sparse_parameters: Names of parameters with sparse gradients, besides those of embeddings, which are found.
-        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"``, ``"powersgd"``, or a hook as
-            torch's.
-        comm_hook_state: The communication hook's state.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32.
-        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
-            alone: gradients are reduce-scattered, and parameters gathered while the next forward runs. For element-wise
-            optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). Gradients cannot be looked at then:
-            clipping works, and :meth:`grad_norm` tells their norm. Checkpoints are as without.
-        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
-        scatter_every_pass: Whether each micro-batch of ``accumulate_grad_batches`` is reduce-scattered, so that only a
-            shard is accumulated; by default the sum is scattered once.
         state_dict_type: How checkpoints are saved: ``"full"``, one file that any strategy loads, or ``"sharded"``, a
             directory to which every rank writes its own parts, so that nothing is put together on one of them
             (``torch.distributed.checkpoint``'s format; torch's ``dcp_to_torch_save`` makes a file of it). Either is
@@ -143,10 +93,10 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             gradients and module buffers do not count; what it logs does. Gradients are divided by the
             ``"world_size"``, or by the number of ``"active_ranks"``, which have batches. One tiny collective per batch.
             None: ranks must have the same number of batches.
-
-    The options from ``broadcast_buffers`` on are those of :class:`BucketDDP`, where more is said of them.
+        options: The fields of :class:`Options`, which says what each of them means.
 
     Raises:
+        TypeError: If an option has a value of the wrong type.
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
@@ -165,36 +115,22 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
         *,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: BucketCap = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
-        device_mesh: DeviceMesh | None = None,
-        forward_sync_buffers: bool | None = None,
-        module_buffers: ModuleBufferSync | None = None,
-        grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None,
-        accumulate_allreduce_grads_in_fp32: bool = False,
-        master_params: bool | None = None,
-        use_contiguous_buffers: bool = True,
-        overlap: bool = True,
-        gradient_divide_by: DivideBy = "world_size",
-        max_abs_grad: float | None = None,
-        pad_buckets_to: int = 1,
-        sparse_parameters: Sequence[str] = (),
-        comm_hook: HookName | Callable[..., Any] | None = None,
-        comm_hook_state: Any = None,
-        wire_dtype: torch.dtype | DtypeName | None = None,
-        shard_optimizer: bool = False,
-        shard_group_size: int | None = None,
-        scatter_every_pass: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
+        **options: Any,
     ) -> None:
-        hook, hook_state = _one_hook(comm_hook, comm_hook_state, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        self._options = Options(timeout=timeout, **options)  # raises here, before ranks are started
+        self._options = _with_ddp_hook(self._options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        hook, hook_state = self._options.comm_hook, self._options.comm_hook_state
+        require_start_method(start_method)
+        require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
+        if uneven_inputs == "active_ranks" and self._options.rescales:
+            raise ValueError(
+                'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
+                "divided by"
+            )
+        _require_averaging_possible(model_averaging_period, hook_state, self._options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -208,55 +144,9 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        options: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
-            "init_sync": init_sync,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "forward_sync_buffers": forward_sync_buffers,
-            "module_buffers": module_buffers,
-            "grad_dtype": grad_dtype,
-            "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
-            "master_params": master_params,
-            "use_contiguous_buffers": use_contiguous_buffers,
-            "overlap": overlap,
-            "gradient_divide_by": gradient_divide_by,
-            "max_abs_grad": max_abs_grad,
-            "pad_buckets_to": pad_buckets_to,
-            "sparse_parameters": sparse_parameters,
-            "wire_dtype": wire_dtype,
-            "shard_optimizer": shard_optimizer,
-            "shard_group_size": shard_group_size,
-            "scatter_every_pass": scatter_every_pass,
-        }
-        resolved = resolve_options(**options)  # raises here, rather than when the ranks have been started
-        if hook is not None:
-            require_hook_decides(resolved)
-        _require_averaging_possible(model_averaging_period, hook_state, resolved)
-        if uneven_inputs not in (None, "world_size", "active_ranks"):
-            raise ValueError(
-                f'expected uneven_inputs to be None, "world_size" or "active_ranks", found {uneven_inputs!r}'
-            )
-        if uneven_inputs == "active_ranks" and resolved.rescales:
-            raise ValueError(
-                'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
-                "divided by"
-            )
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f'expected state_dict_type to be "full" or "sharded", found {state_dict_type!r}')
         self._state_dict_type = state_dict_type
         self._resumed_from: Path | None = None  # a directory that optimizers are yet to be loaded from
         self._uneven_inputs = uneven_inputs
-        self._wrapper_options: dict[str, Any] = {
-            **options,
-            "process_group": process_group,
-            "device_mesh": device_mesh,
-            "check_reduction": check_reduction,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-            "comm_hook": hook,
-            "comm_hook_state": hook_state,
-        }
         self._evened_loader: EvenedLoader | None = None
         self._common_end: CommonEnd | None = None
         self._ended: BucketDDP | None = None
@@ -307,12 +197,12 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         self._undo.callback(vars(plugin).update, own)
         self._undo.callback(vars(plugin).pop, "backward")  # the last one comes first
         vars(plugin)["backward"] = partial(self._run_as_pass, plugin.backward)
-        if self._wrapper_options["shard_optimizer"]:
+        if self._options.shard_optimizer:
             self._undo.callback(clip_shards(plugin, self.model))
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
-        wrapper = FrozenAtFirst(model, timeout=self._timeout, **self._wrapper_options)
+        wrapper = FrozenAtFirst(model, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()
         return wrapper
@@ -360,7 +250,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
 
     def _in_parts(self) -> bool:
         """Whether a wrapper is needed to save what is in parts, or in the form of parts, when training has ended."""
-        in_parts = self._wrapper_options["shard_optimizer"] or self._state_dict_type == "sharded"
+        in_parts = self._options.shard_optimizer or self._state_dict_type == "sharded"
         return in_parts and not self._interrupted()
 
     def _interrupted(self) -> bool:
@@ -507,7 +397,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         if (wrapper := self.bucket_ddp) is not None:
             return wrapper.exchange(value)
         # The module is not wrapped yet: `estimated_stepping_batches` was asked for in `setup` or `configure_model`.
-        group = group_of(self._wrapper_options["process_group"], self._wrapper_options["device_mesh"])
+        group = group_of(self._options.process_group, self._options.device_mesh)
         return UnevenInputs(Collectives(group), self.root_device).tell(value, lambda: None)
 
     @override
@@ -566,7 +456,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         wrapper = self.bucket_ddp or self._ended
         if self._state_dict_type == "sharded" and not self._interrupted():
             return {}
-        if wrapper is None or not self._wrapper_options["shard_optimizer"]:
+        if wrapper is None or not self._options.shard_optimizer:
             return super().optimizer_state(optimizer)
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -633,18 +523,18 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         register_names(cls, strategy_registry)
 
 
-def _one_hook(
-    hook: HookName | Callable[..., Any] | None,
-    state: Any,
+def _with_ddp_hook(
+    options: Options,
     ddp_hook: Callable[..., Any] | None,
     ddp_state: Any,
     ddp_wrapper: Callable[..., Any] | None,
-) -> tuple[HookName | Callable[..., Any] | None, Any]:
-    """One communication hook and its state, whatever way they were spelled.
+) -> Options:
+    """The options with one communication hook and its state, whichever way they were spelled.
 
     Raises:
         ValueError: If one was given in both ways, or what belongs to a hook without one.
     """
+    hook, state = options.comm_hook, options.comm_hook_state
     if hook is not None and ddp_hook is not None:
         raise ValueError("expected comm_hook or ddp_comm_hook, found both; they mean the same")
     if state is not None and ddp_state is not None:
@@ -660,7 +550,7 @@ def _one_hook(
         hook = ddp_wrapper(hook)
     if state is not None and hook is None:
         raise ValueError("expected no state of a communication hook without the hook, found one; pass the hook too")
-    return hook, state
+    return replace(options, comm_hook=hook, comm_hook_state=state)
 
 
 def _require_averaging_possible(period: int | None, hook_state: Any, options: Options) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,19 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.hooks import CommHook, HookFunction, HookName, choose_hook
+from lightning_bucketddp.comm.hooks import CommHook, HookFunction, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.grads.sharded_runs import ShardedRuns
-from lightning_bucketddp.layout.options import (
-    DEFAULT_TIMEOUT,
-    BucketCap,
-    DivideBy,
-    Dtype,
-    ModuleBufferSync,
-    Options,
-    resolve_options,
-)
+from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, BucketCap, Options
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
+from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
 from lightning_bucketddp.optim.masters import MasterParams, holders_of_masters, prepare_at_first_step
 from lightning_bucketddp.optim.masters import master_params as masters_of
@@ -101,80 +95,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         output_device: Where several devices' outputs are joined; the first of them if None. With one device outputs
             stay where the module puts them.
         dim: The dimension along which tensors are divided between several devices, and joined.
-        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
-            first synchronisation included.
-        init_sync: Whether parameters and module buffers are copied from rank 0 at first.
-        process_group: The ranks that train together; the default group if None. A module that has collectives of its
-            own in backward (``SyncBatchNorm``) needs another group for those, if what backward reaches may differ
-            between the ranks.
-        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks
-            share one machine; on several 1/32 of the gradients for two ranks, more for more ranks, from 4 to 25 MiB;
-            smaller at both ends. Ranks share one machine if they have the same host name, and no launcher has started
-            fewer here than there are (``LOCAL_WORLD_SIZE``, of ``torchrun``).
-        find_unused_parameters: Not needed for parameters without gradients. In plain PyTorch, lets a rank whose loss
-            reaches no parameter take part, as long as its backward comes by an output of ``forward``. In a Trainer,
-            looks at the graph of each loss, so that gradients which will not come are not waited for.
-        check_reduction: Accepted for torch DDP's sake; what it checked is always checked.
-        gradient_as_bucket_view: Accepted for torch DDP's sake; gradients are views in any case, unless
-            ``use_contiguous_buffers`` is False.
-        static_graph: Accepted for torch DDP's sake; what it allows is always allowed.
-        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
-        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``, without the first synchronisation.
-        module_buffers: What happens to module buffers (BatchNorm statistics and the like) before each forward with
-            gradients enabled, unless the last one was inside ``no_sync``: ``"broadcast"`` rank 0's, ``"mean"``
-            (floating ones), ``"off"``.
-        grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
-            parameters of lower precision (``torch.float32`` for bf16 and fp16 ones), or per pattern of parameter names
-            (``fnmatch``; the first that matches). Dtypes or their names. Such parameters also have their view as
-            ``main_grad``.
-        accumulate_allreduce_grads_in_fp32: Megatron's spelling of ``grad_dtype=torch.float32``.
-        master_params: Whether optimizers step on fp32 copies of such parameters, which are rounded copies of them; by
-            default where ``grad_dtype`` is given.
-        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced per dtype and
-            reduced after backward.
-        overlap: If False, each buffer is reduced after backward, in one piece per set of parameters that are trainable
-            together.
-        gradient_divide_by: What the sum over the ranks is divided by: ``"world_size"``, an integer, or ``"tokens"``:
-            the sum over ranks and local passes of what :meth:`count_tokens` was told, for losses that are sums over
-            tokens. With anything but the world size, gradients must be cleared after each step.
-        max_abs_grad: Refuses gradients that are larger in absolute value, NaN or Inf, before they are sent
-            (``math.inf``: any finite one will do). The host waits for the check.
-        pad_buckets_to: Number of elements that each bucket's length is a multiple of. 65536 is what Megatron-LM pads
-            to for NCCL's full bus bandwidth on many nodes.
-        sparse_parameters: Qualified names of parameters whose gradients may be sparse, besides the weights of
-            ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Their gradients have no
-            place in a buffer: they are reduced at the end of backward, and ``.grad`` is a coalesced sparse tensor, or
-            a dense one if any rank's is dense. Hooks and ``wire_dtype`` do not concern them: they are averaged as they
-            are.
-        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
-            ``"powersgd"``, or a hook as for :meth:`register_comm_hook`; the same on every rank.
-        comm_hook_state: The hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank 1 that starts
-            after 1,000 passes if there is none; the other named hooks take none.
-        wire_dtype: ``torch.bfloat16`` or ``torch.float16``, or its name: gradients travel in it and are summed in fp32,
-            where ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values
-            beyond 65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has
-            ended.
-        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
-            alone: gradients are reduce-scattered during backward, and the new parameters gathered while forward runs,
-            each of which waits for them where it is first used. For element-wise optimizers (see
-            :func:`declare_element_wise`), which stay what they are: they hold the module's parameters but during
-            ``step``. After a synchronised backward ``.grad`` can be scaled and cleared, but not looked at: use
-            :meth:`grad_norm`, :meth:`clip_grad_norm_` and :meth:`full_grad`. Save and load optimizers with
-            :meth:`optimizer_state_dict`.
-        shard_group_size: Among how many consecutive ranks shards are divided, with ``shard_optimizer``; all of them if
-            None. With the number of ranks on each node, parameters are gathered inside nodes alone, and between nodes
-            each rank averages its shard of the gradients with those that have the same one. Each node then holds all
-            of the optimizer's state.
-        scatter_every_pass: Whether passes inside :meth:`no_sync` (gradient accumulation) are reduce-scattered too, with
-            ``shard_optimizer``, and their results added up in the shard. More travels, behind backward as ever. Whole
-            gradients have memory from the beginning of a backward to its end alone, not during forward and the
-            optimizer's step; the shard has some besides. By default local passes accumulate whole gradients, and the
-            sum is scattered once.
-        timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
+        broadcast_buffers: This argument and the seven that follow are options; they stand here for torch DDP's order.
+        options: Every other field of :class:`Options`, which says what each of them means.
 
     Raises:
-        TypeError: If ``comm_hook`` is neither a name nor callable, something in ``device_ids`` is no device, or a
-            module that is compiled or scripted is to run on several.
+        TypeError: If the module is none, an option has a value of the wrong type, something in ``device_ids`` is no
+            device, or a module that is compiled or scripted is to run on several.
         WrapError: If no parameter requires grad, or parameters are on several types of device, uninitialised or with
             post-accumulate-grad hooks. A ValueError and a RuntimeError, as torch DDP raises either.
         ValueError: If several devices are named and the module is not on the first or has a ``SyncBatchNorm``, if an
@@ -206,77 +132,55 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        *,
-        device_mesh: DeviceMesh | None = None,
-        forward_sync_buffers: bool | None = None,
-        module_buffers: ModuleBufferSync | None = None,
-        grad_dtype: Dtype | Mapping[str, Dtype] | None = None,
-        accumulate_allreduce_grads_in_fp32: bool = False,
-        master_params: bool | None = None,
-        use_contiguous_buffers: bool = True,
-        overlap: bool = True,
-        gradient_divide_by: DivideBy = "world_size",
-        max_abs_grad: float | None = None,
-        pad_buckets_to: int = 1,
-        sparse_parameters: Sequence[str] = (),
-        comm_hook: HookName | HookFunction | None = None,
-        comm_hook_state: Any = None,
-        wire_dtype: Dtype | None = None,
-        shard_optimizer: bool = False,
-        shard_group_size: int | None = None,
-        scatter_every_pass: bool = False,
-        timeout: timedelta | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         UnevenRanks.__init__(self)
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self._timeout = timeout if timeout is not None else DEFAULT_TIMEOUT
         self._closed = self._replaced = False
         self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = use_contiguous_buffers
         self.static_graph = static_graph
         self.register_load_state_dict_pre_hook(_add_own_name)
-        self._hook_arguments: tuple[HookName | HookFunction | None, Any] = (comm_hook, comm_hook_state)
-
-        make_options = partial(
-            resolve_options,
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            module_buffers=module_buffers,
-            grad_dtype=grad_dtype,
-            accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
-            master_params=master_params,
-            wire_dtype=wire_dtype,
-            shard_optimizer=shard_optimizer,
-            shard_group_size=shard_group_size,
-            scatter_every_pass=scatter_every_pass,
-            sparse_parameters=sparse_parameters,
-            bucket_cap_mb=bucket_cap_mb,
-            pad_buckets_to=pad_buckets_to,
-            find_unused_parameters=find_unused_parameters,
-            init_sync=init_sync,
-            use_contiguous_buffers=use_contiguous_buffers,
-            overlap=overlap,
-            gradient_divide_by=gradient_divide_by,
-            max_abs_grad=max_abs_grad,
-        )
-        self._start(group_of(process_group, device_mesh), make_options)
+        problem: Exception | None = None
+        try:
+            self._options = Options(
+                broadcast_buffers=broadcast_buffers,
+                init_sync=init_sync,
+                process_group=process_group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                **options,
+            )
+        except (TypeError, ValueError) as error:
+            problem = error  # the others must hear of it before it is raised
+        self._start(group_of(process_group, options.get("device_mesh")), problem)
+        self.gradient_as_bucket_view = self._options.use_contiguous_buffers
         if self._replicated is not None:
             warn_of_replicas(len(self._replicated.devices), stacklevel=2)
 
-    def _start(self, process_group: dist.ProcessGroup | None, make_options: Callable[[], Options]) -> None:
-        """Makes everything that belongs to this process and its group. All ranks must call this."""
+    def _start(self, process_group: dist.ProcessGroup | None, problem: Exception | None = None) -> None:
+        """Makes everything that belongs to this process and its group. All ranks must call this.
+
+        Args:
+            process_group: The group.
+            problem: What is wrong with the options on this rank, for all ranks to hear.
+        """
         module = self.module
         self._leaf_hooks: list[RemovableHandle] = []
         collectives = self._collectives = Collectives(process_group)
-        agreement = self._agreement = Agreement(collectives, self._timeout)
-        params = self._params = ModuleParams(module, self._may_be_frozen)
-        problem: Exception | None = None
+        timeout = None if problem is not None else self._options.timeout
+        agreement = self._agreement = Agreement(collectives, timeout or DEFAULT_TIMEOUT)
         lines: list[Entry] = []
         hook: CommHook | None = None
         try:
-            self._options = make_options()
+            if problem is not None:
+                raise problem
+            require("module", module, "an nn.Module", nn.Module)
+            params = self._params = ModuleParams(module, self._may_be_frozen)
             require_divides(self._options.shard_group_size, collectives.world_size)
             require_valid_parameters(module, params.named, self._may_be_frozen)
             replaced = _wrappers_that_train(params)
@@ -284,7 +188,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             if self._replicated is None:
                 self._input_device = input_device(params.named, self.device_ids, self.output_device)
             collectives.require_nothing_left_behind()
-            hook = choose_hook(*self._hook_arguments, self._options, collectives)
+            hook = choose_hook(self._options, collectives)
             for wrapper in replaced:
                 wrapper._give_way(inside=wrapper in set(module.modules()))
             params.prepare(self._options)
@@ -301,7 +205,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if options.init_sync:
             tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
-        self._module_buffers = ModuleBuffers(module, collectives, options.module_buffers, params.ignored)
+        self._find_module_buffers()
         one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
         self._reducer = Reducer(params, collectives, agreement, options, hook, one_machine)
         if self._replicated is not None:
@@ -317,7 +221,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             runs = self._reducer.runs
             assert isinstance(runs, ShardedRuns)
             self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
-            self._preparing.append(_shard_at_first_step(self._sharding, options.master_params))
+            self._preparing.append(_shard_at_first_step(self._sharding, bool(options.master_params)))
         elif options.master_params:
             self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
         self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size, one_machine)
@@ -332,7 +236,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     # -- copies and pickles --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        hook, hook_state = self._hook_arguments
+        hook_state = self._options.comm_hook_state
         has_own_group = "_collectives" in self.__dict__ and not self._collectives.is_default()
         if has_own_group or (isinstance(hook_state, dist.ProcessGroup) and hook_state is not dist.group.WORLD):
             raise RuntimeError(
@@ -340,8 +244,9 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 "cannot be; copy or pickle its module, and wrap that"
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
-        if isinstance(hook_state, dist.ProcessGroup):  # the default one, which torch's hooks take for None
-            state["_hook_arguments"] = (hook, None)
+        # The default group is that of the process which loads the copy; torch's hooks take it for None.
+        hook_state = None if isinstance(hook_state, dist.ProcessGroup) else hook_state
+        state["_options"] = replace(self._options, process_group=None, device_mesh=None, comm_hook_state=hook_state)
         if "_reducer" in self.__dict__:
             self._reducer.unbind_main_grads()  # each would take its whole buffer along
         return state
@@ -354,8 +259,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 raise AttributeError(
                     "expected an open BucketDDP, found a copy of one after close(); wrap its module again"
                 )
-            options = self._options
-            self._start(None, lambda: options)
+            self._start(None)
             return self.__dict__[name]
         try:
             return super().__getattr__(name)
@@ -413,11 +317,16 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     def _follow_changes(self) -> None:
         """Look the module over again, as the last backward took in other parameters."""
         self._followed = self._params.changes
-        mode, ignored = self._options.module_buffers, self._params.ignored
-        self._module_buffers = ModuleBuffers(self.module, self._collectives, mode, ignored)
+        self._find_module_buffers()
         if self._replicated is not None:
             self._replicated.forget()
             self._replicated.groups = self._reducer.arriving_together
+
+    def _find_module_buffers(self) -> None:
+        """Look up the module's buffers."""
+        mode = self._options.module_buffers
+        assert mode is not None, "one of its values since Options.__post_init__"
+        self._module_buffers = ModuleBuffers(self.module, self._collectives, mode, self._params.ignored)
 
     @property
     def _callee(self) -> Callable[..., Any]:
@@ -522,7 +431,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             RankMismatchError: If ranks register different hooks.
         """
         self._reducer.register_comm_hook(lambda: CommHook(hook, state, self._collectives.leave_behind))
-        self._hook_arguments = (hook, state)
+        self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
 
     def begin_step(self) -> None:
         """Says that a training step begins. For callers that run one step after the other on every rank.
@@ -656,9 +565,10 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
         """
         self._params.optimizers.add(optimizer)
+        with_masters = bool(self._options.master_params)
         if self._sharding is not None:
-            return self._sharding.sharded(optimizer) or self._sharding.shard(optimizer, self._options.master_params)
-        return masters_of(optimizer) if self._options.master_params else None
+            return self._sharding.sharded(optimizer) or self._sharding.shard(optimizer, with_masters)
+        return masters_of(optimizer) if with_masters else None
 
     # -- what is going on ----------------------------------------------------------------------------
 
