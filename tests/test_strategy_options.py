@@ -107,7 +107,7 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
     ("options", "message"),
     [
         ({"bucket_cap_mb": -1}, "expected bucket_cap_mb to be None or a number of MiB from 0, found -1"),
-        ({"bucket_cap_mb": "auto"}, "found 'auto'; that is gone, and None is the default rule"),
+        ({"bucket_cap_mb": "auto"}, "expected bucket_cap_mb to be None or a number of MiB from 0, found 'auto'"),
         ({"broadcast_buffers": True, "module_buffers": "off"}, "expected one choice for module buffers"),
         ({"grad_dtype": "float31"}, "expected grad_dtype to be None or one of bf16.*found 'float31'"),
         ({"grad_dtype": {"*": "int"}}, r"expected grad_dtype\['\*'\] to be .* bf16.*found 'int'"),
@@ -126,7 +126,7 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
     ],
 )
 def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         BucketDDPStrategy(**options)
 
 

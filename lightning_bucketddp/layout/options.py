@@ -162,7 +162,7 @@ class Options:
         require(
             "bucket_cap_mb",
             self.bucket_cap_mb,
-            "None (the default rule) or a number of MiB from 0",
+            "None or a number of MiB from 0",
             float | int | None,
             lambda cap: 0 <= cap < math.inf,
         )
