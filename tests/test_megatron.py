@@ -548,7 +548,7 @@ def contradictions() -> None:
             {"accumulate_allreduce_grads_in_fp32": True, "grad_dtype": torch.float64},
             "one choice for the gradients' dtype",
         ),
-        ({"grad_dtype": torch.int32}, "floating dtypes"),
+        ({"grad_dtype": torch.int32}, "expected grad_dtype to be None, one of bf16, .*found torch.int32"),
         ({"grad_dtype": {"*": BF16}}, "holds what parameter 'layers.0.weight' holds"),
         ({"master_params": True}, "give grad_dtype=torch.float32"),
         ({"gradient_divide_by": 0}, "gradient_divide_by"),

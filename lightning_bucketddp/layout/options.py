@@ -200,13 +200,12 @@ class Options:
 
     def _unify_spellings(self) -> None:
         """Give each option that can be spelled in several ways its one value; not again if it has it."""
-        wire_dtype = None if self.wire_dtype is None else _as_dtype("wire_dtype", self.wire_dtype, WireDtypeName)
-        grad_dtype = self._one_grad_dtype()
+        wire, grad_dtype = self.wire_dtype, self._one_grad_dtype()
         unified = {
             "module_buffers": self._one_module_buffers(),
             "grad_dtype": grad_dtype,
             "master_params": grad_dtype is not None if self.master_params is None else self.master_params,
-            "wire_dtype": wire_dtype,
+            "wire_dtype": None if wire is None else _as_dtype("wire_dtype", wire, WireDtypeName, "None or {}"),
             "sparse_parameters": tuple(self.sparse_parameters),
             "timeout": DEFAULT_TIMEOUT if self.timeout is None else self.timeout,
         }
@@ -233,7 +232,8 @@ class Options:
                 require("a pattern in grad_dtype", pattern, "a str", str)
                 found[pattern] = _as_dtype(f"grad_dtype[{pattern!r}]", dtype, DtypeName)
         else:
-            found = None if self.grad_dtype is None else _as_dtype("grad_dtype", self.grad_dtype, DtypeName)
+            wanted = "None, {}, or one of these per pattern of names"
+            found = None if self.grad_dtype is None else _as_dtype("grad_dtype", self.grad_dtype, DtypeName, wanted)
         if not self.accumulate_allreduce_grads_in_fp32:
             return found
         if found not in (None, torch.float32):
@@ -360,19 +360,20 @@ class Options:
         yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
 
 
-def _as_dtype(option: str, value: object, choice: Any) -> torch.dtype:
+def _as_dtype(option: str, value: object, choice: Any, wanted: str = "{}") -> torch.dtype:
     """The dtype that a name, or torch's dtype itself, stands for.
 
     Args:
         option: The option.
         value: What the user gave.
         choice: The literal type of the names that the option takes.
+        wanted: What it takes, with a place for the dtypes.
     """
     named: dict[str, torch.dtype] = {name: getattr(torch, _LONG_NAMES.get(name, name)) for name in get_args(choice)}
     require(
         option,
         value,
-        f"None or one of {', '.join(get_args(choice))} (names, or torch's dtypes)",
+        wanted.format(f"one of {', '.join(named)} (torch's dtypes, or their names)"),
         torch.dtype | str,
         lambda dtype: dtype in named or dtype in named.values(),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_bucketddp.layout.require import require_choice
+from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
@@ -74,8 +74,9 @@ class WrapperCalls:
 
 def require_start_method(start_method: object) -> None:
     """Require that this platform can start processes that way."""
-    here = torch.multiprocessing.get_all_start_methods()
-    require_choice("start_method", start_method, ("popen", *(one for one in get_args(StartMethod) if one in here)))
+    here = ("popen", *torch.multiprocessing.get_all_start_methods())
+    wanted = f"one of {here}, the start methods that are available on this platform"
+    require("start_method", start_method, wanted, str, lambda one: one in here)
 
 
 def register_names(strategy: type, registry: Any) -> None:
