@@ -9,46 +9,30 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from lightning.pytorch.trainer.connectors import signal_connector
 
 
-class QuietHandler:
-    """Calls Lightning's handler of SIGTERM without its broadcast: the ranks tell each other before the next batch.
+def quieten_sigterm() -> None:
+    """Keeps Lightning's handler of SIGTERM from broadcasting: the ranks tell each other before the next batch.
 
-    Args:
-        handler: The handler.
+    The Trainer that registered it puts back what was there before when it ends.
     """
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    # Not public, and not in every version: where the name is not there, nor is the broadcast. A test notices.
+    connector: Any = signal_connector
+    dist = getattr(connector, "dist", None)
+    is_lightnings = type(handler).__module__ == connector.__name__
+    if dist is None or not is_lightnings or threading.current_thread() is not threading.main_thread():
+        return
 
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Handles the signal."""
-        # Not public, and not in every version: where the name is not there, nor is the broadcast. A test notices.
-        connector: Any = signal_connector
-        dist = getattr(connector, "dist", None)
-        if dist is None:
-            self._handler(signum, frame)
-            return
-        connector.dist = _NoCollectives
+    def quiet(signum: int, frame: FrameType | None) -> None:
+        connector.dist = SimpleNamespace(is_available=lambda: False)
         try:
-            self._handler(signum, frame)
+            handler(signum, frame)
         finally:
             connector.dist = dist
 
-
-class _NoCollectives:
-    @staticmethod
-    def is_available() -> bool:
-        return False
-
-
-def quieten_sigterm() -> None:
-    """Quietens the handler that a Trainer has registered, which puts back what was there before when it ends."""
-    handler = signal.getsignal(signal.SIGTERM)
-    is_lightnings = type(handler).__module__ == signal_connector.__name__
-    if is_lightnings and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, QuietHandler(handler))
+    signal.signal(signal.SIGTERM, quiet)
