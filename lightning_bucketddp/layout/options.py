@@ -213,16 +213,13 @@ class Options:
             object.__setattr__(self, name, value)  # frozen for all others
 
     def _one_module_buffers(self) -> ModuleBufferSync:
-        given: dict[str, bool] = {}
-        if self.module_buffers is not None:
-            given[f"module_buffers={self.module_buffers!r}"] = self.module_buffers != "off"
-        if self.forward_sync_buffers is not None:
-            given[f"forward_sync_buffers={self.forward_sync_buffers}"] = self.forward_sync_buffers
-        if self.broadcast_buffers is not None:
-            given[f"broadcast_buffers={self.broadcast_buffers}"] = self.broadcast_buffers
-        if len(set(given.values())) > 1:
-            raise ValueError(f"expected one choice for module buffers, found {' and '.join(given)}")
-        return self.module_buffers or ("broadcast" if next(iter(given.values()), True) else "off")
+        spellings = ("module_buffers", "forward_sync_buffers", "broadcast_buffers")
+        given = {name: getattr(self, name) for name in spellings if getattr(self, name) is not None}
+        on = {value not in ("off", False) for value in given.values()}
+        if len(on) > 1:
+            found = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"expected one choice for module buffers, found {found}")
+        return self.module_buffers or ("off" if on == {False} else "broadcast")
 
     def _one_grad_dtype(self) -> torch.dtype | dict[str, torch.dtype] | None:
         found: torch.dtype | dict[str, torch.dtype] | None
