@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import bucket_runs
 from lightning_bucketddp.grads import buffers as grad_buffer
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.random_models import BATCH, WIDTH, RandomModel
@@ -352,7 +351,7 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
         case = draw_case(seed, dist.get_world_size())
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
         run = None
-        bucket_runs.LARGE_BYTES = grad_buffer.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[attr-defined]
+        grad_buffer.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[attr-defined]
         try:
             run = Run(case)
             run.run()

@@ -1,4 +1,4 @@
-"""The buckets during passes: capture, launch, publish.
+"""The buckets during passes: pack, launch, publish.
 
 This file moves gradients; when it does so is the reducer's business. What a slot contributes to a reduction: what
 accumulated since its last one, in whichever passes; or the ``.grad`` it has otherwise; or zeros. Stale content of a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
-from lightning_bucketddp.grads.buffers import LARGE_BYTES, GradBuffers
+from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.checks import require_sound
-from lightning_bucketddp.grads.hooks import Arrivals
 from lightning_bucketddp.grads.slots import SlotKind, SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import MIB, Bucket, Layout
 
-CAPTURE_BYTES = 16 * MIB
+OUTSIDE_BYTES = 16 * MIB
 """Gradients that lie outside of the buffers at most, where buckets do not limit them."""
 
 NONE: frozenset[int] = frozenset()
@@ -39,28 +38,20 @@ class BucketRun:
         index: Its place in the layout.
         slots: Its slots.
         flat: Its contiguous 1-D tensor.
-        waiting: Slots whose gradients are expected in this pass and have not come, as far as was looked.
-        tail: The slot whose gradient comes last, if the others are looked for when it comes, and not before; None if
-            each is noted as it comes.
-        last: The slot whose gradient completed the bucket when it was complete last.
-        divided: Slots whose gradients have been taken in, and divided, as they came.
+        waiting: Slots whose gradients are expected in this pass and are not ready.
         launched: Whether its collective has been started in this pass.
         launched_at: When, on ``time.perf_counter``.
         pending: That collective.
     """
 
     __slots__ = (
-        "divided",
         "flat",
         "held_back",
         "index",
-        "last",
         "launched",
         "launched_at",
         "pending",
         "slots",
-        "streams",
-        "tail",
         "waiting",
     )
 
@@ -70,10 +61,6 @@ class BucketRun:
         self.flat = flat
         self.held_back = held_back  # may get several gradients for one slot: only the end of backward may launch it
         self.waiting: set[int] = set()
-        self.divided: set[int] = set()
-        self.tail: int | None = None
-        self.last: int | None = None
-        self.streams: set[torch.Stream] = set()
         self.launched = False
         self.launched_at = 0.0
         self.pending: Pending | None = None
@@ -88,17 +75,17 @@ class BucketRuns:
         overlap: Whether buckets are launched as they become complete; if not, all of them at the end of backward.
         max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
         wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
-        arrivals: Gradients of which nobody tells.
 
     Attributes:
         comm_hook: What reduces the buckets instead of an all-reduce, if there is such a hook.
         contributing: Slots with a gradient since their last reduction.
-        settled: Slots of whose gradients nothing more has to be noted in this pass: in a local one those that are
-            contributing already, whose gradients autograd adds to in place.
+        settled: Slots whose gradients need no more attention in this pass: in a local one those that contribute
+            already, as autograd adds to their gradients in place.
+        marks_only: Whether a gradient of this pass has only to be marked as ready until its bucket is full.
+        run_of: The bucket of each slot.
+        streams: The streams of accelerators on which gradients were made.
         active: The buckets that take part in the present synchronised pass, in launch order.
         launched: How many of them have been launched.
-        streams_seen: Streams on which gradients came.
-        early_tails: How often other gradients of a bucket have come after the one that should have been the last.
         awaited_run: The bucket whose collective was waited for last.
     """
 
@@ -109,31 +96,28 @@ class BucketRuns:
         overlap: bool = True,
         max_abs_grad: float | None = None,
         wire_dtype: torch.dtype | None = None,
-        arrivals: Arrivals | None = None,
     ) -> None:
         self._slots = slots
         self._collectives = collectives
         self._overlap = overlap
         self._max_abs_grad = max_abs_grad
         self.wire_dtype = wire_dtype
-        self._arrivals = arrivals if arrivals is not None else Arrivals(lambda _: None)
         self.comm_hook: CommHook | None = None
         self._on_accelerator = any(param.device.type != "cpu" for param in slots.all_params)
         self._make_buffers()
         self._make_runs()
         self.contributing: set[int] = set()
         self.settled: AbstractSet[int] = NONE
-        self.streams_seen: set[torch.Stream] = set()
-        self.early_tails = 0
-        self._local = False
-        self._chunk_bytes: int | None = None
-        self._arrived_in_local_pass: list[int] = []
+        self.marks_only = False
+        self.streams: set[torch.Stream] = set()
+        self._bucket_by_bucket = False  # whether gradients should come so in this pass
+        self._contributed_before: set[int] = set()  # this local pass
         self.active: list[BucketRun] = []
         self.launched = 0
         self.awaited_run: BucketRun | None = None
         self._known_clear = False
-        self._uncaptured: list[int] = []
-        self._uncaptured_bytes = 0
+        self._outside: list[int] = []  # slots whose gradients lie where autograd put them
+        self._outside_bytes = 0
         # Gradients that were there before the pass without anything new in them; the clone if `.grad` is the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -172,17 +156,12 @@ class BucketRuns:
             )
             for index, bucket in enumerate(self.layout.buckets)
         ]
-        self._large = frozenset(  # on accelerators, collectives divide
-            slot
-            for slot, spec in enumerate(self._slots.specs)
-            if spec.nbytes >= LARGE_BYTES and spec.device == "cpu" and spec.param_dtype is None
-        )
+        self._nbytes = [spec.nbytes for spec in self._slots.specs]
         self._with_main_grad = frozenset(self._slots.with_main_grad())
         self._bind_main_grads()
         self._largest_bucket = max((self.layout.bucket_nbytes(it) for it in self.layout.buckets), default=0)
         run_of = {slot: run for run in self._runs for slot in run.slots}
-        self._run_of = [run_of[slot] for slot in range(len(run_of))]
-        self._slot_of_param = {id(param): slot for slot, param in enumerate(self._slots.params)}
+        self.run_of = [run_of[slot] for slot in range(len(run_of))]
         self._expected: dict[TrainableSet, list[tuple[BucketRun, frozenset[int]]]] = {}
 
     def _bind_main_grads(self) -> None:
@@ -204,7 +183,7 @@ class BucketRuns:
     def _forget_runs(self) -> None:
         self.unbind_main_grads()
         self._runs.clear()
-        self._run_of.clear()
+        self.run_of.clear()
         self._expected.clear()
         self.active.clear()
 
@@ -301,47 +280,6 @@ class BucketRuns:
 
     # -- a pass --------------------------------------------------------------------------------------
 
-    def wait_for_tails(self) -> list[int] | None:
-        """From the next pass on, looks for the gradients of a bucket when the one that came last has come.
-
-        Returns:
-            The slots whose gradients have to be told of as they come; None if the present pass has shown nothing new.
-        """
-        found = [run for run in self.active if run.tail is None and run.last is not None and not run.held_back]
-        if not found:
-            return None
-        for run in found:
-            run.tail = run.last
-        return [slot for run in self._runs for slot in run.slots if run.tail in (None, slot) or slot in self._large]
-
-    def note_every_gradient(self) -> None:
-        """From now on each gradient is noted as it comes."""
-        self.look()
-        for run in self._runs:
-            run.tail = None
-        self.early_tails = 0
-
-    def look(self) -> None:
-        """Takes note of the gradients that have come and were kept.
-
-        Raises:
-            RuntimeError: If one came too late, its bucket being on the wire.
-        """
-        contributing, slot_of, run_of = self.contributing, self._slot_of_param, self._run_of
-        too_late: int | None = None
-        for param in self._arrivals.take():
-            if param.requires_grad:  # not frozen since forward: autograd calls the hook and accumulates nothing
-                slot = slot_of[id(param)]
-                run = run_of[slot]
-                if run.launched:
-                    too_late = slot
-                if self._local and slot not in contributing:
-                    self._arrived_in_local_pass.append(slot)
-                contributing.add(slot)
-                run.waiting.discard(slot)
-        if too_late is not None:
-            raise RuntimeError(self._too_late(too_late))
-
     def begin(
         self, trainable: TrainableSet, reachable: set[int] | None, local: bool = False, in_order: bool = True
     ) -> None:
@@ -353,13 +291,11 @@ class BucketRuns:
             local: Whether they are not to travel yet.
             in_order: Whether they should come bucket by bucket.
         """
-        self._uncaptured, self._uncaptured_bytes = [], 0
-        self._chunk_bytes = None if in_order and self._overlap else min(CAPTURE_BYTES, self._largest_bucket)
+        self._bucket_by_bucket = in_order and self._overlap
+        self._contributed_before = self.contributing.copy() if local else set()
         params = self._slots.params
-        self._local = local
         for run, expected in self._expected_in(trainable):
             run.launched = False
-            run.divided.clear()
             if reachable is None:
                 run.waiting = set(expected)
             else:
@@ -374,95 +310,70 @@ class BucketRuns:
         """A local pass has begun."""
         self.settled = self.contributing
 
-    def arrived(self, slot: int) -> BucketRun | None:
-        """Takes note of a gradient.
+    def may_only_mark(self) -> bool:
+        """Whether a gradient has only to be marked in this pass: buckets become full, and its stream is known."""
+        return self._bucket_by_bucket and (not self._on_accelerator or len(self.streams) == 1)
+
+    def ready(self, slot: int) -> BucketRun | None:
+        """Note that a gradient is ready.
 
         Returns:
-            Its bucket if that is complete now.
+            Its bucket if that is full now.
 
         Raises:
             RuntimeError: If the gradient comes too late, its bucket being on the wire.
         """
-        run = self._run_of[slot]
+        run = self.run_of[slot]
         if run.launched:
             raise RuntimeError(self._too_late(slot))
         self.contributing.add(slot)
         if self._on_accelerator:
-            run.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
-        if self._chunk_bytes is not None:
-            self._capture_in_chunks(slot, self._chunk_bytes)
-        elif slot in self._large and not self._local:
-            self._take_in(run, slot)
-        waiting = run.waiting
-        if slot in waiting:
-            waiting.remove(slot)
-            if slot == run.tail:
-                self.look()
-                self.early_tails += bool(waiting)
-            if not waiting:
-                run.last = slot
-                return run
-            if slot == run.tail and not self._local and self.launched < len(self.active):
-                run = self.active[self.launched]  # may have been completed without notice
-                return None if run.waiting else run
+            self.streams.add(torch.accelerator.current_stream(self._slots.params[slot].device))
+        run.waiting.discard(slot)
+        if self._bucket_by_bucket:
+            return None if run.waiting else run
+        self._outside.append(slot)
+        self._outside_bytes += self._nbytes[slot]
+        if self._outside_bytes >= min(OUTSIDE_BYTES, self._largest_bucket):
+            self._hold_outside()
         return None
-
-    def _take_in(self, run: BucketRun, slot: int) -> None:
-        """Takes in a large gradient as it comes, while the processor's caches still hold it."""
-        divisor = self._divisor(run)
-        if divisor is None or run.held_back or self._max_abs_grad is not None:
-            return
-        param = self._slots.params[slot]
-        # Private; without it hooks that look at the gradient after this see None. A test notices.
-        if len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1:
-            return
-        if param.grad is not None and self._buffers.divide_into(slot, param.grad, divisor, slot in run.divided):
-            run.divided.add(slot)
-            param.grad = None
-
-    def arrived_in_local_pass(self, slot: int) -> None:
-        """Takes note of a gradient that is not to travel yet, the first of its slot since the last reduction."""
-        self._arrived_in_local_pass.append(slot)
-        run = self.arrived(slot)
-        if run is not None:
-            self.capture(run)
-
-    def _capture_in_chunks(self, slot: int, most: int) -> None:
-        """Where buckets are whole buffers, or do not fill one by one, what autograd made must not pile up in them."""
-        self._uncaptured.append(slot)
-        self._uncaptured_bytes += self._slots.specs[slot].nbytes
-        if self._uncaptured_bytes >= most:
-            self._wait_for({stream for slot in self._uncaptured for stream in self._run_of[slot].streams})
-            self._buffers.capture(self._uncaptured, self._slots.params)
-            self._uncaptured, self._uncaptured_bytes = [], 0
 
     def awaited(self) -> list[int]:
         """The slots whose gradients have not come in this pass, in launch order."""
         return [slot for run in self.active for slot in sorted(run.waiting)]
 
-    def capture(self, run: BucketRun) -> None:
-        """Brings a bucket's gradients into its memory, so that they exist once however long it waits for its launch."""
-        self._wait_for(run.streams)
-        contributing = self.contributing
-        self._buffers.capture([slot for slot in run.slots if slot in contributing], self._slots.params)
+    def hold(self, slots: Sequence[int]) -> None:
+        """Pack gradients that do not travel yet and bind their views: they exist once, and autograd adds to them."""
+        self._wait_for_streams()
+        params = self._slots.params
+        fresh: list[int] = []
+        grads: list[Tensor] = []
+        for slot in slots:
+            grad = params[slot].grad
+            if grad is not None and slot in self.contributing and not self._buffers.holds(slot, grad):
+                fresh.append(slot)
+                grads.append(grad)
+        self._buffers.pack(fresh, grads)
+        for slot in fresh:
+            self._buffers.bind(slot, params[slot])
 
-    def _wait_for(self, streams: AbstractSet[torch.Stream]) -> None:
-        """Lets what is done next see the gradients that were made on ``streams``."""
-        for stream in streams:
+    def _hold_outside(self) -> None:
+        self.hold(self._outside)
+        self._outside, self._outside_bytes = [], 0
+
+    def _wait_for_streams(self) -> None:
+        """Lets what is done next see the gradients that were made on other streams."""
+        for stream in self.streams:
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
                 self._buffers.made_elsewhere = True
 
     def end_local(self) -> None:
-        """Ends a local pass: brings what came in it into the buffers, complete bucket or not."""
-        if len(self.contributing) < len(self._slots):
-            self.look()
-        self._wait_for({stream for slot in self._arrived_in_local_pass for stream in self._run_of[slot].streams})
-        self._buffers.capture(self._arrived_in_local_pass, self._slots.params)
-        if self._with_main_grad:  # somebody may look into the buffers, whatever zero_grad() has dropped
-            self._buffers.capture(list(self.contributing), self._slots.params)
-        self._arrived_in_local_pass.clear()
+        """Ends a local pass: brings all its gradients into the buffers."""
+        # Somebody may look at a main_grad, whatever zero_grad() has dropped.
+        self.hold(sorted(self.contributing if self._with_main_grad else self.contributing - self._contributed_before))
+        self._outside, self._outside_bytes = [], 0
 
     def launch_complete(self) -> None:
         """Launches buckets, in order, up to the first that still waits for a gradient, or for its turn.
@@ -529,12 +440,11 @@ class BucketRuns:
     def _launch(self, run: BucketRun) -> None:
         """Starts a bucket's collective; until it is published its parameters have no ``.grad`` to accumulate into."""
         if self._max_abs_grad is not None:
-            self.capture(run)
+            self.hold(run.slots)
             self._require_sound(run, self._max_abs_grad)
-        self._wait_for(run.streams)
-        self.streams_seen |= run.streams
-        run.streams.clear()
-        self._fill(run)
+        self._wait_for_streams()
+        divisor = self._divisor(run)
+        self.pack(run, None if divisor is None else 1.0 / divisor)
         run.pending = self._start(run)
         run.launched = True
         run.launched_at = time.perf_counter()
@@ -550,56 +460,41 @@ class BucketRuns:
         for (slot, _), value in zip(present, largest.tolist(), strict=True):
             require_sound(value, limit, self._collectives.rank, self._slots.specs[slot].name)
 
-    def _fill(self, run: BucketRun) -> None:
-        """Gets a bucket's memory ready for the wire, and hides what lies there.
+    def pack(self, run: BucketRun, scale: float | None) -> None:
+        """Bring a bucket's gradients into its memory, scaled, and hide them until they are published.
 
         The loops run for every parameter in every pass.
+
+        Args:
+            run: The bucket.
+            scale: What they are multiplied by on the way; None for no scaling.
         """
-        params, buffers, contributing = self._slots.params, self._buffers, self.contributing
-        views = buffers.views
-        fresh: list[int] = []
+        params, views, contributing = self._slots.params, self._buffers.views, self.contributing
+        slots: list[int] = []
         grads: list[Tensor] = []
         absent: list[int] = []
-        idle: list[int] = []
-        undivided: list[int] = []
         for slot in run.slots:
             grad = params[slot].grad
             if grad is None:
-                if slot not in run.divided:
-                    absent.append(slot)
-            elif slot not in contributing:
-                idle.append(slot)
-            elif grad is not views[slot] or not buffers.holds(slot, grad):
-                fresh.append(slot)
-                grads.append(grad)
-            else:
-                undivided.append(slot)
-        divisor = self._divisor(run)
-        if divisor is None:
-            buffers.take(fresh, grads)
-        else:
-            undivided += buffers.take_divided(fresh, grads, divisor)
-        for slot in idle:
-            grad = params[slot].grad
-            assert grad is not None
-            self._keep(slot, grad)
-        if divisor is not None:
-            buffers.divide(run.slots, {*undivided, *idle, *absent}, divisor)
+                absent.append(slot)
+                continue
+            if slot not in contributing:
+                self._keep(slot, grad)
+            slots.append(slot)
+            grads.append(grad)
+        self._buffers.pack(slots, grads, scale, run.flat)
         if absent:
             contributing.difference_update(absent)  # zero_grad() has dropped what there was
             torch._foreach_zero_([views[slot] for slot in absent])
-        for slot in run.slots:
-            params[slot].grad = None
+        for slot in slots:
+            self._hide(slot)
+
+    def _hide(self, slot: int) -> None:
+        self._slots.params[slot].grad = None
 
     def _keep(self, slot: int, grad: Tensor) -> None:
-        """Lets a gradient without anything new take part, and remembers it should no rank have anything new."""
-        if self._buffers.holds(slot, grad):
-            self._kept[slot] = (grad, grad.detach().clone())
-            return
-        self._buffers.require_fit(slot, grad)
-        self._buffers.renew(slot, grad)
-        self._buffers.views[slot].copy_(grad)
-        self._kept[slot] = (grad, None)
+        """Remember a gradient without anything new, should no rank have anything new."""
+        self._kept[slot] = (grad, grad.detach().clone() if self._buffers.holds(slot, grad) else None)
 
     def publish(self, run: BucketRun) -> list[int]:
         """Binds the reduced gradients of a bucket to its parameters; returns the slots not used on this rank."""
@@ -624,7 +519,7 @@ class BucketRuns:
 
     def _forget(self, slot: int) -> None:
         if self.comm_hook is not None:
-            self.comm_hook.forget_slot(self.layout, self._run_of[slot].index, slot)
+            self.comm_hook.forget_slot(self.layout, self.run_of[slot].index, slot)
 
     def _put_back(self, slot: int) -> None:
         if slot in self._kept:
@@ -645,8 +540,7 @@ class BucketRuns:
     def end(self) -> None:
         """Ends a synchronised pass."""
         self._kept.clear()
-        self._uncaptured, self._uncaptured_bytes = [], 0
-        self._arrived_in_local_pass.clear()
+        self._outside, self._outside_bytes = [], 0
         self.awaited_run = None
         self.contributing = set()  # not cleared: the notes of the pass keep the old one
         self._known_clear = False
@@ -662,8 +556,7 @@ class BucketRuns:
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
-        self._uncaptured, self._uncaptured_bytes = [], 0
-        self._arrived_in_local_pass.clear()
+        self._outside, self._outside_bytes = [], 0
         for run in self.active[self.launched :]:
             self._move_out(run)
         self._kept.clear()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.layout.plan import Bucket, Layout
 
-LARGE_BYTES = 64 * 1024
-"""Gradients from this size on are copied, and divided on the way, one by one; smaller ones together, in two steps."""
+LARGE_BYTES = 16 * 1024
+"""Where gradients have this size on average, they are copied one by one and scaled on the way; smaller ones are copied
+together, and then scaled together."""
 
 
 class GradBuffers:
@@ -24,7 +24,7 @@ class GradBuffers:
         layout: The layout that the views follow now.
         flats: The flat tensors, as ``layout.buffers``.
         views: One per slot, with the parameter's shape and strides. A view is one object for as long
-            as the layout stands, so ``param.grad is view`` tells a captured gradient.
+            as the layout stands, so ``param.grad is view`` tells a gradient that lies in the buffer.
         made_elsewhere: Whether gradients may have been made on other streams than the one that copies them.
     """
 
@@ -106,112 +106,40 @@ class GradBuffers:
             params[slot].grad = self.views[slot]
 
     @torch.no_grad()
-    def capture(self, slots: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Brings freshly accumulated gradients of ``slots`` into their views and binds them.
-
-        One multi-tensor copy for all of them. Slots whose gradient is None or the view already are left alone.
+    def pack(
+        self, slots: Sequence[int], grads: Sequence[Tensor], scale: float | None = None, flat: Tensor | None = None
+    ) -> None:
+        """Bring gradients into the views of their slots, scaled.
 
         Args:
-            slots: The slots to look at.
-            params: The parameters of all slots.
+            slots: The slots.
+            grads: Their gradients: the views, or tensors that lie elsewhere.
+            scale: What they are multiplied by; None for no scaling.
+            flat: With a scale, the bucket that the slots are all of; what else is in it is scaled or not.
 
         Raises:
             RuntimeError: If a gradient cannot live in its view: it requires grad itself
                 (``create_graph=True``), is sparse (not declared so), or has another shape, dtype or device.
+                Nothing has been copied then.
         """
-        fresh: list[int] = []
-        grads: list[Tensor] = []
-        for slot in slots:
-            grad = params[slot].grad
-            if grad is not None and not self.holds(slot, grad):
-                fresh.append(slot)
-                grads.append(grad)
-        self.take(fresh, grads)
-        for slot in fresh:
-            self.bind(slot, params[slot])
-
-    @torch.no_grad()
-    def take(self, slots: Sequence[int], grads: list[Tensor]) -> None:
-        """Copies gradients that lie elsewhere into the views of ``slots``, in one multi-tensor copy.
-
-        Raises:
-            RuntimeError: As :meth:`capture`; nothing has been copied then.
-        """
-        if not slots:
-            return
-        views, fits = self.views, self._fits
-        for slot, grad in zip(slots, grads, strict=True):  # nothing is copied before everything has been looked at
-            if not _fits(grad, fits[slot]):
+        outside = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if not self.holds(slot, grad)]
+        for slot, grad in outside:
+            if not _fits(grad, self._fits[slot]):
                 raise RuntimeError(self._refusal(slot, grad))
-            if grad is views[slot]:
-                self.renew(slot, grad)
-        torch._foreach_copy_([views[slot] for slot in slots], grads)
-        if self.made_elsewhere:  # their memory must not be used again before they have been copied
-            for grad in grads:
-                grad.record_stream(torch.accelerator.current_stream(grad.device))
-
-    def take_divided(self, slots: Sequence[int], grads: list[Tensor], divisor: int) -> list[int]:
-        """As :meth:`take`, large ones divided by a number on the way.
-
-        Returns:
-            The slots whose gradients have not been divided.
-        """
-        small: list[int] = []
-        small_grads: list[Tensor] = []
-        for slot, grad in zip(slots, grads, strict=True):
-            if grad.nbytes < LARGE_BYTES or not self.divide_into(slot, grad, divisor):
-                small.append(slot)
-                small_grads.append(grad)
-        self.take(small, small_grads)
-        return small
-
-    @torch.no_grad()
-    def divide_into(self, slot: int, grad: Tensor, divisor: int, add: bool = False) -> bool:
-        """Writes a gradient that lies elsewhere, divided by a number, into its slot.
-
-        Args:
-            slot: The slot.
-            grad: Its gradient.
-            divisor: The number.
-            add: Whether to add it to what is in the slot.
-
-        Returns:
-            Whether that was possible; gradients of another dtype have to be converted.
-
-        Raises:
-            RuntimeError: As :meth:`capture`; nothing has been written then.
-        """
-        view = self.views[slot]
-        if grad is view or grad.dtype is not view.dtype:
-            return False
-        self.require_fit(slot, grad)
-        if add:
-            view.add_(grad, alpha=1.0 / divisor)
+            self.renew(slot, grad)
+        views = self.views
+        if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
+            for slot, grad in zip(slots, grads, strict=True):
+                view = views[slot]
+                torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
         else:
-            torch.mul(grad, 1.0 / divisor, out=view)
-        return True
-
-    def divide(self, slots: Sequence[int], chosen: AbstractSet[int], divisor: int) -> None:
-        """Divides what is in some slots by a number; by stretches of memory, as one by one takes several times as long.
-
-        Args:
-            slots: All slots of one bucket, by offset.
-            chosen: Those to be divided.
-            divisor: The number.
-        """
-        stretches: list[list[int]] = []  # the first and the last slot of each
-        follows = False
-        for slot in slots:
-            if slot not in chosen:
-                follows = False
-            elif follows:
-                stretches[-1][1] = slot
-            else:
-                stretches.append([slot, slot])
-                follows = True
-        for first, last in stretches:
-            begin, end = self.layout.slots[first], self.layout.slots[last]
-            self.flats[begin.buffer][begin.offset : end.offset + end.spec.numel].mul_(1.0 / divisor)
+            if outside:
+                torch._foreach_copy_([views[slot] for slot, _ in outside], [grad for _, grad in outside])
+            if scale is not None and flat is not None:
+                flat.mul_(scale)
+        if self.made_elsewhere:  # their memory must not be used again before they have been copied
+            for _, grad in outside:
+                grad.record_stream(torch.accelerator.current_stream(grad.device))
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Makes the slot's view, or ``view`` if given, the parameter's ``.grad``."""
@@ -220,15 +148,6 @@ class GradBuffers:
             param.grad = None
             param.grad_dtype = dtype
         param.grad = self.views[slot] if view is None else view
-
-    def require_fit(self, slot: int, grad: Tensor) -> None:
-        """Requires that ``grad`` can live in the slot's view.
-
-        Raises:
-            RuntimeError: As :meth:`capture`.
-        """
-        if not _fits(grad, self._fits[slot]):
-            raise RuntimeError(self._refusal(slot, grad))
 
     def _refusal(self, slot: int, grad: Tensor) -> str:
         spec = self.layout.slots[slot].spec

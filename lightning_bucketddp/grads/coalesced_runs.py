@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,14 +57,7 @@ class CoalescedRuns(BucketRuns):
             for run, bucket in zip(self._runs, self._layout.buckets, strict=True):
                 run.flat = self._buffers.bucket_flat(bucket)
 
-    def capture(self, run: BucketRun) -> None:
-        """Nothing: gradients stay where they are."""
-
-    def end_local(self) -> None:
-        """Nothing: gradients stay where they are."""
-        self._arrived_in_local_pass.clear()
-
-    def _capture_in_chunks(self, slot: int, most: int) -> None:
+    def hold(self, slots: Sequence[int]) -> None:
         """Nothing: gradients stay where they are."""
 
     def _launch(self, run: BucketRun) -> None:
@@ -80,19 +73,11 @@ class CoalescedRuns(BucketRuns):
         """None: gradients are averaged where they have been copied together."""
         return None
 
-    def _fill(self, run: BucketRun) -> None:
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for slot in run.slots:
-            grad = self._slots.params[slot].grad
-            if grad is None:
-                self.contributing.discard(slot)
-                continue
-            self._buffers.require_fit(slot, grad)
-            sources.append(grad)
-            targets.append(self._buffers.views[slot])
-        if sources:
-            torch._foreach_copy_(targets, sources)
+    def _hide(self, slot: int) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def _keep(self, slot: int, grad: Tensor) -> None:
+        """Nothing: gradients stay what they are."""
 
     def publish(self, run: BucketRun) -> list[int]:
         """Writes reduced gradients of a bucket back; returns the slots not used on this rank."""

@@ -1,113 +1,79 @@
-"""How parameters tell that their gradient has come: each with a line of Python, or with none."""
+"""One hook per parameter tells the reducer that a gradient is ready."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from lightning_bucketddp.grads.bucket_runs import BucketRuns
 from lightning_bucketddp.grads.engine import hook_gradient
+from lightning_bucketddp.grads.slots import SlotTable
 
-HOOK_NAME = "Reducer.on_gradient"
-"""The qualified name of the hook of one parameter."""
-
-
-class SharedHook(partial):  # type: ignore[type-arg]
-    """One callable on many parameters, of which it is told elsewhere what a call does."""
+HOOK_NAME = "GradientHooks.on_gradient"
+"""The qualified name of every hook."""
 
 
 def is_reducers_own(hook: object) -> bool:
     """Whether a post-accumulate-grad hook is a reducer's."""
-    return isinstance(hook, SharedHook) or getattr(hook, "__qualname__", None) == HOOK_NAME
-
-
-class Arrivals:
-    """The gradients that have come, kept in a list until somebody looks.
-
-    The engine then calls the list's ``append``, which takes half the time of the shortest function in Python.
-
-    Args:
-        told: Called with the parameter where gradients are not kept.
-
-    Attributes:
-        hook: The hook of every parameter that nobody waits for in particular.
-    """
-
-    def __init__(self, told: Callable[[Tensor], None]) -> None:
-        self._told = told
-        self._came: list[Tensor] = []
-        self.hook = SharedHook(told)
-
-    def keep(self) -> None:
-        """From now on gradients are kept."""
-        self.hook.__setstate__((self._came.append, (), {}, {}))  # type: ignore[attr-defined]
-
-    def tell(self) -> None:
-        """From now on somebody is told of each. What was kept is forgotten."""
-        self.hook.__setstate__((self._told, (), {}, {}))  # type: ignore[attr-defined]
-        self._came.clear()
-
-    def take(self) -> list[Tensor]:
-        """The parameters whose gradients have come since the last time, in order."""
-        came = self._came[:]
-        self._came.clear()
-        return came
+    return getattr(hook, "__qualname__", None) == HOOK_NAME
 
 
 class GradientHooks:
-    """Post-accumulate-grad hooks on parameters.
+    """A post-accumulate-grad hook on each parameter.
 
-    They keep alive whom they inform, so whoever drops that one removes them.
+    They keep ``on_gradient`` and its owner alive, so the owner's owner removes them.
 
     Args:
         params: The parameters.
-        make_hook: Makes the own hook of the parameter at an index.
-        shared: The hook of those that have none of their own.
+        slots: Their slots.
+        runs: The buckets.
+        on_gradient: Called with a parameter's index and the parameter when its gradient is ready, unless only marking
+            it was left to do.
 
     Attributes:
-        everywhere: Whether every parameter has a hook of its own.
         removed: Whether the hooks were removed, for good.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], make_hook: Callable[[int], Callable[[Tensor], None]], shared: SharedHook
+        self,
+        params: Sequence[Tensor],
+        slots: SlotTable,
+        runs: BucketRuns,
+        on_gradient: Callable[[int, Tensor], None],
     ) -> None:
-        self._params = params
-        self._make_hook = make_hook
-        self._shared = shared
-        self._handles: dict[int, RemovableHandle] = {}
-        self._own: set[int] = set()
-        self.everywhere = self.removed = False
-        self.hook_all()
+        self._slot_of, self._runs, self._on_gradient = slots.slot_of_index, runs, on_gradient
+        handles = [hook_gradient(param, self._hook(index)) for index, param in enumerate(params)]
+        self._handles = [handle for handle in handles if handle is not None]
+        self.removed = False
 
-    def hook_all(self) -> None:
-        """Gives every parameter a hook of its own; also in the middle of a backward."""
-        self.hook_only(range(len(self._params)))
-        self.everywhere = True
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        """The hook of the parameter at ``index``.
 
-    def hook_only(self, indices: Collection[int]) -> None:
-        """Gives these parameters hooks of their own, and the others the shared one."""
-        for index, param in enumerate(self._params):
-            own = index in indices
-            if index in self._handles:
-                if own == (index in self._own):
-                    continue
-                self._handles.pop(index).remove()
-            handle = hook_gradient(param, self._make_hook(index) if own else self._shared)
-            if handle is not None:
-                self._handles[index] = handle
-        self._own = set(indices)
-        self.everywhere = False
+        Autograd calls it for every parameter in every pass. It marks gradients itself, as each further call of a
+        Python function costs as much again.
+        """
+        slot_of, runs, tell = self._slot_of, self._runs, self._on_gradient
 
-    def __len__(self) -> int:
-        return len(self._own & self._handles.keys())
+        def on_gradient(param: Tensor) -> None:
+            slot = slot_of.get(index)
+            if slot in runs.settled or not param.requires_grad:
+                return  # or frozen since forward: autograd calls the hook and accumulates nothing
+            if runs.marks_only and slot is not None:
+                run = runs.run_of[slot]
+                if not run.launched:
+                    runs.contributing.add(slot)
+                    run.waiting.discard(slot)
+                    if run.waiting:
+                        return
+            tell(index, param)
+
+        on_gradient.__qualname__ = HOOK_NAME
+        return on_gradient
 
     def remove(self) -> None:
-        """Removes all hooks, for good."""
+        """Remove all hooks, for good."""
         self.removed = True
-        for handle in self._handles.values():
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.everywhere = False

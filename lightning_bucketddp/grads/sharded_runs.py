@@ -208,10 +208,10 @@ class ShardedRuns(BucketRuns):
             self.before_gradients()
         super().begin(trainable, reachable, local, in_order)
 
-    def arrived(self, slot: int) -> BucketRun | None:
+    def ready(self, slot: int) -> BucketRun | None:
         """As for buckets that are not sharded."""
         self.require_untouched(slot)
-        return super().arrived(slot)
+        return super().ready(slot)
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -259,10 +259,7 @@ class ShardedRuns(BucketRuns):
             self._settled += 1
 
     def _keep(self, slot: int, grad: Tensor) -> None:
-        if self._buffers.holds(slot, grad):
-            self._kept[slot] = (grad, None)  # zeros: what was there has been set aside
-        else:
-            super()._keep(slot, grad)
+        self._kept[slot] = (grad, None)  # a view holds zeros: its gradient has been set aside
 
     def end_local(self) -> None:
         """Ends a local pass."""

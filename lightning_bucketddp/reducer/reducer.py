@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 
@@ -36,7 +36,7 @@ from lightning_bucketddp.grads.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.grads.checks import GradientError, not_cleared
 from lightning_bucketddp.grads.coalesced_runs import CoalescedRuns
 from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
-from lightning_bucketddp.grads.hooks import HOOK_NAME, Arrivals, GradientHooks
+from lightning_bucketddp.grads.hooks import GradientHooks
 from lightning_bucketddp.grads.sharded_runs import ShardedRuns
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.grads.sparse import SparseGrads
@@ -51,7 +51,6 @@ from lightning_bucketddp.reducer.hook_registration import HookRegistration
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassNotes, PassRecord, log_layout, log_pass
-from lightning_bucketddp.reducer.tail_hooks import TailHooks
 from lightning_bucketddp.reducer.trainable import TrainableHistory
 
 SETTLE_SECONDS = 10.0
@@ -131,7 +130,6 @@ class Reducer:
         self.checks = ControlChecks(self.failures, collectives.rank)
         # Each device has its autograd thread, and outputs may be on other devices than parameters.
         self._lock = threading.RLock()
-        self._only_arrivals = False  # gradients of the present pass have to be noted, and nothing besides
 
         self.on_backward_end: Callable[[bool], None] = lambda raised: None
         self.synchronise = True
@@ -176,15 +174,11 @@ class Reducer:
         runs: Callable[..., BucketRuns] = BucketRuns if options.use_contiguous_buffers else CoalescedRuns
         if options.shard_optimizer:
             runs = partial(ShardedRuns, ShardGroups(collectives, options.shard_group_size), options.scatter_every_pass)
-        self._arrivals = Arrivals(self._on_gradient_of)
-        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype, self._arrivals)
+        self._runs = runs(self._slots, collectives, overlap, options.max_abs_grad, options.wire_dtype)
         self._runs.comm_hook = comm_hook
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
-        self._several_devices = len({param.device for param in self._slots.all_params}) > 1
         self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
-        self.hooks = GradientHooks(self._slots.all_params, self._gradient_hook, self._arrivals.hook)
-        tails_will_do = overlap and not self._several_devices and not self._find_unused
-        self._tails = TailHooks(self.hooks, self._runs, self._slots, tails_will_do)
+        self.hooks = GradientHooks(self._slots.all_params, self._slots, self._runs, self._on_gradient)
         self._trainable = TrainableHistory(self._slots, self._agreement)
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
@@ -506,8 +500,6 @@ class Reducer:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        if self._learner.learning:
-            self._tails.note_every_gradient()
         self._passes_begun += 1
         learning = self._learner.learning
         self._runs.begin(trainable, None if learning else reachable, local=not synchronised, in_order=not learning)
@@ -516,7 +508,7 @@ class Reducer:
             self._enter(PassState.LOCAL)
             if not self.replaying:
                 self._runs.settle_local()
-                self._arrivals.keep()
+                self._runs.marks_only = self._runs.may_only_mark()
             return
         self.checks.read_what_arrived()
         for index in self._without_slot:
@@ -536,16 +528,13 @@ class Reducer:
         except RuntimeError as error:
             self.failures.publish(f"raised RuntimeError: {error}")
             raise
-        self._only_arrivals = not (self._learner.learning or self.replaying)
-        if self._only_arrivals:
-            self._arrivals.keep()
+        self._runs.marks_only = self._runs.may_only_mark() and not self.replaying
 
     def _require_divisible(self) -> None:
         if self._uncleared is not None:
             raise RuntimeError(not_cleared(self._collectives.rank, self._uncleared))
 
     def _relayout(self) -> None:
-        self._tails.note_every_gradient()
         before = self._runs.layout
         self._runs.relayout()
         self._replan_due = False
@@ -555,83 +544,69 @@ class Reducer:
 
     # -- gradients -----------------------------------------------------------------------------------
 
-    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        """What autograd calls when it has accumulated into the gradient of the parameter at ``index`` in the module.
+    def _on_gradient(self, index: int, param: Tensor) -> None:
+        """Note that a gradient is ready, and launch its bucket if that makes it full.
 
-        It runs for every parameter in every pass: what there is nothing to do for ends here.
+        Args:
+            index: The parameter's index in the module.
+            param: The parameter.
         """
-        slot_of, runs, several_devices = self._slots.slot_of_index, self._runs, self._several_devices
-
-        def on_gradient(param: Tensor) -> None:
-            slot = slot_of.get(index)
-            if slot in runs.settled or not param.requires_grad:
-                return  # or frozen since forward: autograd calls the hook and accumulates nothing
-            if several_devices or slot is None or not self._only_arrivals:
-                self._on_gradient(index)
+        with self._lock:
+            if self._by_hand or self.replaying:
+                self._require_own_batch(self._slots.names[index])
+            if self._state is not PassState.SYNCHRONISED and self._state is not PassState.LOCAL:
+                index = self._open_by_gradient(index, param)
+            slot = self._slots.slot_of_index.get(index)
+            if slot is None:  # sparse, or unfrozen in a local pass: it gets its slot when the ranks have agreed on it
+                (self._sparse.contributing if index in self._slots.sparse else self._without_slot).add(index)
                 return
-            run = runs.arrived(slot)
-            if run is not None:
-                self._on_complete(run)
+            if self._state is PassState.LOCAL:
+                if (bucket := self._runs.ready(slot)) is not None:
+                    self._runs.hold(bucket.slots)
+                return
+            bucket = self._runs.ready(slot)
+            if self._learner.learning:
+                self._learner.arrived(slot)
+            elif bucket is not None:
+                self._on_full(bucket)
 
-        on_gradient.__qualname__ = HOOK_NAME
-        return on_gradient
-
-    def _on_gradient_of(self, param: Tensor) -> None:
-        if param.requires_grad:
-            self._on_gradient(self._index_of_param[id(param)])
-
-    def _on_complete(self, run: BucketRun) -> None:
-        """All gradients of a bucket have come in a synchronised pass."""
+    def _on_full(self, bucket: BucketRun) -> None:
+        """Launch a bucket whose gradients are all ready, or hold them in its memory until its turn comes."""
         if self._turns.is_first(self):
             with self._launching():
                 self._runs.launch_complete()
-        if not run.launched:
-            self._runs.capture(run)
+        if not bucket.launched:
+            self._runs.hold(bucket.slots)
 
-    def _on_gradient(self, index: int) -> None:
-        """As above, whatever the state."""
-        with self._lock:
-            if self._by_hand:
-                self._require_idle()
-            self._require_own_batch(self._slots.names[index])
-            if self._state not in (PassState.SYNCHRONISED, PassState.LOCAL):
-                # Plain PyTorch opens here. Without a root (a backward that did not come by forward's outputs)
-                # the backward that runs right now also ends the pass, even if it is an inner one.
-                if not self._end_queued:
-                    param = self._slots.all_params[index]
-                    self._take_in_changed()
-                    index = self._index_of_param[id(param)]
-                    self._root_synchronises = self.reduces
-                    self._queue_end()
-                    self.divisor.require_root(self._slots.names[index])
-                slot = self._slots.slot_of(index)
-                if slot is not None:
-                    self._runs.require_untouched(slot)
-                try:
-                    self._open(self._root_synchronises, accumulating=True)
-                except RuntimeError:
-                    if slot is not None:
-                        self._runs.contributing.add(slot)  # to be dropped with the rest of the pass
-                    raise
-            if index in self._slots.sparse:
-                self._sparse.contributing.add(index)
-                return
-            slot = self._slots.slot_of(index)
-            if slot is None:  # unfrozen in a local pass: it gets its slot when the ranks have agreed on it
-                self._without_slot.add(index)
-                return
-            if self._state is PassState.LOCAL:
-                self._runs.arrived_in_local_pass(slot)
-                return
-            run = self._runs.arrived(slot)
-            if self._learner.learning:
-                self._learner.arrived(slot)
-                if run is not None:
-                    self._runs.capture(run)
-            elif run is not None:
-                self._on_complete(run)
+    def _open_by_gradient(self, index: int, param: Tensor) -> int:
+        """Open the pass in which a gradient has been accumulated already, as plain PyTorch does.
+
+        Without a root (a backward that did not come by forward's outputs) the backward that runs right now also ends
+        the pass, even if it is an inner one.
+
+        Returns:
+            The parameter's index in the module, which may have changed.
+        """
+        if not self._end_queued:
+            self._take_in_changed()
+            index = self._index_of_param[id(param)]
+            self._root_synchronises = self.reduces
+            self._queue_end()
+            self.divisor.require_root(self._slots.names[index])
+        slot = self._slots.slot_of(index)
+        if slot is not None:
+            self._runs.require_untouched(slot)
+        try:
+            self._open(self._root_synchronises, accumulating=True)
+        except RuntimeError:
+            if slot is not None:
+                self._runs.contributing.add(slot)  # to be dropped with the rest of the pass
+            raise
+        return index
 
     def _require_own_batch(self, name: str) -> None:
+        if self._by_hand:
+            self._require_idle()
         if self.replaying and not self._guarded:
             raise RuntimeError(
                 f"rank {self._collectives.rank}: expected a backward inside backward_pass() (manual_backward() in "
@@ -665,8 +640,7 @@ class Reducer:
         with self._settling("a reduction"):
             self._open(synchronised=True)
             self._by_hand = True
-            self._only_arrivals = False
-            self._arrivals.tell()
+            self._runs.marks_only = False
             self._runs.contribute_present()
             self._sparse.contribute_present()
             with self._launching():
@@ -740,9 +714,6 @@ class Reducer:
         self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
-        if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
-            with suppress(RuntimeError):  # a gradient came too late; something else has been raised
-                self._runs.look()
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
@@ -775,7 +746,6 @@ class Reducer:
         assert notes is not None
         notes.backward_ended = time.perf_counter()
         self.early_launches = runs.launched
-        runs.look()
         with self._launching():
             runs.launch_rest(self._while_waiting)
             sparse = self._sparse.held(self._trainable.since_reduction)
@@ -818,8 +788,6 @@ class Reducer:
             self._send_new_params()
         self._end_reduction()
         self._last_notes = notes
-        if not (self._replan_due or self._learner.learning):
-            self._tails.look_only_at_tails()
         log_pass(notes, self._collectives.rank, self._collectives.world_size)
 
     def _send_new_params(self) -> None:
@@ -859,11 +827,9 @@ class Reducer:
     # -- when something is wrong ---------------------------------------------------------------------
 
     def _enter(self, state: PassState) -> None:
-        """Nothing that was to be passed over in the state before is to be in this one."""
         self._state = state
-        self._only_arrivals = False
-        self._arrivals.tell()
         self._runs.settled = NONE
+        self._runs.marks_only = False
 
     def _become_failed(self) -> None:
         self._enter(PassState.FAILED)
@@ -910,11 +876,7 @@ class Reducer:
         """
         self.on_backward_end(True)
         if self._state is PassState.LOCAL:
-            self._runs.look()
             self._enter(PassState.IDLE)
-        elif self._state is PassState.SYNCHRONISED:
-            with suppress(RuntimeError):
-                self._runs.look()
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         message = self.failures.cannot_complete(f"rank {self._collectives.rank} {cause}")
