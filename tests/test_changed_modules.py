@@ -156,6 +156,32 @@ def test_new_parameters_get_rank_0s_values(run_ranks: RunRanks) -> None:
     assert run_ranks(2, different_values) == [0.0, 0.0]
 
 
+def replaced_between_forward_and_backward(with_root: bool) -> None:
+    """The gradient of a parameter that was replaced since forward is its own."""
+    module = Mlp()
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    backward(ours, 0)
+    ours.zero_grad()
+    inputs, target = batch(1, dist.get_rank())
+    loss = loss_of((ours if with_root else module)(inputs), target)
+    old = module.head.weight
+    replace_parameter(module)
+    loss.backward()
+    assert old.grad is not None
+    assert module.head.weight.grad is None
+    ours.zero_grad()
+    plain = copy.deepcopy(module)
+    for model in (plain, ours):
+        backward(model, 2)
+    assert_grads(module, mean_over_ranks(plain))
+    ours.close()
+
+
+@pytest.mark.parametrize("with_root", [True, False])
+def test_a_parameter_replaced_between_forward_and_backward(run_ranks: RunRanks, with_root: bool) -> None:
+    run_ranks(2, replaced_between_forward_and_backward, with_root)
+
+
 def change_on_one_rank(change: Callable[[Mlp], None], other: Callable[[Mlp], None] | None) -> str:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours, 0)

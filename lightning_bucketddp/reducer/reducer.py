@@ -555,7 +555,10 @@ class Reducer:
             if self._by_hand or self.replaying:
                 self._require_own_batch(self._slots.names[index])
             if self._state is not PassState.SYNCHRONISED and self._state is not PassState.LOCAL:
-                index = self._open_by_gradient(index, param)
+                found = self._open_by_gradient(index, param)
+                if found is None:
+                    return
+                index = found
             slot = self._slots.slot_of_index.get(index)
             if slot is None:  # sparse, or unfrozen in a local pass: it gets its slot when the ranks have agreed on it
                 (self._sparse.contributing if index in self._slots.sparse else self._without_slot).add(index)
@@ -578,18 +581,20 @@ class Reducer:
         if not bucket.launched:
             self._runs.hold(bucket.slots)
 
-    def _open_by_gradient(self, index: int, param: Tensor) -> int:
+    def _open_by_gradient(self, index: int, param: Tensor) -> int | None:
         """Open the pass in which a gradient has been accumulated already, as plain PyTorch does.
 
         Without a root (a backward that did not come by forward's outputs) the backward that runs right now also ends
         the pass, even if it is an inner one.
 
         Returns:
-            The parameter's index in the module, which may have changed.
+            The parameter's index in the module, which may have changed; None if it was replaced since forward.
         """
         if not self._end_queued:
             self._take_in_changed()
-            index = self._index_of_param[id(param)]
+            if (found := self._index_of_param.get(id(param))) is None:
+                return None
+            index = found
             self._root_synchronises = self.reduces
             self._queue_end()
             self.divisor.require_root(self._slots.names[index])
