@@ -165,10 +165,11 @@ def replaced_between_forward_and_backward(with_root: bool) -> None:
     inputs, target = batch(1, dist.get_rank())
     loss = loss_of((ours if with_root else module)(inputs), target)
     old = module.head.weight
-    replace_parameter(module)
+    replace_head(module)
     loss.backward()
     assert old.grad is not None
     assert module.head.weight.grad is None
+    assert module.layers[0].weight.grad is not None
     ours.zero_grad()
     plain = copy.deepcopy(module)
     for model in (plain, ours):
