@@ -43,8 +43,10 @@ def check_profile(lines: list[str]) -> None:
     passes, parameters = 10, 50
     backwards = [int(line.split()[0]) for line in lines if "'run_backward'" in line]
     assert backwards == [passes, 2 * passes], "synchronised, then two local ones at once"
-    told = [int(line.split()[0]) for line in lines if "(on_gradient)" in line or "(_on_gradient)" in line]
-    assert all(calls < passes * parameters / 5 for calls in told), "most gradients are told of by nobody"
+    marked = [int(line.split()[0]) for line in lines if "(on_gradient)" in line]
+    assert marked == [passes * parameters, 2 * passes * parameters], "one call of one hook per parameter"
+    told = [int(line.split()[0]) for line in lines if "(_on_gradient)" in line]
+    assert all(calls < passes * parameters / 5 for calls in told), "most hooks only mark"
 
 
 def check_accelerator(lines: list[str]) -> None:
