@@ -219,7 +219,7 @@ EXCLUDED: dict[str, str] = {
         "wants torch's warning that `broadcast_buffers` will go; here the argument stays"
     ),
     "test_ddp_device_mesh_initialization": (
-        "wants torch's words for a mesh beside a group, and for one of two dimensions; here both are ValueErrors"
+        "wants torch's words for a mesh beside a group, and for one of two dimensions"
     ),
     "test_skip_all_reduce_unused_parameters": (
         "sets `skip_all_reduce_unused_params`, which `BucketDDP` does not have, and reads torch-private logging data"
