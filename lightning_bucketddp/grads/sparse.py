@@ -43,8 +43,6 @@ def find_sparse(module: nn.Module, declared: Sequence[str] = ()) -> frozenset[st
     Raises:
         ValueError: If a name is unknown.
     """
-    if isinstance(declared, str):
-        raise ValueError(f"expected sparse_parameters to be a list of names, found {declared!r}")
     by_name = dict(module.named_parameters(remove_duplicate=False))
     unknown = [name for name in declared if name not in by_name]
     if unknown:

@@ -91,9 +91,9 @@ class Options:
         pad_buckets_to: Number of elements that each bucket's length is a multiple of. Megatron-LM pads to 65536 for
             NCCL's full bus bandwidth on many nodes.
         sparse_parameters: Names of parameters whose gradients may be sparse, besides the weights of ``nn.Embedding``
-            and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. Sparse gradients are averaged at the end of
-            backward, whatever hook or ``wire_dtype`` there is; ``.grad`` is a coalesced sparse tensor, or a dense one
-            if any rank's is dense.
+            and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. They are averaged at the end of
+            backward, whatever hook or ``wire_dtype`` there is. ``.grad`` is a coalesced sparse tensor. It is dense if
+            any rank's is dense.
         comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
             ``"powersgd"``, or a hook as for :meth:`BucketDDP.register_comm_hook`; the same on every rank.
         comm_hook_state: The communication hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank
@@ -284,7 +284,7 @@ class Options:
         """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
 
         Raises:
-            ValueError: If there is a wire dtype or another divisor than the world size, or buckets are planned.
+            ValueError: If there is a wire dtype or another divisor than the world size.
         """
         if self.rescales:
             raise ValueError(
