@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
+from tests.inside import views_of
 
 PARAMETERS = 24
 ELEMENTS = 2 * 1024 * 1024  # of fp32: 8 MiB each
@@ -57,7 +58,7 @@ def main() -> None:
             grown.append((resident_bytes() - before) / size)
     storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in module.parameters()}
     if kind == "bucketddp":
-        for view in model._reducer.views().values():
+        for view in views_of(model).values():
             storages[view.untyped_storage().data_ptr()] = view.untyped_storage().nbytes()
     print(f"grown {statistics.median(grown):.4f} reachable {sum(storages.values()) / size:.4f}")
     dist.barrier()

@@ -22,6 +22,7 @@ from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.replicas.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
+from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, Outputs, batch, build, loss_of
 from tests.reference import largest_difference_between_ranks
@@ -125,7 +126,7 @@ def same_as_one_process(setting: str, model: str) -> None:
             (loss_of(reference(inputs), target) / ranks).backward()
         if not local:
             same_grads(net.module, reference, **tolerance)
-            views = net._reducer.views()
+            views = views_of(net)
             for name, param in net.module.named_parameters():
                 assert param.grad is views[name]
             assert largest_difference_between_ranks_of_grads(net.module) == 0
@@ -466,14 +467,14 @@ def two_streams(setting: str, late: str, first: str, cap: float) -> None:
     net, _ = wrap(setting, TwoStreams(late, first), bucket_cap_mb=cap)
     plain = TwoStreams(late, first)
     streams: set[int] = set()
-    runs = net._reducer._runs
-    arrived = runs.arrived
+    storage = reducer_of(net).storage
+    note_stream = storage.note_stream
 
-    def noted(slot: int) -> bool:
+    def noted(slot: int) -> None:
         streams.add(torch.cuda.current_stream().stream_id)
-        return arrived(slot)
+        note_stream(slot)
 
-    runs.arrived = noted  # type: ignore[method-assign]
+    storage.note_stream = noted  # type: ignore[method-assign]
     for step, local in enumerate([False, False, True, True, False]):
         if step != 4:
             clear(net, plain)

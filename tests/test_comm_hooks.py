@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.hooks import CommHookError
 from tests.hooks import HOOKS, WAYS, disguised, options_for
+from tests.inside import comm_hook_of
 from tests.models import Branches, Fragile, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -303,7 +304,7 @@ def power_sgd_unused(epsilon: float, zeroed: bool) -> None:
             sent.zero_()  # nothing is owed to a slot that no rank used
             owed.zero_()
     # Error feedback: what was not sent since is in the memory of the ranks, no more and no less.
-    state = ours._reducer._runs.comm_hook._state
+    state = comm_hook_of(ours)._state
     slot = next(s for s in ours.layout.slots if s.spec.name == "sometimes.weight")
     assert len(ours.layout.buckets) == 1
     residual = state.error_dict[0][slot.offset : slot.offset + weight.numel()].view(weight.shape).clone()

@@ -16,6 +16,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer.reducer import PassState
+from tests.inside import reducer_of
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, OutOfOrder, batch, loss_of
 from tests.reference import assert_grads, mean_over_ranks
 
@@ -98,7 +99,7 @@ def failure_beside_a_published_gradient(guarded: bool) -> int:
     inputs.requires_grad_().register_hook(raise_in_backward)
     loss = ours(inputs, "right").square().mean()
     kept = []
-    ours.module.stem.bias.register_hook(lambda _: kept.extend(ours._reducer._runs._kept))
+    ours.module.stem.bias.register_hook(lambda _: kept.extend(reducer_of(ours).storage._kept))
     with pytest.raises(ArithmeticError):
         backward(ours, loss, guarded)
     assert ours.module.right.weight.grad is None
@@ -131,7 +132,7 @@ def one_rank_raises(guarded: bool, step_of_failure: int) -> tuple[str, str, floa
     # Nobody may go on by mistake, least of all the rank that failed.
     with pytest.raises(PeerFailureError) as later:
         ours(batch(9, rank)[0])
-    assert ours._reducer.state is PassState.FAILED
+    assert reducer_of(ours).state is PassState.FAILED
     return str(error.value), str(later.value), elapsed
 
 
@@ -217,7 +218,7 @@ def interrupted_after_the_pass() -> str:
     inputs, target = batch(0, rank)
     loss = loss_of(ours(inputs), target)
     if rank == 1:
-        ours._reducer._end_reduction = interrupt
+        reducer_of(ours)._end = interrupt
         with pytest.raises(KeyboardInterrupt), ours.backward_pass(loss):
             loss.backward()
         return ""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads import buffers as grad_buffer
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
+from tests.inside import views_of
 from tests.random_models import BATCH, WIDTH, RandomModel
 from tests.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
 
@@ -319,7 +320,7 @@ class Run:
         )
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
-        views = self.ours._reducer.views()
+        views = views_of(self.ours)
         for name, grad in self.grads().items():
             expected = self.reference.grads[self.rank][name]
             if expected is None or grad is None:

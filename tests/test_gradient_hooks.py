@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.grads import buffers as grad_buffer
 from lightning_bucketddp.grads.hooks import is_reducers_own
+from tests.inside import views_of
 from tests.models import Branches, Checkpointed, Fragile, LateScale, Lookup, MixedDtypes, Mlp, Towers, batch, tokens
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -86,7 +87,7 @@ def launched_early() -> None:
         both([plain, ours], inputs_of(step))
         assert_grads(ours.module, mean_over_ranks(plain))
         assert ours.early_launches == len(buckets)
-    views = ours._reducer.views()
+    views = views_of(ours)
     assert all(param.grad is views[name] for name, param in ours.module.named_parameters())
     ours.close()
     assert is_free(ours.module)
@@ -344,7 +345,7 @@ def local_passes() -> None:
     rank = dist.get_rank()
     plain, ours = pair(Mlp, SEVERAL)
     warm_up(plain, ours)
-    names, views = [name for name, _ in ours.module.named_parameters()], ours._reducer.views()
+    names, views = [name for name, _ in ours.module.named_parameters()], views_of(ours)
     patterns: list[list[str] | None] = [names[:1], None, names[1:3], names[rank : rank + 1]]
     for start in range(len(patterns)):
         plain.zero_grad()

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, RankMismatchError
+from tests.inside import upkeep_of
 from tests.models import Mlp, batch, loss_of
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
@@ -43,8 +45,9 @@ def as_one_process(size: int, options: dict[str, Any], tolerance: float) -> list
         for (_, param), grad in zip(plain.named_parameters(), mean_over_ranks(plain).values(), strict=True):
             param.grad = grad
         if step == 3:
-            ours._reducer._slots._bucket_cap_bytes = 10**6  # laid out anew: state and gradients move
-            ours._reducer._replan_due = True
+            planner = upkeep_of(ours)._parts.planner  # laid out anew: optimizer state moves
+            planner._options = replace(planner._options, bucket_cap_mb=1)
+            planner.due = True
         for mine, theirs in zip(ours.module.parameters(), plain.parameters(), strict=True):
             whole = ours.full_grad(mine)
             assert (whole is None) == (theirs.grad is None)

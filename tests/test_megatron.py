@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
-from lightning_bucketddp.grads import bucket_runs
+from lightning_bucketddp.grads import contiguous
+from tests.inside import reducer_of, views_of
 from tests.models import MODELS, Branches, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -192,15 +193,15 @@ def test_one_reduction_per_buffer_after_backward(
 def packed_before_the_end() -> list[bool]:
     module = Mlp(depth=3)
     ours = BucketDDP(module, overlap=False)
-    before, bucket_runs.OUTSIDE_BYTES = bucket_runs.OUTSIDE_BYTES, 1
+    before, contiguous.OUTSIDE_BYTES = contiguous.OUTSIDE_BYTES, 1
     seen: list[bool] = []
-    views = ours._reducer.views()
+    views = views_of(ours)
     module.layers[0].weight.register_hook(lambda _: seen.append(module.head.weight.grad is views["head.weight"]))
     for step in range(2):
         inputs, target = batch(step, dist.get_rank())
         ours.zero_grad()
         loss_of(ours(inputs), target).backward()
-    bucket_runs.OUTSIDE_BYTES = before
+    contiguous.OUTSIDE_BYTES = before
     ours.close()
     return seen
 
@@ -232,7 +233,7 @@ def gradients_stay_where_they_are() -> None:
             mean_over_ranks(plain)
     assert module.right.weight.grad is not None
     assert module.idle.grad is None
-    assert all(run.flat.numel() == 0 for run in ours._reducer._runs._runs), "memory is held between passes"
+    assert all(bucket.flat.numel() == 0 for bucket in reducer_of(ours).buckets.all), "memory is held between passes"
     ours.close()
 
 

@@ -24,6 +24,7 @@ from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
 from lightning_bucketddp.replicas.forward import warn_of_replicas
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
+from tests.inside import learns_order, passes_of, views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -104,7 +105,7 @@ def trained(name: str, share: bool | None) -> list[Tensor]:
         alone.zero_grad()
         loss_of(net(inputs), target).backward()
         loss_of(alone(torch.cat([it for it, _ in batches])), torch.cat([it for _, it in batches])).backward()
-        views = net._reducer.views()
+        views = views_of(net)
         for (key, param), other in zip(module.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(param.grad, other.grad, **tolerance, msg=lambda m, n=key: f"{n}: {m}")
             assert param.grad is views[key]
@@ -185,13 +186,13 @@ def taught_by_one_replica(share: bool) -> list[bool]:
     net = replicated(module, share, bucket_cap_mb=TINY)
     teaches = []
     for step, size in enumerate([1, 1, 4, 1, 3]):
-        teaches.append(net._reducer._learner.learning)
+        teaches.append(learns_order(net))
         compared_with_plain(net, plain, step, size)
     for first in (1, 4), (4, 1):
         other, its_plain = replicated(copy.deepcopy(plain), share, bucket_cap_mb=TINY), copy.deepcopy(plain)
         for step, size in enumerate([first[dist.get_rank()], 4, 1]):
             compared_with_plain(other, its_plain, step, size)
-        assert not other._reducer._learner.learning
+        assert not learns_order(other)
         other.close()
     net.close()
     return teaches
@@ -384,20 +385,22 @@ def test_gradients_of_a_bucket_come_together_unless_their_order_is_learned(run_r
 def two_threads_of_the_engine(share: bool) -> None:
     """Backward has come to an output on one device while parameters on another get gradients."""
     net = replicated(Mlp(), share, output_device="cpu")
-    reducer = net._reducer
+    passes = passes_of(net)
     inside, may_leave = threading.Event(), threading.Event()
 
     def look() -> None:
         inside.set()
         assert may_leave.wait(30)
 
-    reducer._queue_end = lambda: None  # type: ignore[method-assign]
-    reducer._look_before_gradients = look  # type: ignore[method-assign]
-    thread = threading.Thread(target=reducer.on_root, args=(True,))
+    passes._queue_end = lambda: None  # type: ignore[method-assign]
+    passes.upkeep.look_before_gradients = look  # type: ignore[method-assign]
+    thread = threading.Thread(target=passes.on_root, args=(True,))
     thread.start()
     assert inside.wait(30)
     try:
-        assert not reducer._lock.acquire(blocking=False), "a gradient's thread would open the pass at the same time"
+        assert not passes.upkeep.setting.lock.acquire(blocking=False), (
+            "a gradient's thread would open the pass at the same time"
+        )
     finally:
         may_leave.set()
         thread.join()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
+from tests.inside import views_of
 from tests.models import MODELS, batch, build, loss_of
 
 STEPS = 5
@@ -63,7 +64,7 @@ def compare_with_torch_ddp(model: str, accumulate: int, set_to_none: bool, optim
         for (name, param), other in zip(module.named_parameters(), reference.module.parameters(), strict=True):
             assert_close(name, param, other, exact)
     for name, param in module.named_parameters():
-        view = ours._reducer.views()[name]
+        view = views_of(ours)[name]
         assert param.grad is view, f"{name}.grad is not the view"
         assert view.stride() == strides[name]
         assert param.is_contiguous(memory_format=torch.channels_last) == view.is_contiguous(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm import collectives
+from tests.inside import passes_of, views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -248,7 +249,7 @@ def nothing_accumulates_on_the_wire() -> None:
     nn.functional.mse_loss(ours(inputs), target).backward()
     assert ours.early_launches >= 1
     assert on_the_wire == [True]
-    assert ours.module.head.weight.grad is ours._reducer.views()["head.weight"]
+    assert ours.module.head.weight.grad is views_of(ours)["head.weight"]
     ours.close()
 
 
@@ -261,7 +262,7 @@ def incomplete_bucket_in_a_local_pass() -> None:
     inputs, _ = batch(0, dist.get_rank())
     with ours.no_sync():
         ours(inputs, "left").square().mean().backward()
-    assert ours.module.left.weight.grad is ours._reducer.views()["left.weight"]
+    assert ours.module.left.weight.grad is views_of(ours)["left.weight"]
     assert ours.module.right.weight.grad is None
     ours.close()
 
@@ -563,7 +564,7 @@ def dropped_without_close() -> tuple[int, int]:
         ours = BucketDDP(module)
         inputs, target = batch(0, dist.get_rank())
         nn.functional.mse_loss(ours(inputs), target).backward()
-        alive.append(weakref.ref(ours._reducer))
+        alive.append(weakref.ref(passes_of(ours)))
         del ours
         gc.collect()
     hooks = sum(len(param._post_accumulate_grad_hooks or ()) for param in module.parameters())

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
+from tests.inside import reducer_of
 from tests.models import Branches, Lookup, Mlp, SharedWeights, batch, loss_of, tokens
 from tests.reference import largest_difference_between_ranks
 
@@ -454,11 +455,11 @@ def test_same_training_in_groups_of_ranks(run_ranks: RunRanks) -> None:
 def only_shards() -> tuple[int, int]:
     ours = BucketDDP(seeded(Mlp), shard_optimizer=True, scatter_every_pass=True)
     optimizer = sgd(ours.parameters())
-    runs = ours._reducer.runs
+    buffers = reducer_of(ours).storage._inner.buffers
     for step in range(3):
         with ours.no_sync():
             mse(ours, step).backward()
-        assert all(flat.untyped_storage().nbytes() == 0 for flat in runs._buffers.flats)
+        assert all(flat.untyped_storage().nbytes() == 0 for flat in buffers.flats)
         mse(ours, step).backward()
         norm = ours.grad_norm()
         for param in ours.parameters():
@@ -474,7 +475,7 @@ def only_shards() -> tuple[int, int]:
             optimizer.zero_grad()
     with pytest.raises(RuntimeError):  # nothing may be added to what has no memory
         sum(param.sum() for param in ours.parameters()).backward()
-    held, numel = sum(shard.numel() for shard in runs._shards), ours.layout.nbytes // 4
+    held, numel = sum(shard.numel() for shard in reducer_of(ours).storage._shards.values()), ours.layout.nbytes // 4
     ours.close()
     return held, numel
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Pending
 from lightning_bucketddp.optim import sharding
+from tests.inside import reducer_of
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
@@ -208,24 +209,24 @@ def summed_during_backward() -> tuple[int, int]:
     ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
     ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
     ours.zero_grad()
-    runs = ours._reducer._runs
-    found: list[int] = []
-    wait = runs.wait
+    reducer = reducer_of(ours)
+    buckets, found = reducer.buckets, []
+    proceed = reducer.reduction.proceed
 
     def noting(on_idle: Callable[[], None]) -> None:
-        found.append(sum(run.pending._work is None for run in runs.active))
-        wait(on_idle)
+        found.append(sum(bucket.work._work is None for bucket in buckets.active))
+        proceed(on_idle)
 
     def until_the_first_has_arrived(grad: Tensor) -> None:
         deadline = time.monotonic() + 60
-        while not runs.active[0].pending.done() and time.monotonic() < deadline:
+        while not buckets.active[0].work.done() and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    runs.wait = noting
+    reducer.reduction.proceed = noting
     ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_the_first_has_arrived) and None)
     ours(torch.ones(2, 32)).sum().backward()
     torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
-    count = len(runs.active)
+    count = len(buckets.active)
     ours.close()
     return found[0], count
 

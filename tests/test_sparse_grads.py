@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm import collectives
+from tests.inside import upkeep_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
@@ -573,7 +574,7 @@ def gone_before_the_rows_travel() -> str:
     rank = dist.get_rank()
     loss = ours(*tokens(0, rank)).square().mean()
     if rank == 1:
-        ours._reducer._sparse.reduce = interrupt
+        upkeep_of(ours)._parts.sparse.settle = interrupt
     with pytest.raises((KeyboardInterrupt, PeerFailureError)) as error, ours.backward_pass(loss):
         loss.backward()
     return str(error.value)

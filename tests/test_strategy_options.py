@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy, Options
+from tests.inside import comm_hook_of
 
 _EXPERIMENTAL = {
     "mixed_precision",
@@ -86,9 +87,9 @@ def all_options_arrive() -> dict[str, str]:
     )
     values = dict(wrapper._options.described())
     hooked = wrapped(comm_hook="bf16")
-    assert hooked._reducer._runs.comm_hook.name.endswith("bf16_compress_hook")
+    assert comm_hook_of(hooked).name.endswith("bf16_compress_hook")
     hooked = wrapped(ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
-    assert "fp16_compress_wrapper" in hooked._reducer._runs.comm_hook.name
+    assert "fp16_compress_wrapper" in comm_hook_of(hooked).name
     return values
 
 

@@ -23,6 +23,7 @@ from lightning_bucketddp import (
 )
 from lightning_bucketddp.reducer.reducer import PassState
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
+from tests.inside import reducer_of
 from tests.lightning_models import Regression, data, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward
 from tests.reference import largest_difference_between_ranks
@@ -247,7 +248,7 @@ def a_rank_that_does_not_come(where: str) -> tuple[str, float, bool]:
     begin = time.monotonic()
     with pytest.raises((ArithmeticError, PeerFailureError)) as error:
         step()
-    return str(error.value), time.monotonic() - begin, model._reducer.state is PassState.FAILED
+    return str(error.value), time.monotonic() - begin, reducer_of(model).state is PassState.FAILED
 
 
 @pytest.mark.parametrize(("where", "cause"), [("forward", "no data today"), ("backward", "no gradient today")])

@@ -23,15 +23,15 @@ class Turns:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._queue = _queues.setdefault(group, [])
 
-    def line_up(self, who: object) -> None:
-        """A synchronised pass of ``who`` has begun."""
-        if not any(other is who for other in self._queue):
-            self._queue.append(who)
+    def line_up(self) -> None:
+        """A synchronised pass of this wrapper has begun."""
+        if not any(other is self for other in self._queue):
+            self._queue.append(self)
 
-    def is_first(self, who: object) -> bool:
-        """Whether no pass of another will end before that of ``who``."""
-        return not self._queue or self._queue[0] is who
+    def is_first(self) -> bool:
+        """Whether no pass of another wrapper will end before this one's."""
+        return not self._queue or self._queue[0] is self
 
-    def leave(self, who: object) -> None:
-        """The pass of ``who`` has ended, if there was one."""
-        self._queue[:] = [other for other in self._queue if other is not who]
+    def leave(self) -> None:
+        """The pass of this wrapper has ended, if there was one."""
+        self._queue[:] = [other for other in self._queue if other is not self]

@@ -28,12 +28,3 @@ def require_sound(largest: float, limit: float, rank: int, name: str) -> None:
         f"rank {rank}: found {what} in the gradient of parameter {name!r} before it was averaged, where "
         f"max_abs_grad={limit} was asked for; look at this rank's batch and loss"
     )
-
-
-def not_cleared(rank: int, name: str) -> str:
-    """The error for a gradient of an earlier pass where the sum is not divided by the world size."""
-    return (
-        f"rank {rank}: expected cleared gradients before a pass whose sum is not divided by the world size, found "
-        f"{name!r} with the gradient of an earlier one, which would be rescaled once more; call optimizer.zero_grad() "
-        "after each step"
-    )

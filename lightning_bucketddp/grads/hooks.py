@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_bucketddp.grads.bucket_runs import BucketRuns
+from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.engine import hook_gradient
 from lightning_bucketddp.grads.slots import SlotTable
 
@@ -25,9 +25,8 @@ class GradientHooks:
     They keep ``on_gradient`` and its owner alive, so the owner's owner removes them.
 
     Args:
-        params: The parameters.
-        slots: Their slots.
-        runs: The buckets.
+        table: The parameters and their slots.
+        buckets: The buckets.
         on_gradient: Called with a parameter's index and the parameter when its gradient is ready, unless only marking
             it was left to do.
 
@@ -35,15 +34,9 @@ class GradientHooks:
         removed: Whether the hooks were removed, for good.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        slots: SlotTable,
-        runs: BucketRuns,
-        on_gradient: Callable[[int, Tensor], None],
-    ) -> None:
-        self._slot_of, self._runs, self._on_gradient = slots.slot_of_index, runs, on_gradient
-        handles = [hook_gradient(param, self._hook(index)) for index, param in enumerate(params)]
+    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[[int, Tensor], None]) -> None:
+        self._slot_of, self._buckets, self._on_gradient = table.slot_of_index, buckets, on_gradient
+        handles = [hook_gradient(param, self._hook(index)) for index, param in enumerate(table.all_params)]
         self._handles = [handle for handle in handles if handle is not None]
         self.removed = False
 
@@ -53,18 +46,18 @@ class GradientHooks:
         Autograd calls it for every parameter in every pass. It marks gradients itself, as each further call of a
         Python function costs as much again.
         """
-        slot_of, runs, tell = self._slot_of, self._runs, self._on_gradient
+        slot_of, buckets, tell = self._slot_of, self._buckets, self._on_gradient
 
         def on_gradient(param: Tensor) -> None:
             slot = slot_of.get(index)
-            if slot in runs.settled or not param.requires_grad:
+            if slot in buckets.settled or not param.requires_grad:
                 return  # or frozen since forward: autograd calls the hook and accumulates nothing
-            if runs.marks_only and slot is not None:
-                run = runs.run_of[slot]
-                if not run.launched:
-                    runs.contributing.add(slot)
-                    run.waiting.discard(slot)
-                    if run.waiting:
+            if buckets.marks_only and slot is not None:
+                bucket = buckets.of_slot[slot]
+                if not bucket.launched:
+                    buckets.pending.add(slot)
+                    bucket.missing.discard(slot)
+                    if bucket.missing:
                         return
             tell(index, param)
 

@@ -96,31 +96,34 @@ class ShardedGrad(Tensor):
     raises: those outside of the shard have no meaning.
 
     Attributes:
-        own_part: The part of it that has: 1-D, possibly empty.
         param_name: The parameter's.
-        sum_over_shards: Replaces a tensor by its sum over the ranks among which gradients are sharded.
-        has_no_rest: Whether there is no memory but that of the part: all elements of this tensor are one.
+        pieces: Gives the part of it that this rank holds, 1-D and possibly empty; and the tensors that an operation on
+            the gradient concerns: its view, which the part may be in, and the part if it has memory of its own.
+        sum_over_ranks: Replaces a tensor by its sum over the ranks.
     """
 
-    own_part: Tensor
     param_name: str
-    sum_over_shards: Callable[[Tensor], None]
-    has_no_rest: bool
+    pieces: Callable[[], tuple[Tensor, list[Tensor]]]
+    sum_over_ranks: Callable[[Tensor], None]
 
     @classmethod
     def of(
         cls,
         view: Tensor,
-        part: Tensor,
         name: str,
-        sum_over_shards: Callable[[Tensor], None],
-        has_no_rest: bool = False,
+        pieces: Callable[[], tuple[Tensor, list[Tensor]]],
+        sum_over_ranks: Callable[[Tensor], None],
     ) -> ShardedGrad:
-        """The gradient that lies in ``view``."""
+        """The gradient with the shape of ``view``."""
         grad = view.as_subclass(cls)
-        grad.own_part, grad.param_name, grad.sum_over_shards = part, name, sum_over_shards
-        grad.has_no_rest = has_no_rest
+        grad.param_name, grad.pieces, grad.sum_over_ranks = name, pieces, sum_over_ranks
         return grad
+
+    @property
+    def own_part(self) -> Tensor:
+        """The part of it that this rank holds; 1-D, possibly empty."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.pieces()[0]
 
     @classmethod
     def __torch_function__(
@@ -132,13 +135,9 @@ class ShardedGrad(Tensor):
         if name == _UNSCALE:
             return _unscale(*args, **kwargs)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if (
-            name in _ELEMENT_WISE
-            and name not in _ABOUT_CALLS
-            and (grad := _first(args)) is not None
-            and grad.has_no_rest
-        ):
-            func(*_parts(args), **kwargs)  # the rest of it takes up no memory
+        if name in _ELEMENT_WISE and name not in _ABOUT_CALLS:
+            for arguments in _on_pieces(args):
+                func(*arguments, **kwargs)
             return args[0]
         if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
             with torch._C.DisableTorchFunctionSubclass():
@@ -157,19 +156,25 @@ def _first(values: Any) -> ShardedGrad | None:
     return None
 
 
-def _parts(args: Sequence[Any]) -> list[Any]:
-    """Arguments with parts instead of the gradients, those that are lists of them included."""
-    found: list[Any] = []
-    for value in args:
-        if isinstance(value, ShardedGrad):
-            found.append(value.own_part)
-        elif isinstance(value, list | tuple):
-            found.append(_parts(value))
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            raise RuntimeError(_refusal(args, "an operation with a tensor of several elements"))
-        else:
-            found.append(value)
-    return found
+def _on_pieces(args: Sequence[Any]) -> list[list[Any]]:
+    """The arguments of an operation on one gradient, or a list of them, once for each piece of memory concerned."""
+    grads = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    if any(isinstance(it, Tensor) and it.numel() != 1 for it in args[1:]):
+        raise RuntimeError(_refusal(args, "an operation with a tensor of several elements"))
+    pieces = [grad.pieces()[1] if isinstance(grad, ShardedGrad) else [grad] for grad in grads]
+    if grads is not args[0]:
+        return [[piece, *args[1:]] for piece in pieces[0]]
+    return [[[piece for of_one in pieces for piece in of_one], *_repeated(args[1:], pieces)]]
+
+
+def _repeated(others: Sequence[Any], pieces: list[list[Tensor]]) -> list[Any]:
+    """Further arguments of a foreach operation: of a list, each item as often as its gradient has pieces."""
+    return [
+        [it for it, of_one in zip(other, pieces, strict=True) for _ in of_one]
+        if isinstance(other, list | tuple)
+        else other
+        for other in others
+    ]
 
 
 def _refusal(args: Sequence[Any], what: str) -> str:
@@ -190,4 +195,4 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     parts = [part for part in parts if part.numel()]
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-    first.sum_over_shards(found_inf)
+    first.sum_over_ranks(found_inf)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives, Pending
-from lightning_bucketddp.grads.sharded_runs import ShardedRuns
+from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout, ParamSpec
 from lightning_bucketddp.layout.shards import Part, parts_of
@@ -57,7 +57,7 @@ class Sharding:
         failures: What is known of failures.
     """
 
-    def __init__(self, slots: SlotTable, runs: ShardedRuns, collectives: Collectives, failures: Failures) -> None:
+    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, failures: Failures) -> None:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
@@ -72,11 +72,8 @@ class Sharding:
         self._number_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._sharded_ever = 0
         self._arrivals: dict[int, Arrival] = {}
-        self._lay_out(runs.layout)
-        runs.before_layout = self._before_layout
-        runs.on_layout = self._lay_out
-        runs.gather = self._gather_gradients
-        runs.exchange = self._exchange
+        self.on_layout(runs.layout)
+        runs.observe(self)
 
     # -- what a sharded optimizer asks ---------------------------------------------------------------
 
@@ -235,7 +232,8 @@ class Sharding:
 
     # -- layout --------------------------------------------------------------------------------------
 
-    def _lay_out(self, layout: Layout) -> None:
+    def on_layout(self, layout: Layout) -> None:
+        """Buckets have changed."""
         known, self._slot_of = self._slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
         if layout == self._buffers.layout:
             return
@@ -247,7 +245,7 @@ class Sharding:
                 if id(param) not in known:  # unfrozen, perhaps after its state was loaded
                     sharded.take_in(optimizer, param)
 
-    def _before_layout(self, layout: Layout) -> None:
+    def before_layout(self, layout: Layout) -> None:
         """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""
         if layout == self._buffers.layout:
             return
@@ -268,20 +266,17 @@ class Sharding:
     def _known_everywhere(self) -> list[Optimizer]:
         """The optimizers that nobody has dropped on any rank, in the order in which they were sharded."""
         mine = {number: optimizer for optimizer, number in self._number_of.items()}
-        everywhere = set.intersection(*map(set, self._exchange(list(mine))))
+        everywhere = set.intersection(*map(set, self.exchange(list(mine))))
         return [mine[number] for number in sorted(everywhere)]
 
-    def _exchange(self, mine: list[int]) -> list[list[int]]:
+    def exchange(self, mine: list[int]) -> list[list[int]]:
+        """Every rank's list of numbers, by rank."""
         with self._failures.waiting_for("what is laid out anew"):
             return self._collectives.exchange_objects(mine, self._failures.look_from_opening)
 
-    def _gather_gradients(self, flat: Tensor) -> None:
-        with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.look_from_opening)
-
     def _require_same_updates(self) -> None:
         """Requires that all ranks know the same optimizers, whose state is about to move."""
-        mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._runs.device)
+        mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._slots.all_params[0].device)
         with self._failures.waiting_for("what ranks have stepped on"):
             gathered, pending = self._collectives.all_gather(mine)
             pending.wait(self._failures.look_from_opening)
@@ -433,7 +428,7 @@ class Sharding:
         """A copy of a parameter's whole gradient. All ranks must call this; None if there is no gradient."""
         slot = self._slot_of.get(id(param))
         mine = slot is not None and self._runs.is_sharded(slot)
-        if slot is None or not any(flag for (flag,) in self._exchange([int(mine)])):  # not by what this rank has alone
+        if slot is None or not any(flag for (flag,) in self.exchange([int(mine)])):  # not by what this rank has alone
             return None if param.grad is None else param.grad.detach().clone()
         part = self._runs.parts[slot]
         bucket = self._runs.layout.buckets[part.bucket]

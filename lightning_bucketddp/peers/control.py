@@ -35,9 +35,9 @@ def fingerprint(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode()) >> (32 - _BITS)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """What one rank says of its pass.
+    """What one rank says of its pass; participants add to it.
 
     Attributes:
         fingerprint: What :func:`fingerprint` gave for this rank's view of the pass.

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.layout.options import DivideBy
-from lightning_bucketddp.peers.control import ControlExchange
+from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.state import Pass, Role
 
 
-class GradientDivisor:
+class GradientDivisor(Participant):
     """Turns the mean over all ranks, which is what collectives give, into what was asked for.
 
     Args:
@@ -22,6 +24,7 @@ class GradientDivisor:
         tokens: How many tokens this rank's gradients were summed over since the last reduction, as far as the host
             knows.
         tokens_on_device: More of them; an int64 tensor of no dimension.
+        factor: What the last reduction multiplied the mean over all ranks by; None for nothing.
     """
 
     def __init__(self, divide_by: DivideBy, rank: int, world_size: int) -> None:
@@ -33,13 +36,66 @@ class GradientDivisor:
         self.tokens_on_device: Tensor | None = None
         self._of_local_passes: tuple[int, Tensor | None] = (0, None)
         self._counted = self._counted_since = False
+        self._synchronised = False
+        self._uncleared: str | None = None
+        self.factor: float | Tensor | None = None
 
-    def local_pass_ended(self) -> None:
-        """What was counted so far belongs to gradients that are there now."""
-        self._of_local_passes = (self.tokens, self.tokens_on_device)
-        self._counted_since = False
+    def look(self, uncleared: str | None, holds_gradients: bool) -> None:
+        """See what is there before backward.
 
-    def drop_local_tokens(self) -> None:
+        Args:
+            uncleared: A parameter with the gradient of an earlier pass, which would be rescaled once more.
+            holds_gradients: Whether any accumulated since the last reduction; if not, tokens counted so far are gone.
+        """
+        self._uncleared = uncleared
+        if not holds_gradients:
+            self._drop_local_tokens()
+
+    def opened(self, it: Pass) -> None:
+        """Require gradients that were cleared, and tokens that were counted.
+
+        Raises:
+            RuntimeError: If not, where the sum is not divided by the world size.
+        """
+        self._synchronised = it.synchronised
+        if self._uncleared is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: expected cleared gradients before a pass whose sum is not divided by the world "
+                f"size, found {self._uncleared!r} with the gradient of an earlier one, which would be rescaled once "
+                "more; call optimizer.zero_grad() after each step"
+            )
+        counts = it.synchronised and it.role is Role.ACTIVE
+        if counts and self._divide_by == "tokens" and not self._counted:
+            raise RuntimeError(
+                f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
+                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
+            )
+
+    def backward_ended(self, raised: bool) -> None:
+        """What was counted before the end of a local pass belongs to gradients that are there now."""
+        self._uncleared = None
+        if not raised and not self._synchronised:
+            self._of_local_passes = (self.tokens, self.tokens_on_device)
+            self._counted_since = False
+
+    def report(self, report: Report) -> None:
+        """Report the tokens."""
+        report.tokens, report.tokens_on_device = self.tokens, self.tokens_on_device
+
+    def settle(self, settled: Settled) -> None:
+        """Rescale what was reduced."""
+        factor = self.factor = self._factor(settled.exchange)
+        if factor is not None:
+            for bucket in settled.buckets.active:
+                bucket.flat.mul_(factor.to(bucket.flat.device) if isinstance(factor, Tensor) else factor)
+
+    def ended(self) -> None:
+        """Forget the tokens of gradients that have been reduced."""
+        self.tokens, self.tokens_on_device = 0, None
+        self._of_local_passes = (0, None)
+        self._counted = self._counted_since = False
+
+    def _drop_local_tokens(self) -> None:
         """The gradients of the local passes since the last reduction were dropped, and their tokens are with them."""
         tokens, on_device = self._of_local_passes
         self.tokens -= tokens
@@ -52,12 +108,6 @@ class GradientDivisor:
     def rescales(self) -> bool:
         """Whether another divisor than the world size was asked for."""
         return self._divide_by != "world_size"
-
-    def forget_tokens(self) -> None:
-        """Gradients have been reduced."""
-        self.tokens, self.tokens_on_device = 0, None
-        self._of_local_passes = (0, None)
-        self._counted = self._counted_since = False
 
     def count_tokens(self, tokens: float | Tensor) -> None:
         """Adds to the number of tokens that this rank's gradients are summed over.
@@ -82,18 +132,6 @@ class GradientDivisor:
             self.tokens += int(tokens)
         self._counted = self._counted_since = True
 
-    def require_counted(self) -> None:
-        """Requires that tokens were counted since the last reduction, if gradients are divided by them.
-
-        Raises:
-            RuntimeError: If not.
-        """
-        if self._divide_by == "tokens" and not self._counted:
-            raise RuntimeError(
-                f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
-                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
-            )
-
     def require_root(self, name: str) -> None:
         """Requires that nothing but the mean was asked for, in a backward whose beginning nobody saw.
 
@@ -110,7 +148,7 @@ class GradientDivisor:
                 f"{name!r} got a gradient"
             )
 
-    def factor(self, exchange: ControlExchange) -> float | Tensor | None:
+    def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         """What the mean over all ranks is to be multiplied by; None for nothing.
 
         Args:

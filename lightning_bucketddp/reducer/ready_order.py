@@ -7,7 +7,11 @@ from collections.abc import Callable
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.state import Origin, Pass
 
 MAX_LEARNED_SETS = 64
 """Trainable sets whose first pass teaches the order of what was never seen before."""
@@ -57,69 +61,71 @@ class ReadyOrder:
         return positions, [slot for slot in range(slots) if repeated[slot]], repeated[slots] > 0
 
 
-class OrderLearner:
-    """Decides which passes teach the order, and tells the slot table what they taught; the same on every rank.
+class OrderLearner(Participant):
+    """Decides which passes teach the order, and tells the planner what they taught; the same on every rank.
 
     Args:
-        slots: The slots.
+        table: The slots.
+        planner: Plans layouts.
         collectives: The group.
-        enabled: Whether the order is of any use.
+        failures: What is known of failures.
     """
 
-    def __init__(self, slots: SlotTable, collectives: Collectives, enabled: bool) -> None:
-        self._slots = slots
-        self._collectives = collectives
-        self._enabled = enabled
-        self._order = ReadyOrder() if enabled else None
+    def __init__(self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, failures: Failures) -> None:
+        self._table, self._planner = table, planner
+        self._collectives, self._failures = collectives, failures
+        self._order = ReadyOrder() if planner.overlap else None
         self._looked_at: set[TrainableSet] = set()
+        self._opened: Pass | None = None
 
     @property
-    def learning(self) -> bool:
-        """Whether the present pass teaches."""
+    def follows_gradients(self) -> bool:
+        """Whether the next pass teaches."""
         return self._order is not None
 
-    def would_learn_from(self, trainable: TrainableSet) -> bool:
-        """Whether the first pass of a trainable set is to teach."""
-        if trainable in self._looked_at or len(self._looked_at) == MAX_LEARNED_SETS:
-            return False
-        return self._enabled and self._slots.unseen(trainable)
+    @property
+    def reads_control(self) -> bool:
+        """Whether this pass teaches: no rank may have failed before it is shared."""
+        return self._order is not None
 
     def look_at(self, trainable: TrainableSet) -> None:
         """A new trainable set: its first pass teaches if it has a parameter that was never seen."""
-        if self.would_learn_from(trainable):
+        if trainable in self._looked_at or len(self._looked_at) == MAX_LEARNED_SETS:
+            return
+        self._looked_at.add(trainable)
+        if self._planner.overlap and self._planner.unseen(trainable):
             self._order = ReadyOrder()
-        if len(self._looked_at) < MAX_LEARNED_SETS:
-            self._looked_at.add(trainable)
 
-    def arrived(self, slot: int) -> None:
-        """A gradient of ``slot`` has come in a pass that teaches."""
-        assert self._order is not None
-        self._order.arrived(slot)
+    def opened(self, it: Pass) -> None:
+        """Remember what kind of pass it is."""
+        self._opened = it
 
-    def start_again(self) -> None:
-        """The pass has failed: another one is to teach."""
+    def ready(self, slot: int) -> None:
+        """Note when the gradient has come, in a synchronised pass."""
+        if self._order is not None and self._opened is not None and self._opened.synchronised:
+            self._order.arrived(slot)
+
+    def dropped(self) -> None:
+        """Another pass is to teach."""
         if self._order is not None:
             self._order = ReadyOrder()
 
-    def learn(self, device: torch.device, on_idle: Callable[[], None], conclusive: bool = True) -> bool:
-        """Takes in what this pass showed. All ranks must call this.
-
-        Args:
-            device: The device whose tensors travel.
-            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
-            conclusive: Whether gradients came as often on this rank as they may in later passes. If on none, the next
-                pass teaches too.
-
-        Returns:
-            Whether there was anything to learn, so that the layout is to be planned anew.
-        """
-        assert self._order is not None
-        positions, repeated, conclusive = self._order.share(
-            len(self._slots), self._collectives, device, on_idle, conclusive
-        )
+    def settle(self, settled: Settled) -> None:
+        """Take in what this pass has shown on all ranks. If it was conclusive on none, the next pass teaches too."""
+        it = self._opened
+        if self._order is None or it is None or it.origin is Origin.CALL:  # which teaches nothing
+            return
+        with self._failures.waiting_for("the order of readiness"):
+            positions, repeated, conclusive = self._order.share(
+                len(self._table),
+                self._collectives,
+                self._table.all_params[0].device,
+                self._failures.raise_if_published,
+                it.shown,
+            )
         if not conclusive or all(position is None for position in positions):
             self._order = ReadyOrder()
-            return False
-        self._slots.learn(positions, repeated)
+            return
+        self._planner.learn(positions, repeated)
+        self._planner.due = True
         self._order = None
-        return True

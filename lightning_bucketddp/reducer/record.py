@@ -15,14 +15,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from lightning_bucketddp.comm.collectives import debug_level
-from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.comm.collectives import Collectives, debug_level
+from lightning_bucketddp.grads.bucket import Buckets
+from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Bucket, Layout
+from lightning_bucketddp.peers.control import Control
+from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.sparse import SparseGrads
+from lightning_bucketddp.reducer.state import Pass
 
 logger = logging.getLogger("lightning_bucketddp")
 
@@ -116,108 +122,58 @@ class PassRecord:
         return "\n".join(lines)
 
 
-class PassNotes:
-    """What is written down while a pass runs: a few times and references; :meth:`record` works the rest out.
+@dataclass(frozen=True)
+class _Noted:
+    """References to what a pass was, kept as they are: everything else is worked out if somebody asks."""
 
-    Made when the pass opens.
-
-    Args:
-        number: Which synchronised pass.
-        layout: The layout of this pass.
-        slots: The parameters.
-        trainable: The parameters that were trainable since the reduction before.
-        layouts: How many layouts there have been.
-        before: The notes of the pass before; not kept.
-        local_passes: Passes inside ``no_sync`` since the reduction before.
-
-    Attributes:
-        backward_ended: When backward had ended, on ``time.perf_counter``.
-        used_somewhere: Tells whether any rank used a slot; None while not known, as where this rank used all of them.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        layout: Layout,
-        slots: SlotTable,
-        trainable: TrainableSet,
-        layouts: int,
-        before: PassNotes | None,
-        local_passes: int,
-    ) -> None:
-        self._opened = time.perf_counter()
-        self._number = number
-        self._layout = layout
-        self._slots = slots
-        self._trainable = trainable
-        self._layouts = layouts
-        self._relaid = layouts != (before._layouts if before is not None else 1)
-        self._local_passes = local_passes
-        self.backward_ended = self._opened
-        self.used_somewhere: Callable[[int], bool] | None = None
-
-    def end(
-        self,
-        launches: Sequence[tuple[int, float]],
-        *,
-        early: int,
-        used: Collection[int],
-        sparse_used: Collection[int],
-        sparse_used_somewhere: Collection[int],
-        sparse_nbytes: int,
-        control_nbytes: int,
-    ) -> None:
-        """Called when the last wait is over, before anything is reset.
-
-        Args:
-            launches: Index and time of launch of each bucket, in launch order.
-            early: How many of them were launched before backward ended.
-            used: Slots with a gradient on this rank; kept as it is.
-            sparse_used: Parameters without slot that had a gradient on this rank; kept as it is.
-            sparse_used_somewhere: Those that had one on any rank.
-            sparse_nbytes: Bytes received for parameters without slot.
-            control_nbytes: Bytes of the control vector.
-        """
-        self._ended = time.perf_counter()
-        self._launches = launches
-        self._early = early
-        self._used = used
-        self._sparse_used = sparse_used
-        self._sparse_used_somewhere = sparse_used_somewhere
-        self._sparse_nbytes = sparse_nbytes
-        self._control_nbytes = control_nbytes
+    opened: Pass
+    opened_at: float
+    backward_ended_at: float
+    ended_at: float
+    relaid: bool
+    layouts: int
+    local_passes: int
+    table: SlotTable
+    layout: Layout
+    launches: list[tuple[int, float]]
+    early: int
+    pending: Collection[int]
+    control: Control | None
+    control_nbytes: int
+    sparse_pending: Collection[int]
+    sparse_used: Collection[int]
+    sparse_nbytes: int
 
     def record(self, rank: int, world_size: int) -> PassRecord:
-        """The record of this pass, which must have ended."""
-        layout = self._layout
+        """The record of this pass."""
         buckets = []
-        for place, (index, launched) in enumerate(self._launches):
-            bucket = layout.buckets[index]
-            buffer = layout.buffers[bucket.buffer]
+        for place, (index, launched_at) in enumerate(self.launches):
+            bucket = self.layout.buckets[index]
+            buffer = self.layout.buffers[bucket.buffer]
             buckets.append(
                 BucketRecord(
                     index=index,
-                    parameters=_names(layout, bucket),
+                    parameters=_names(self.layout, bucket),
                     dtype=buffer.dtype,
                     device=buffer.device,
-                    nbytes=layout.bucket_nbytes(bucket),
-                    launched_early=place < self._early,
-                    launched_at=launched - self._opened,
+                    nbytes=self.layout.bucket_nbytes(bucket),
+                    launched_early=place < self.early,
+                    launched_at=launched_at - self.opened_at,
                 )
             )
         here, everywhere = self._unused()
         return PassRecord(
-            number=self._number,
+            number=self.opened.number,
             rank=rank,
             world_size=world_size,
-            relaid=self._relaid,
-            layouts=self._layouts,
-            local_passes=self._local_passes,
+            relaid=self.relaid,
+            layouts=self.layouts,
+            local_passes=self.local_passes,
             buckets=tuple(buckets),
-            control_nbytes=self._control_nbytes,
-            sparse_nbytes=self._sparse_nbytes,
-            backward_seconds=self.backward_ended - self._opened,
-            exposed_seconds=self._ended - self.backward_ended,
+            control_nbytes=self.control_nbytes,
+            sparse_nbytes=self.sparse_nbytes,
+            backward_seconds=self.backward_ended_at - self.opened_at,
+            exposed_seconds=self.ended_at - self.backward_ended_at,
             unused_here=here,
             unused_everywhere=everywhere,
         )
@@ -226,15 +182,15 @@ class PassNotes:
         """Names of the parameters without a gradient on this rank, and on any rank; in registration order."""
         here: list[str] = []
         everywhere: list[str] = []
-        for index, name in enumerate(self._slots.names):
-            if not self._trainable[index]:
+        for index, name in enumerate(self.table.names):
+            if not self.opened.trainable[index]:
                 continue
-            slot = self._slots.slot_of(index)
+            slot = self.table.slot_of(index)
             if slot is None:
-                used, somewhere = index in self._sparse_used, index in self._sparse_used_somewhere
+                used, somewhere = index in self.sparse_pending, index in self.sparse_used
             else:
-                used = slot in self._used
-                somewhere = used or (self.used_somewhere is not None and self.used_somewhere(slot))
+                used = slot in self.pending
+                somewhere = used or (self.control is not None and self.control.used_somewhere(slot))
             if not used:
                 here.append(name)
             if not somewhere:
@@ -242,26 +198,95 @@ class PassNotes:
         return tuple(here), tuple(everywhere)
 
 
-def log_layout(layout: Layout, rank: int, pass_number: int) -> None:
-    """Logs where gradients lie from a pass on, if the debug level is INFO or DETAIL."""
-    if debug_level() == "OFF":
-        return
+class PassRecorder(Participant):
+    """Notes when a pass opens and ends, and what it reduced; logs layouts and passes.
+
+    Args:
+        collectives: The group.
+
+    Attributes:
+        early: How many buckets the last synchronised pass launched before backward had ended.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self.early = 0
+        self._layouts, self._layouts_before = 0, 1
+        self._local_passes = 0
+        self._opened_at = self._backward_ended_at = 0.0
+        self._opened: Pass | None = None
+        self._settled: Settled | None = None
+        self._last: _Noted | None = None
+
+    def follow(self, table: SlotTable, storage: Storage, buckets: Buckets, sparse: SparseGrads) -> None:
+        """Record passes of these parameters from now on."""
+        self._watched = table, storage, buckets, sparse
+
+    def new_layout(self, layout: Layout, pass_number: int) -> None:
+        """Count a layout, and log it if the debug level is INFO or DETAIL."""
+        self._layouts += 1
+        if debug_level() != "OFF":
+            logger.info("%s", _describe(layout, self._rank, pass_number))
+
+    def opened(self, it: Pass) -> None:
+        """Start the clock."""
+        self._opened_at = time.perf_counter()
+        self._opened, self._settled = it, None
+
+    def backward_ended(self, raised: bool) -> None:
+        """Note when, and how many buckets are on their way already."""
+        self._backward_ended_at = time.perf_counter()
+        it = self._opened
+        if it is not None and it.synchronised:
+            self.early = self._watched[2].launched
+        elif not raised:
+            self._local_passes += 1
+
+    def settle(self, settled: Settled) -> None:
+        """Keep what all ranks reported."""
+        self._settled = settled
+
+    def ended(self) -> None:
+        """Write the pass down, unless it was dropped."""
+        settled, (table, storage, buckets, sparse) = self._settled, self._watched
+        local_passes, self._local_passes = self._local_passes, 0
+        if settled is None or self._opened is None:
+            return
+        self._last = _Noted(
+            opened=self._opened,
+            opened_at=self._opened_at,
+            backward_ended_at=self._backward_ended_at,
+            ended_at=time.perf_counter(),
+            relaid=self._layouts != self._layouts_before,
+            layouts=self._layouts,
+            local_passes=local_passes,
+            table=table,
+            layout=storage.layout,
+            launches=[(bucket.index, bucket.launched_at) for bucket in buckets.active],
+            early=self.early,
+            pending=buckets.pending,
+            control=settled.control,
+            control_nbytes=settled.exchange.nbytes,
+            sparse_pending=sparse.contributing,
+            sparse_used=sparse.used_somewhere,
+            sparse_nbytes=sparse.nbytes,
+        )
+        self._layouts_before = self._layouts
+        if debug_level() == "DETAIL":
+            logger.info("%s", self.last())
+
+    def last(self) -> PassRecord | None:
+        """The last synchronised pass that published gradients, if there was one."""
+        return None if self._last is None else self._last.record(self._rank, self._world_size)
+
+
+def _describe(layout: Layout, rank: int, pass_number: int) -> str:
+    """Where gradients lie from a pass on, in a line."""
     buckets = [f"{_size(layout.bucket_nbytes(bucket))} {_range(_names(layout, bucket))}" for bucket in layout.buckets]
-    logger.info(
-        "rank %d: gradients of %d parameters laid out for pass %d: %s in %d buckets, in launch order: %s",
-        rank,
-        len(layout.slots),
-        pass_number,
-        _size(layout.nbytes),
-        len(buckets),
-        "; ".join(buckets),
+    return (
+        f"rank {rank}: gradients of {len(layout.slots)} parameters laid out for pass {pass_number}: "
+        f"{_size(layout.nbytes)} in {len(buckets)} buckets, in launch order: {'; '.join(buckets)}"
     )
-
-
-def log_pass(notes: PassNotes, rank: int, world_size: int) -> None:
-    """Logs the table of a pass, if the debug level is DETAIL."""
-    if debug_level() == "DETAIL":
-        logger.info("%s", notes.record(rank, world_size))
 
 
 def _names(layout: Layout, bucket: Bucket) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
-from lightning_bucketddp.grads.sharded_runs import ShardedRuns
+from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, BucketCap, Options
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 from lightning_bucketddp.layout.require import require
@@ -32,8 +32,10 @@ from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.sharding import Sharding
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
+from lightning_bucketddp.reducer.participant import Participant
+from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
-from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.state import Role
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
 from lightning_bucketddp.replicas.nested import move_to, tensors_in
 from lightning_bucketddp.wrapper.compiled import GraphCuts, cutting_graphs, frames_are_compiled, leave_untraced
@@ -207,24 +209,23 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             broadcast_tensors(tensors, collectives)
         self._find_module_buffers()
         one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
-        self._reducer = Reducer(params, collectives, agreement, options, hook, one_machine)
-        if self._replicated is not None:
-            self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
+        self._reducer = Passes(params, collectives, agreement, options, hook, one_machine, [_LinkEnds(self._links)])
         for link in self._links:
             link.join(self._reducer.failures, self._reducer.counts, agreement.number)
-        self._reducer.on_backward_end = partial(_end_backward, self._links)
         self._followed = params.changes
         self._preparing: list[RemovableHandle] = []
         self._sharding: Sharding | None = None
         if options.shard_optimizer:
-            runs = self._reducer.runs
-            assert isinstance(runs, ShardedRuns)
-            self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
+            reducer = self._reducer.reducer
+            assert isinstance(reducer.storage, Sharded)
+            self._sharding = Sharding(reducer.table, reducer.storage, collectives, self._reducer.failures)
             self._preparing.append(_shard_at_first_step(self._sharding, bool(options.master_params)))
         elif options.master_params:
             self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
-        self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size, one_machine)
+        self._graph_cuts = _graph_cuts(
+            options, self._reducer.reducer.storage.layout, collectives.world_size, one_machine
+        )
         self._uneven = UnevenInputs(collectives, device)
         self._module_buffers_due = True
         # A wrapper that is dropped leaves nothing behind.
@@ -248,7 +249,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         hook_state = None if isinstance(hook_state, dist.ProcessGroup) else hook_state
         state["_options"] = replace(self._options, process_group=None, device_mesh=None, comm_hook_state=hook_state)
         if "_reducer" in self.__dict__:
-            self._reducer.unbind_main_grads()  # each would take its whole buffer along
+            self._reducer.reducer.storage.bind_main_grads(False)  # each would take its whole buffer along
         return state
 
     def __getattr__(self, name: str) -> Any:
@@ -320,7 +321,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._find_module_buffers()
         if self._replicated is not None:
             self._replicated.forget()
-            self._replicated.groups = self._reducer.arriving_together
 
     def _find_module_buffers(self) -> None:
         """Look up the module's buffers."""
@@ -480,7 +480,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Raises:
             PeerFailureError: If another rank has failed.
         """
-        counts = not self._reducer.replaying
+        counts = self._reducer.role is not Role.JOINED
         mine = torch.zeros(3, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         if loss is not None:
             mine[1] = 1
@@ -605,12 +605,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
     @property
     def layout(self) -> Layout:
         """Where the gradients lie: buckets in launch order, slots, buffers and their sizes in bytes."""
-        return self._reducer.layout
+        return self._reducer.reducer.storage.layout
 
     @property
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
-        return self._reducer.pass_number if "_reducer" in self.__dict__ else 0
+        return self._reducer.failures.pass_number if "_reducer" in self.__dict__ else 0
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
@@ -621,12 +621,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Returns:
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
-        return self._reducer.last_pass() if "_reducer" in self.__dict__ else None
+        return self._reducer.recorder.last() if "_reducer" in self.__dict__ else None
 
     @property
     def early_launches(self) -> int:
         """How many buckets the last synchronised pass put on their way before backward had ended."""
-        return self._reducer.early_launches
+        return self._reducer.recorder.early
 
     def _set_static_graph(self) -> None:
         """Does nothing: what torch DDP's method allows is always allowed. Some libraries call it."""
@@ -744,9 +744,16 @@ def _graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: 
     return GraphCuts.after(cap)
 
 
-def _end_backward(links: list[StatisticsLink], raised: bool) -> None:
-    for link in links:
-        link.backward_ended(raised)
+class _LinkEnds(Participant):
+    """Tells SyncBatchNorm's links that backward has ended."""
+
+    def __init__(self, links: list[StatisticsLink]) -> None:
+        self._links = links
+
+    def backward_ended(self, raised: bool) -> None:
+        """Tell all."""
+        for link in self._links:
+            link.backward_ended(raised)
 
 
 def _wrappers_that_train(params: ModuleParams) -> list[BucketDDP]:
@@ -755,13 +762,13 @@ def _wrappers_that_train(params: ModuleParams) -> list[BucketDDP]:
     return [wrapper for wrapper in list(_open_wrappers) if mine & wrapper._reducer.trains()]
 
 
-def _trains(reducer: weakref.ref[Reducer]) -> set[int]:
+def _trains(reducer: weakref.ref[Passes]) -> set[int]:
     live = reducer()
     return set() if live is None else live.trains()
 
 
 def _release(
-    reducer: Reducer, links: list[StatisticsLink], params: ModuleParams, hooks: list[list[RemovableHandle]]
+    reducer: Passes, links: list[StatisticsLink], params: ModuleParams, hooks: list[list[RemovableHandle]]
 ) -> None:
     """Give the module back. Sends nothing."""
     reducer.close()

@@ -20,7 +20,8 @@ from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.masters import restart_masters
-from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.passes import Passes
+from lightning_bucketddp.reducer.state import Role
 from lightning_bucketddp.wrapper.validation import names_to_ignore
 
 
@@ -114,7 +115,7 @@ class UnevenRanks(Joinable):
     _own_grads: list[tuple[nn.Parameter, Tensor | None]] | None = None
     _collectives: Collectives
     _options: Options
-    _reducer: Reducer
+    _reducer: Passes
     _uneven: UnevenInputs
 
     def publish_failure(self, error: BaseException) -> None:
@@ -229,12 +230,12 @@ class UnevenRanks(Joinable):
         """
         everybody = len(active) == self._collectives.world_size
         self._uneven.active = None if everybody else tuple(active)
-        self._reducer.replaying = self._collectives.rank not in active
+        self._reducer.role = Role.ACTIVE if self._collectives.rank in active else Role.JOINED
 
     @property
     def is_replaying(self) -> bool:
         """Whether this rank has no batch of its own; what :meth:`set_active_ranks` was told."""
-        return self._reducer.replaying
+        return self._reducer.role is Role.JOINED
 
     @property
     def some_replay(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.masters import restart_masters
-from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.validation import names_to_ignore
 
 
@@ -19,7 +19,7 @@ class MegatronCalls:
 
     module: nn.Module
     _collectives: Collectives
-    _reducer: Reducer
+    _reducer: Passes
 
     def zero_grad_buffer(self) -> None:
         """Sets all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.

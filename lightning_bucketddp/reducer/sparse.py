@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,11 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.checks import require_sound
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.peers.control import Report
+from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.reducer.divisor import GradientDivisor
+from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.state import Origin, Pass
 
 _DENSE = -1
 """Stands where a number of rows would, for a dense gradient."""
@@ -54,12 +58,14 @@ def find_sparse(module: nn.Module, declared: Sequence[str] = ()) -> frozenset[st
     return frozenset(name for name, param in module.named_parameters() if id(param) in found)
 
 
-class SparseGrads:
-    """The gradients of parameters that have no slot because they may be sparse.
+class SparseGrads(Participant):
+    """Reduces the gradients of parameters that have no slot because they may be sparse.
 
     Args:
-        slots: The module's parameters.
+        table: The module's parameters.
         collectives: The group.
+        failures: What is known of failures.
+        divisor: Tells what means are multiplied by.
         max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
 
     Attributes:
@@ -68,29 +74,49 @@ class SparseGrads:
         nbytes: Bytes that this rank received in the last reduction, padding included.
     """
 
-    def __init__(self, slots: SlotTable, collectives: Collectives, max_abs_grad: float | None = None) -> None:
-        self._names = slots.names
-        self._params = slots.all_params
-        self._indices = sorted(slots.sparse)
-        self._collectives = collectives
+    def __init__(
+        self,
+        table: SlotTable,
+        collectives: Collectives,
+        failures: Failures,
+        divisor: GradientDivisor,
+        max_abs_grad: float | None = None,
+    ) -> None:
+        self._table = table
+        self._names, self._params = table.names, table.all_params
+        self._collectives, self._failures, self._divisor = collectives, failures, divisor
         self._max_abs_grad = max_abs_grad
+        self._trainable: TrainableSet = ()
+        self._held: list[tuple[int, Tensor | None]] = []
         self.contributing: set[int] = set()
         self.used_somewhere: frozenset[int] = frozenset()
         self.nbytes = 0
 
-    def contribute_present(self) -> None:
-        """Lets every gradient that is there take part in the next reduction, wherever it came from."""
-        self.contributing.update(index for index in self._indices if self._params[index].grad is not None)
+    @property
+    def reads_control(self) -> bool:
+        """Whether there are such parameters: no rank may have failed before rows travel."""
+        return bool(self._held)
+
+    def opened(self, it: Pass) -> None:
+        """Remember the trainable set. In a reduction by hand every gradient that is there takes part."""
+        self._trainable = it.trainable
+        if it.origin is Origin.CALL:
+            self.contributing.update(index for index in self._table.sparse if self._params[index].grad is not None)
+
+    def ready_apart(self, index: int) -> None:
+        """Let the gradient take part in the next reduction."""
+        if index in self._table.sparse:
+            self.contributing.add(index)
 
     def zero(self) -> None:
         """Drops all gradients: a sparse gradient of zeros is none."""
-        for index in self._indices:
+        for index in sorted(self._table.sparse):
             self._params[index].grad = None
         self.contributing.clear()
 
     def first_uncleared(self) -> str | None:
         """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
-        for index in self._indices:
+        for index in sorted(self._table.sparse):
             grad = self._params[index].grad
             if grad is not None and index not in self.contributing and grad.abs().sum().item():
                 return self._names[index]
@@ -100,23 +126,15 @@ class SparseGrads:
         """Whether any parameter still has what accumulated since the last reduction."""
         return any(self._params[index].grad is not None for index in self.contributing)
 
-    def held(self, trainable: TrainableSet | None) -> list[tuple[int, Tensor | None]]:
-        """What this rank has, before any other is asked: coalesced if sparse.
-
-        Args:
-            trainable: The parameters that were trainable since the last reduction.
-
-        Returns:
-            One item for each of them that may be sparse, gradient or not; so its length is the same on every rank.
+    def report(self, report: Report) -> None:
+        """Take what this rank has, before any other is asked: coalesced if sparse.
 
         Raises:
             RuntimeError: If a gradient cannot be reduced.
         """
-        if trainable is None:
-            return []
-        return [(index, self._held(index)) for index in self._indices if trainable[index]]
+        self._held = [(index, self._own(index)) for index in sorted(self._table.sparse) if self._trainable[index]]
 
-    def _held(self, index: int) -> Tensor | None:
+    def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
         if grad is None:
             self.contributing.discard(index)  # zero_grad() has dropped what there was
@@ -142,30 +160,16 @@ class SparseGrads:
                 f"{tuple(grad.shape)}, {grad.dtype} on {grad.device}, requires_grad={grad.requires_grad}"
             )
 
-    def reduce(
-        self,
-        held: Sequence[tuple[int, Tensor | None]],
-        waiting_for: Callable[[str], AbstractContextManager[None]],
-        on_idle: Callable[[], None],
-        factor: float | Tensor | None = None,
-    ) -> None:
-        """Replaces gradients by their means over the ranks; one that no rank has anything new of stays as it is.
-
-        All ranks must call this, with a good control vector behind them.
-
-        Args:
-            held: What :meth:`held` returned.
-            waiting_for: Around each wait; told what is waited for.
-            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
-            factor: What the means are multiplied by; None for nothing.
-        """
+    def settle(self, settled: Settled) -> None:
+        """Replace gradients by their means over the ranks; one that no rank has anything new of stays as it is."""
         self.nbytes = 0
+        held = self._held
         if not held:
             return
-        with waiting_for("the number of rows in sparse gradients"):
+        with self._failures.waiting_for("the number of rows in sparse gradients"):
             mine = torch.tensor([[index in self.contributing, _rows(grad)] for index, grad in held])
             gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
-            pending.wait(on_idle)
+            pending.wait(settled.poll)
             everyone: list[list[list[int]]] = gathered.tolist()
         self.used_somewhere = frozenset(
             index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
@@ -173,15 +177,15 @@ class SparseGrads:
         for position, (index, grad) in enumerate(held):
             if index not in self.used_somewhere:
                 continue
-            with waiting_for(f"the sparse gradient of {self._names[index]!r}"):
+            with self._failures.waiting_for(f"the sparse gradient of {self._names[index]!r}"):
                 rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:
-                    param.grad = self._mean_dense(param, grad, on_idle)
+                    param.grad = self._mean_dense(param, grad, settled.poll)
                 else:
-                    param.grad = self._mean_sparse(param, grad, rows, on_idle)
-                if factor is not None:
-                    param.grad.mul_(factor)
+                    param.grad = self._mean_sparse(param, grad, rows, settled.poll)
+                if self._divisor.factor is not None:
+                    param.grad.mul_(self._divisor.factor)
 
     def _mean_dense(self, param: Tensor, grad: Tensor | None, on_idle: Callable[[], None]) -> Tensor:
         if grad is None:
@@ -221,15 +225,16 @@ class SparseGrads:
             total.values().mul_(1.0 / self._collectives.world_size)
         return total
 
-    def end(self) -> None:
-        """Ends a synchronised pass."""
-        self.contributing = set()  # not cleared: the pass's notes keep the old one
+    def ended(self) -> None:
+        """Nothing accumulates any more."""
+        self.contributing = set()  # not cleared: the record of the pass keeps the old one
+        self._held = []
 
-    def drop(self) -> None:
-        """Drops what accumulated since the last reduction, in a pass whose gradients are of no use."""
+    def dropped(self) -> None:
+        """Drop what accumulated since the last reduction."""
         for index in self.contributing:
             self._params[index].grad = None
-        self.end()
+        self.ended()
 
 
 def _rows(grad: Tensor | None) -> int:

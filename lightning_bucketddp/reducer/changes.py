@@ -1,0 +1,92 @@
+"""Parameters that are added, replaced or re-typed after wrapping."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_bucketddp.comm.broadcast import broadcast_tensors
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers.agreement import Agreement, Entry
+from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.reducer.params import Params
+from lightning_bucketddp.reducer.participant import Participant, Settled
+
+
+class ParamChanges(Participant):
+    """Has all ranks take in the same parameters, and gives new ones rank 0's values.
+
+    Args:
+        params: The module's parameters.
+        collectives: The group.
+        agreement: The group's store.
+        failures: What is known of failures.
+        init_sync: Whether new parameters get rank 0's values, as wrapping gives them.
+
+    Attributes:
+        params: The module's parameters.
+    """
+
+    def __init__(
+        self, params: Params, collectives: Collectives, agreement: Agreement, failures: Failures, init_sync: bool
+    ) -> None:
+        self.params = params
+        self._collectives, self._agreement, self._failures = collectives, agreement, failures
+        self._init_sync = init_sync
+        self._agreed_changes = params.changes
+        self._agreements = 0
+        self._new: list[nn.Parameter] = []  # whose values no rank has sent yet
+
+    def take_in(self) -> bool:
+        """Look parameters up anew if the module has changed. Sends nothing.
+
+        At the root of backward, parameters that `torch.func.functional_call` swapped in for forward are gone.
+
+        Returns:
+            Whether it has changed.
+
+        Raises:
+            WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
+        """
+        if not self.params.changed():
+            return False
+        try:
+            self.params.take_in()
+        except RuntimeError as error:
+            self._failures.publish(f"raised {type(error).__name__}: {error}")
+            raise
+        return True
+
+    def add(self, param: nn.Parameter) -> None:
+        """A parameter is new."""
+        self._new.append(param)
+
+    def due(self) -> bool:
+        """Whether the ranks have not agreed on the present parameters."""
+        return self._agreed_changes != self.params.changes
+
+    def agree(self) -> None:
+        """Have all ranks take in the same parameters.
+
+        Raises:
+            RankMismatchError: On every rank, naming the first parameter that differs.
+            PeerFailureError: If another rank is in the pass with the parameters it had.
+        """
+        new = {id(param) for param in self._new}
+        lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self.params.named if id(param) in new]
+        with self._failures.giving_up_on_errors():
+            self._agreement.require_same(
+                self.topic(), [*self.params.entries(), *lines], None, self._failures.look_from_opening
+            )
+        self._agreements += 1
+        self._agreed_changes = self.params.changes
+
+    def topic(self) -> str:
+        """What the next agreement is on."""
+        return f"the parameters of pass {self._failures.pass_number} (change {self._agreements + 1})"
+
+    def settle(self, settled: Settled) -> None:
+        """Give new parameters rank 0's values, as wrapping does: the next step starts from the same on all ranks."""
+        if self._new and self._init_sync:
+            with self._failures.waiting_for("the values of new parameters"):
+                broadcast_tensors(self._new, self._collectives, self._failures.raise_if_published, hidden=True)
+        self._new = []

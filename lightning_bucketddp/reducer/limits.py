@@ -1,0 +1,43 @@
+"""Refuses gradients that are not finite, or too large, before they reach other ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightning_bucketddp.grads.bucket import Bucket
+from lightning_bucketddp.grads.checks import require_sound
+from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
+from lightning_bucketddp.reducer.participant import Participant
+
+
+class GradientLimits(Participant):
+    """Looks at each bucket before it is packed. The host waits for the gradients.
+
+    Args:
+        table: The slots.
+        storage: The gradients.
+        limit: The largest absolute value.
+        rank: This rank.
+    """
+
+    def __init__(self, table: SlotTable, storage: Storage, limit: float, rank: int) -> None:
+        self._table, self._storage, self._limit, self._rank = table, storage, limit, rank
+
+    def before_launch(self, bucket: Bucket) -> None:
+        """Require that what the bucket is about to send is finite and within the limit.
+
+        Raises:
+            GradientError: If not.
+        """
+        self._storage.hold(bucket.slots)
+        params = self._table.params
+        present = [(slot, grad) for slot in bucket.slots if (grad := params[slot].grad) is not None and grad.numel()]
+        if not present:
+            return
+        norms = torch._foreach_norm([grad for _, grad in present], math.inf)
+        largest = torch.stack([norm.double() for norm in norms])
+        for (slot, _), value in zip(present, largest.tolist(), strict=True):
+            require_sound(value, self._limit, self._rank, self._table.specs[slot].name)

@@ -1,0 +1,136 @@
+"""How a feature takes part in passes, without the reducer knowing what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.peers.control import Control, ControlExchange, Report
+from lightning_bucketddp.reducer.state import Pass
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A pass in which all ranks have reported, before gradients are published.
+
+    Attributes:
+        buckets: The buckets; those that are active hold what was reduced.
+        exchange: The control vector, which has been waited for.
+        control: What it says; None where nobody needs it now and reading would wait for an accelerator.
+        poll: Looks for failures of other ranks; for every wait.
+    """
+
+    buckets: Buckets
+    exchange: ControlExchange
+    control: Control | None
+    poll: Callable[[], None]
+
+
+class Participant:
+    """A feature that takes part in every pass. Override what it needs.
+
+    The list of participants follows from the options and is the same on every rank; its order is the order of their
+    collectives.
+    """
+
+    @property
+    def follows_gradients(self) -> bool:
+        """Whether :meth:`ready` has to be called for every gradient of the next pass."""
+        return False
+
+    @property
+    def reads_control(self) -> bool:
+        """Whether :meth:`settle` needs the control vector in this pass, though that waits for an accelerator."""
+        return False
+
+    def opened(self, it: Pass) -> None:
+        """A pass has opened. Raise to refuse it."""
+
+    def ready(self, slot: int) -> None:
+        """The gradient of ``slot`` has been accumulated. Called if :attr:`follows_gradients`."""
+
+    def ready_apart(self, index: int) -> None:
+        """The gradient of a parameter without a slot, at ``index`` in the module, has been accumulated."""
+
+    def before_launch(self, bucket: Bucket) -> None:
+        """``bucket`` is about to be packed. Raise to refuse its gradients."""
+
+    def backward_ended(self, raised: bool) -> None:
+        """Backward has ended, or raised; nothing has been waited for."""
+
+    def report(self, report: Report) -> None:
+        """All buckets have been launched. Add to the control vector what only this rank knows, or raise."""
+
+    def settle(self, settled: Settled) -> None:
+        """Use what all ranks reported. May start collectives, and waits for them."""
+
+    def ended(self) -> None:
+        """Gradients of a synchronised pass are published, or were dropped on every rank."""
+
+    def dropped(self) -> None:
+        """A pass has failed on this rank: what accumulated since the last reduction is gone."""
+
+
+class Participants(Participant):
+    """All participants as one."""
+
+    def __init__(self, members: Sequence[Participant]) -> None:
+        self._members = members
+        self._launch_checks = [it for it in members if type(it).before_launch is not Participant.before_launch]
+
+    @property
+    def follows_gradients(self) -> bool:
+        """Whether any does."""
+        return any(it.follows_gradients for it in self._members)
+
+    @property
+    def reads_control(self) -> bool:
+        """Whether any does."""
+        return any(it.reads_control for it in self._members)
+
+    def opened(self, it: Pass) -> None:
+        """Tell all."""
+        for member in self._members:
+            member.opened(it)
+
+    def ready(self, slot: int) -> None:
+        """Tell those that follow gradients."""
+        for member in self._members:
+            if member.follows_gradients:
+                member.ready(slot)
+
+    def ready_apart(self, index: int) -> None:
+        """Tell all."""
+        for member in self._members:
+            member.ready_apart(index)
+
+    def before_launch(self, bucket: Bucket) -> None:
+        """Ask those that look at buckets."""
+        for member in self._launch_checks:
+            member.before_launch(bucket)
+
+    def backward_ended(self, raised: bool) -> None:
+        """Tell all."""
+        for member in self._members:
+            member.backward_ended(raised)
+
+    def report(self, report: Report) -> None:
+        """Ask all."""
+        for member in self._members:
+            member.report(report)
+
+    def settle(self, settled: Settled) -> None:
+        """Let all settle, in order."""
+        for member in self._members:
+            member.settle(settled)
+
+    def ended(self) -> None:
+        """Tell all."""
+        for member in self._members:
+            member.ended()
+
+    def dropped(self) -> None:
+        """Tell all."""
+        for member in self._members:
+            member.dropped()

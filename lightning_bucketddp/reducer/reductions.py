@@ -1,0 +1,190 @@
+"""What turns packed buckets into their means over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.hooks import CommHook, HookBucket
+from lightning_bucketddp.comm.shard_groups import PendingInTwoGroups, ShardGroups
+from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
+
+
+class Reduction(Protocol):
+    """Reduces buckets. All ranks start the same buckets in the same order."""
+
+    def scale(self, bucket: Bucket) -> float | None:
+        """What packing multiplies by, so that the collective need not divide; None for nothing."""
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start the collective of a packed bucket."""
+
+    def free(self) -> bool:
+        """Whether the next bucket may be launched without waiting. A matter of timing: it moves a launch, no order."""
+
+    def make_free(self, poll: Callable[[], None]) -> None:
+        """Wait until the next bucket may be launched."""
+
+    def advance(self) -> None:
+        """Do without waiting what can be done for launched buckets."""
+
+    def proceed(self, poll: Callable[[], None]) -> None:
+        """Bring all buckets to where the collectives that follow may be started."""
+
+    def forget(self, slot: int | None = None) -> None:
+        """Forget what is remembered of a slot that no rank used; of all buckets if None, as they change."""
+
+
+class AllReduce:
+    """An all-reduce per bucket.
+
+    Args:
+        collectives: The group.
+        buckets: The buckets.
+        wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
+        scales: Whether packing may divide.
+    """
+
+    def __init__(
+        self, collectives: Collectives, buckets: Buckets, wire_dtype: torch.dtype | None, scales: bool
+    ) -> None:
+        self._collectives, self._buckets, self._wire_dtype, self._scales = collectives, buckets, wire_dtype, scales
+
+    def scale(self, bucket: Bucket) -> float | None:
+        """One over the world size, where that spares a walk through memory."""
+        if not self._scales:
+            return None
+        divisor = self._collectives.divisor_before(bucket.flat.dtype, bucket.flat.device, self._wire_dtype)
+        return None if divisor is None else 1.0 / divisor
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start the all-reduce."""
+        return self._collectives.all_reduce_mean(bucket.flat, self._wire_dtype, self.scale(bucket) is not None)
+
+    def free(self) -> bool:
+        """Always."""
+        return True
+
+    def make_free(self, poll: Callable[[], None]) -> None:
+        """Nothing."""
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def proceed(self, poll: Callable[[], None]) -> None:
+        """Start the second stages of a low-precision wire."""
+        for bucket in self._buckets.awaiting():
+            bucket.work.proceed(poll)
+
+    def forget(self, slot: int | None = None) -> None:
+        """Nothing."""
+
+
+class ReduceScatter:
+    """A reduce-scatter per bucket, and an all-reduce of shards across groups if there are several.
+
+    Args:
+        groups: Among whom shards are divided.
+        buckets: The buckets.
+        wire_dtype: In which gradients travel.
+    """
+
+    def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
+        self._groups, self._buckets, self._wire_dtype = groups, buckets, wire_dtype
+
+    def scale(self, bucket: Bucket) -> float | None:
+        """None: only the shard has to be divided, when it has been summed."""
+        return None
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start the reduce-scatter."""
+        return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
+
+    def free(self) -> bool:
+        """Always."""
+        return True
+
+    def make_free(self, poll: Callable[[], None]) -> None:
+        """Nothing."""
+
+    def advance(self) -> None:
+        """Sum the shards that have arrived, which gives memory back, and send on what travels across groups, in order.
+
+        Not on an accelerator: the compute stream would have to wait, and the end of the pass is the same place on every
+        rank.
+        """
+        for bucket in self._buckets.active[: self._buckets.launched]:
+            work = bucket.work
+            if not isinstance(work, PendingInTwoGroups):
+                if not work.settle():
+                    return
+            elif bucket.flat.device.type != "cpu" or not work.may_start_other():
+                return
+            else:
+                work.start_other()
+
+    def proceed(self, poll: Callable[[], None]) -> None:
+        """Start the all-reduces across groups, then the second stages of a low-precision wire."""
+        for bucket in self._buckets.awaiting():
+            if isinstance(bucket.work, PendingInTwoGroups):
+                bucket.work.start_other(poll)
+        for bucket in self._buckets.awaiting():
+            bucket.work.proceed(poll)
+
+    def forget(self, slot: int | None = None) -> None:
+        """Nothing."""
+
+
+class HookReduce:
+    """A communication hook per bucket.
+
+    Args:
+        hook: The hook.
+        buckets: The buckets.
+        table: The slots.
+        storage: Tells the layout.
+    """
+
+    def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
+        self._hook, self._buckets, self._table, self._storage = hook, buckets, table, storage
+        self._last = Pending()
+
+    def scale(self, bucket: Bucket) -> float | None:
+        """None: hooks divide themselves."""
+        return None
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Call the hook."""
+        params = [self._table.params[slot] for slot in bucket.slots]
+        shown = HookBucket(self._storage.layout, bucket.index, bucket.flat, params, self._buckets.is_last(bucket))
+        self._last = self._hook.start(shown)
+        return self._last
+
+    def free(self) -> bool:
+        """Whether the hook has done with the bucket before, if it takes one at a time."""
+        return not self._hook.one_at_a_time or self._last.done()
+
+    def make_free(self, poll: Callable[[], None]) -> None:
+        """Wait until the hook has done with the bucket before, if it takes one at a time."""
+        if self._hook.one_at_a_time:
+            self._last.proceed(poll)
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def proceed(self, poll: Callable[[], None]) -> None:
+        """Wait for hooks that may start further collectives."""
+        for bucket in self._buckets.awaiting():
+            bucket.work.proceed(poll)
+
+    def forget(self, slot: int | None = None) -> None:
+        """Drop what PowerSGD remembers."""
+        if slot is None:
+            self._hook.forget_buckets()
+        else:
+            self._hook.forget_slot(self._storage.layout, self._buckets.of_slot[slot].index, slot)

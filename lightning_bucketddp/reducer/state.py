@@ -1,0 +1,82 @@
+"""The states of a reducer, and what is known of a pass when it opens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lightning_bucketddp.grads.slots import TrainableSet
+
+
+class PassState(Enum):
+    """Where a reducer is. ``TRANSITIONS`` lists what may follow."""
+
+    IDLE = auto()
+    """No backward is running."""
+    LOCAL = auto()
+    """A backward inside ``no_sync``: gradients accumulate, nothing is sent."""
+    SYNCHRONISED = auto()
+    """A backward whose gradients are reduced."""
+    BROKEN = auto()
+    """Backward raised on this rank in a synchronised pass. No collective has told the other ranks yet."""
+    FAILED = auto()
+    """The ranks cannot continue together. Every use raises."""
+    CLOSED = auto()
+    """The hooks are removed. Nothing is reduced any more."""
+
+
+_ENDS = {PassState.FAILED, PassState.CLOSED}
+
+TRANSITIONS = {
+    PassState.IDLE: {PassState.LOCAL, PassState.SYNCHRONISED} | _ENDS,
+    PassState.LOCAL: {PassState.IDLE} | _ENDS,
+    PassState.SYNCHRONISED: {PassState.IDLE, PassState.BROKEN} | _ENDS,
+    PassState.BROKEN: {PassState.IDLE} | _ENDS,
+    PassState.FAILED: _ENDS,
+    PassState.CLOSED: _ENDS,
+}
+
+
+class Origin(Enum):
+    """How a pass is opened."""
+
+    GRADIENT = auto()
+    """The first gradient of a plain backward, whose beginning nobody saw."""
+    ROOT = auto()
+    """A plain backward came by a tensor that ``forward`` returned."""
+    CONTEXT = auto()
+    """``backward_pass()``, whose caller sees an exception itself."""
+    CALL = auto()
+    """A reduction by hand, without a backward."""
+
+
+class Role(Enum):
+    """What this rank does in passes."""
+
+    ACTIVE = auto()
+    """It trains."""
+    JOINED = auto()
+    """It has run out of data, and takes part for the others' sake: its gradients do not count."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that opens.
+
+    Attributes:
+        number: How many synchronised passes came before.
+        synchronised: Whether its gradients are reduced.
+        trainable: The parameters that were trainable since the last reduction, this pass included.
+        origin: How it was opened.
+        role: What this rank does in it.
+        contributes: Whether batches of this rank's own are in it.
+        shown: Whether gradients come as often on this rank as they may in later passes.
+    """
+
+    number: int
+    synchronised: bool
+    trainable: TrainableSet
+    origin: Origin
+    role: Role
+    contributes: bool
+    shown: bool = True

@@ -1,0 +1,43 @@
+"""The only place where tests look inside of a ``BucketDDP``."""
+
+from torch import Tensor
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.hooks import CommHook
+from lightning_bucketddp.reducer.passes import Passes
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.reductions import HookReduce
+from lightning_bucketddp.reducer.upkeep import Upkeep
+
+
+def passes_of(net: BucketDDP) -> Passes:
+    """What opens and ends its passes."""
+    return net._reducer
+
+
+def upkeep_of(net: BucketDDP) -> Upkeep:
+    """What keeps its reducer in line with the module."""
+    return net._reducer.upkeep
+
+
+def reducer_of(net: BucketDDP) -> Reducer:
+    """Its reducer."""
+    return net._reducer.reducer
+
+
+def views_of(net: BucketDDP) -> dict[str, Tensor]:
+    """Each slot's view into its gradient buffer, by parameter name."""
+    reducer = reducer_of(net)
+    return {spec.name: view for spec, view in zip(reducer.table.specs, reducer.storage.views, strict=False)}
+
+
+def comm_hook_of(net: BucketDDP) -> CommHook:
+    """Its communication hook."""
+    reduction = reducer_of(net).reduction
+    assert isinstance(reduction, HookReduce)
+    return reduction._hook
+
+
+def learns_order(net: BucketDDP) -> bool:
+    """Whether its next pass teaches the order of gradients."""
+    return reducer_of(net).participants.follows_gradients
