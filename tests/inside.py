@@ -40,4 +40,4 @@ def comm_hook_of(net: BucketDDP) -> CommHook:
 
 def learns_order(net: BucketDDP) -> bool:
     """Whether its next pass teaches the order of gradients."""
-    return reducer_of(net).participants.follows_gradients
+    return any(it.follows_gradients for it in reducer_of(net).participants)

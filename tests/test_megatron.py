@@ -192,8 +192,8 @@ def test_one_reduction_per_buffer_after_backward(
 
 def packed_before_the_end() -> list[bool]:
     module = Mlp(depth=3)
-    ours = BucketDDP(module, overlap=False)
     before, contiguous.OUTSIDE_BYTES = contiguous.OUTSIDE_BYTES, 1
+    ours = BucketDDP(module, overlap=False)
     seen: list[bool] = []
     views = views_of(ours)
     module.layers[0].weight.register_hook(lambda _: seen.append(module.head.weight.grad is views["head.weight"]))

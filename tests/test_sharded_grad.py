@@ -180,7 +180,7 @@ def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks, zeros: bool) ->
 
 
 def cleared_alone() -> list[Tensor | None]:
-    """One rank clears its gradients, the others do not, and buckets are laid out anew before they add more."""
+    """One rank clears its gradients, the others do not: buckets that are to be laid out anew wait for all."""
     ours, _ = pair()
     backward([ours], 0)
     backward([ours], 1)  # in the learned order
@@ -189,13 +189,42 @@ def cleared_alone() -> list[Tensor | None]:
     ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
     before = ours.layout
     backward([ours], 2)
+    assert ours.layout == before
+    grads = [ours.full_grad(param) for param in ours.module.parameters()]
+    ours.zero_grad()
+    backward([ours], 3)
     assert ours.layout != before
-    return [ours.full_grad(param) for param in ours.module.parameters()]
+    return grads
 
 
-def test_a_rank_that_clears_alone_does_not_stay_away(run_ranks: RunRanks) -> None:
+def test_buckets_are_rebuilt_when_all_ranks_have_cleared_gradients(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, cleared_alone, fresh=True)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def unfrozen_on_top(clears: bool) -> None:
+    """A parameter becomes trainable while rank 1 still holds accumulated shards."""
+    torch.manual_seed(0)
+    plain = Mlp()
+    plain.layers[1].weight.requires_grad_(False)
+    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=0.001)
+    backward([ours], 0)
+    if clears or dist.get_rank() == 0:
+        ours.zero_grad()
+    for model in (ours.module, plain):
+        model.layers[1].weight.requires_grad_(True)
+    if not clears:
+        with pytest.raises(RuntimeError, match=r"expected cleared gradients where further parameters.*zero_grad\(\)"):
+            backward([ours], 1)
+        return
+    backward([ours, plain], 1)
+    averaged(plain)
+    assert_full(ours, plain)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears: bool) -> None:
+    run_ranks(2, unfrozen_on_top, clears, fresh=True)
 
 
 def without_root() -> None:

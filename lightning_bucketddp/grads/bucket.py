@@ -55,8 +55,6 @@ class Buckets:
     Attributes:
         all: Every bucket of the layout.
         of_slot: The bucket of each slot.
-        active: The buckets that the present synchronised pass reduces.
-        active_slots: Their slots.
         launched: How many of them have been launched.
         awaited: The bucket that was waited for last.
         pending: Slots with a gradient since their last reduction.
@@ -70,8 +68,7 @@ class Buckets:
         self._table, self._planner = table, planner
         self.all: list[Bucket] = []
         self.of_slot: list[Bucket] = []
-        self.active: list[Bucket] = []
-        self.active_slots = NONE
+        self._now: _Expected | None = None  # in the present synchronised pass
         self.launched = 0
         self.awaited: Bucket | None = None
         self.pending: set[int] = set()
@@ -96,7 +93,7 @@ class Buckets:
 
     def forget(self) -> None:
         """Let go of all buckets and their memory."""
-        self.all, self.active = [], []
+        self.all, self._now = [], None
         self.of_slot.clear()
         self._expected.clear()
 
@@ -118,9 +115,17 @@ class Buckets:
 
     def activate(self, trainable: TrainableSet) -> None:
         """Choose the buckets that this synchronised pass reduces: those with a parameter in the set."""
-        expected = self._expect(trainable)
-        self.active, self.active_slots = expected.active, expected.active_slots
+        self._now = self._expect(trainable)
         self.launched = 0
+
+    @property
+    def active(self) -> list[Bucket]:
+        """The buckets that the present synchronised pass reduces."""
+        return [] if self._now is None else self._now.active
+
+    def unused(self) -> frozenset[int]:
+        """The slots of these buckets that are not pending."""
+        return NONE if self._now is None else self._now.slots - self.pending
 
     def next(self) -> Bucket | None:
         """The bucket that is launched next; None if all are."""
@@ -144,10 +149,6 @@ class Buckets:
         """The slots whose gradients have not come in this pass, in launch order."""
         return [slot for bucket in self.active for slot in sorted(bucket.missing)]
 
-    def end(self) -> None:
-        """Nothing is pending any more."""
-        self.pending = set()  # not cleared: the record of the pass keeps the old one
-
     def _expect(self, trainable: TrainableSet) -> _Expected:
         found = self._expected.get(trainable)
         if found is None:
@@ -165,4 +166,4 @@ class _Expected:
             (bucket, frozenset(slot for slot in bucket.slots if table.is_in(slot, trainable))) for bucket in buckets
         ]
         self.active = [bucket for bucket, slots in self.missing if slots]
-        self.active_slots = frozenset(slot for bucket in self.active for slot in bucket.slots)
+        self.slots = frozenset(slot for bucket in self.active for slot in bucket.slots)

@@ -34,9 +34,8 @@ class Contiguous:
         self._table, self._buckets = table, buckets
         self.buffers = GradBuffers(layout)
         self._streams: set[torch.Stream] = set()  # of accelerators, on which gradients were made
-        self._on_accelerator = any(param.device.type != "cpu" for param in table.all_params)
-        self._main_grads = main_grads
-        self._main_grads_bound = False
+        self._on_cpu = all(param.device.type == "cpu" for param in table.all_params)
+        self._main_grads: bool | None = False if main_grads else None  # whether they are bound; None: never
         self._outside: list[int] = []  # slots whose gradients lie where autograd put them
         self._outside_bytes = 0
         self._pending_before: set[int] = set()  # this local pass
@@ -60,15 +59,15 @@ class Contiguous:
         layout = self.layout
         self._buckets.lay_out(layout, [self.buffers.bucket_flat(bucket) for bucket in layout.buckets])
         self._outside_limit = min(OUTSIDE_BYTES, max((layout.bucket_nbytes(it) for it in layout.buckets), default=0))
-        specs = self._table.specs if self._main_grads else []
+        specs = [] if self._main_grads is None else self._table.specs
         self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
         self.bind_main_grads(True)
 
     def bind_main_grads(self, bound: bool) -> None:
         """Give parameters their ``main_grad``, or take it away."""
-        if bound is self._main_grads_bound:
+        if self._main_grads is None or bound is self._main_grads:
             return
-        self._main_grads_bound = bound
+        self._main_grads = bound
         for slot in self._with_main_grad:
             if bound:
                 self._table.params[slot].main_grad = self.views[slot]  # type: ignore[attr-defined]
@@ -115,12 +114,12 @@ class Contiguous:
 
     def note_stream(self, slot: int) -> None:
         """Remember the current stream, on which a gradient was made."""
-        if self._on_accelerator:
+        if not self._on_cpu:
             self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
 
     def one_stream(self) -> bool:
         """Whether all gradients are made on one stream, which is known."""
-        return not self._on_accelerator or len(self._streams) == 1
+        return self._on_cpu or len(self._streams) == 1
 
     def _wait_for_streams(self) -> None:
         """Let what is done next see the gradients that were made on other streams."""

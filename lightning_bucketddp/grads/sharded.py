@@ -12,20 +12,21 @@ scales or clears the one does so to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
+from lightning_bucketddp.grads.shard_memory import ShardMemory
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.layout.shards import Part, parts_of
+from lightning_bucketddp.layout.shards import Part
 
 
 class LayoutObserver(Protocol):
@@ -54,7 +55,6 @@ class Sharded:
 
     Attributes:
         groups: Among whom shards are divided.
-        parts: This rank's part of each slot.
     """
 
     def __init__(
@@ -72,34 +72,25 @@ class Sharded:
         self._keep_shards = keep_shards
         self._observer: LayoutObserver | None = None
         self._away = False  # whether whole buckets have no memory
-        self._opened = False
-        self._accumulating: set[int] = set()  # slots whose published gradient a pass adds to
+        self._accumulating: set[int] | None = None  # slots whose published gradient this pass adds to; None between
         self._make_shards()
 
     def _make_shards(self) -> None:
-        self.parts: list[Part] = parts_of(self.layout, self.groups.shards, self.groups.index)
-        # By bucket: the shard, where it has memory of its own.
-        self._shards: dict[int, Tensor] = {}
-        if self._keep_shards:
-            self._shards = {it.index: torch.zeros_like(self.groups.shard(it.flat)) for it in self._buckets.all}
+        self._memory = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
         self._sharded = [self._make_sharded(slot) for slot in range(len(self.layout.slots))]
 
     def _make_sharded(self, slot: int) -> ShardedGrad:
         view, spec = self._inner.views[slot], self._table.specs[slot]
         if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
             view = view.new_zeros(()).expand(spec.shape)
-        return ShardedGrad.of(view, spec.name, self._pieces(slot), self._sum)
+        return ShardedGrad.of(view, spec.name, partial(self._pieces, slot), self._sum)
 
-    def _pieces(self, slot: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-        """Gives a slot's part, and all memory that an operation on its gradient concerns."""
-
-        def pieces() -> tuple[Tensor, list[Tensor]]:
-            part = self.part(slot)
-            if self.parts[slot].bucket not in self._shards:
-                return part, [self._inner.views[slot]]  # which the part is in
-            return part, [part] if self._away else [part, self._inner.views[slot]]
-
-        return pieces
+    def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
+        """A slot's part, and all memory that an operation on its gradient concerns."""
+        part = self.part(slot)
+        if not self._memory.is_apart(slot):
+            return part, [self._inner.views[slot]]  # which the part is in
+        return part, [part] if self._away else [part, self._inner.views[slot]]
 
     def _sum(self, tensor: Tensor) -> None:
         self._collectives.all_reduce_sum(tensor).wait()
@@ -121,18 +112,14 @@ class Sharded:
         self.require_memory()
         return self._inner.views
 
+    @property
+    def parts(self) -> list[Part]:
+        """This rank's part of each slot."""
+        return self._memory.parts
+
     def part(self, slot: int) -> Tensor:
         """This rank's part of a slot's published gradient, 1-D."""
-        part = self.parts[slot]
-        shard = self._shards.get(part.bucket)
-        if shard is None:
-            return self._part_in_bucket(slot)
-        offset = part.at - self.groups.index * shard.numel()
-        return shard[offset : offset + part.stop - part.start]
-
-    def _part_in_bucket(self, slot: int) -> Tensor:
-        part = self.parts[slot]
-        return self._buckets.all[part.bucket].flat[part.at : part.at + part.stop - part.start]
+        return self._memory.part(slot)
 
     def is_sharded(self, slot: int) -> bool:
         """Whether a slot's gradient is its published one, of which this rank holds its part."""
@@ -152,19 +139,13 @@ class Sharded:
 
     def open(self) -> None:
         """Take published gradients out of ``.grad``: autograd must not add to them."""
-        if self._opened:
+        if self._accumulating is not None:
             return
-        self._opened = True
         self.require_memory()
         self._inner.open()
         params, pending = self._table.params, self._buckets.pending
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
-        in_use = {self.parts[slot].bucket for slot in self._accumulating}
-        if not self._keep_shards:  # the buckets' memory is needed for what comes
-            for index in in_use - self._shards.keys():
-                self._shards[index] = self.groups.shard(self._buckets.all[index].flat).clone()
-            for index in self._shards.keys() - in_use:
-                del self._shards[index]
+        self._memory.set_apart(self._accumulating)
         for slot in self._accumulating:
             params[slot].grad = self._inner.views[slot] if slot in pending else None
 
@@ -208,10 +189,10 @@ class Sharded:
                 self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
-        reduced = self._part_in_bucket(slot)
-        if slot in self._accumulating:
+        reduced = self._memory.in_bucket(slot)
+        if slot in (self._accumulating or ()):
             self.part(slot).add_(reduced)
-        elif self.parts[slot].bucket in self._shards:
+        elif self._memory.is_apart(slot):
             self.part(slot).copy_(reduced)
         self._bind(slot)
 
@@ -229,18 +210,16 @@ class Sharded:
     def end(self, synchronised: bool) -> None:
         """A pass has ended: what had accumulated before is published again."""
         self._inner.end(synchronised)
-        self._opened = False
-        for slot in self._accumulating:
+        self._publish_again()
+        if synchronised:
+            self._memory.put_back()
+            if self._keep_shards:
+                self._put_away()
+
+    def _publish_again(self) -> None:
+        for slot in self._accumulating or ():
             self._bind(slot)
-        self._accumulating = set()
-        if not synchronised:
-            return
-        if self._keep_shards:
-            self._put_away()
-            return
-        for index, shard in self._shards.items():
-            self.groups.shard(self._buckets.all[index].flat).copy_(shard)
-        self._shards.clear()
+        self._accumulating = None
 
     def _put_away(self) -> None:
         """Take whole buckets their memory, unless gradients are in it."""
@@ -252,14 +231,12 @@ class Sharded:
     def drop(self) -> None:
         """Let the gradients of a pass that failed be of no use, those of earlier passes included."""
         self._inner.drop()
-        self._opened = False
         for bucket in self._buckets.active:
-            self._accumulating.difference_update(bucket.slots)
+            if self._accumulating is not None:
+                self._accumulating.difference_update(bucket.slots)
             for slot in bucket.slots:
                 self._table.params[slot].grad = None
-        for slot in self._accumulating:
-            self._bind(slot)
-        self._accumulating = set()
+        self._publish_again()
 
     def zero(self) -> None:
         """Set all gradients to zero, in the buffers."""
@@ -279,7 +256,7 @@ class Sharded:
         """
         if layout == self.layout:
             return self._inner.lay_out(layout)
-        mine = [len(self._accumulating)]
+        mine = [len(self._accumulating or ())]
         everyone = [mine] if self._observer is None else self._observer.exchange(mine)
         accumulating = any(count for (count,) in everyone)
         if accumulating and len(layout.slots) == len(self.layout.slots):

@@ -8,82 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABOUT_A_TENSOR = frozenset(
-    [
-        "grad",
-        "requires_grad",
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_leaf",
-        "grad_fn",
-        "grad_dtype",
-        "output_nr",
-        "names",
-        "is_cpu",
-        "is_cuda",
-        "is_mps",
-        "is_xpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "itemsize",
-        "nbytes",
-        "retains_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_version",
-        "_base",
-    ]
-)
+ABOUT_A_TENSOR = frozenset({
+    "grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "grad_dtype",
+    "output_nr", "names", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
+    "is_nested", "is_mkldnn", "itemsize", "nbytes", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "_version", "_base",
+})  # fmt: skip
 """Attributes that tell nothing of a tensor's values."""
 
 
-_ELEMENT_WISE = frozenset(
-    [
-        "zero_",
-        "mul_",
-        "div_",
-        "true_divide_",
-        "clamp_",
-        "clip_",
-        "clamp_min_",
-        "clamp_max_",
-        "nan_to_num_",
-        "neg_",
-        "requires_grad_",
-        "detach_",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_floating_point",
-        "is_complex",
-        "_foreach_zero_",
-        "_foreach_mul_",
-        "_foreach_div_",
-        "_foreach_neg_",
-        "_foreach_clamp_min_",
-        "_foreach_clamp_max_",
-        "__imul__",
-        "__itruediv__",
-        "__idiv__",
-        "is_neg",
-        "is_conj",
-        "storage_offset",
-        "untyped_storage",
-        "_is_view",
-    ]
-)
+_ELEMENT_WISE = frozenset({
+    "zero_", "mul_", "div_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
+    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
+    "_foreach_zero_", "_foreach_mul_", "_foreach_div_", "_foreach_neg_", "_foreach_clamp_min_", "_foreach_clamp_max_",
+    "__imul__", "__itruediv__", "__idiv__", "is_neg", "is_conj", "storage_offset", "untyped_storage", "_is_view",
+})  # fmt: skip
 """What is as right on the rank's own part as on the whole, every rank doing the same."""
 
-_ABOUT_CALLS = frozenset(
-    ["requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"]
-)
+_ABOUT_CALLS = frozenset({
+    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
+})  # fmt: skip
 """Those of them that do nothing to its values."""
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"

@@ -27,7 +27,7 @@ from lightning_bucketddp.peers.failures import Failures
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.limits import GradientLimits
-from lightning_bucketddp.reducer.participant import Participant, Participants
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.peers import PassPeers
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
@@ -121,7 +121,7 @@ def assemble(
         buckets,
         storage,
         reduction_of(setting, table, buckets, storage, hook),
-        Participants(members),
+        members,
         PassPeers(collectives, agreement, failures, setting.checks, table, topics),
         setting.queue,
         setting.lock,

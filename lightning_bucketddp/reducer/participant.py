@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
@@ -70,67 +70,3 @@ class Participant:
 
     def dropped(self) -> None:
         """A pass has failed on this rank: what accumulated since the last reduction is gone."""
-
-
-class Participants(Participant):
-    """All participants as one."""
-
-    def __init__(self, members: Sequence[Participant]) -> None:
-        self._members = members
-        self._launch_checks = [it for it in members if type(it).before_launch is not Participant.before_launch]
-
-    @property
-    def follows_gradients(self) -> bool:
-        """Whether any does."""
-        return any(it.follows_gradients for it in self._members)
-
-    @property
-    def reads_control(self) -> bool:
-        """Whether any does."""
-        return any(it.reads_control for it in self._members)
-
-    def opened(self, it: Pass) -> None:
-        """Tell all."""
-        for member in self._members:
-            member.opened(it)
-
-    def ready(self, slot: int) -> None:
-        """Tell those that follow gradients."""
-        for member in self._members:
-            if member.follows_gradients:
-                member.ready(slot)
-
-    def ready_apart(self, index: int) -> None:
-        """Tell all."""
-        for member in self._members:
-            member.ready_apart(index)
-
-    def before_launch(self, bucket: Bucket) -> None:
-        """Ask those that look at buckets."""
-        for member in self._launch_checks:
-            member.before_launch(bucket)
-
-    def backward_ended(self, raised: bool) -> None:
-        """Tell all."""
-        for member in self._members:
-            member.backward_ended(raised)
-
-    def report(self, report: Report) -> None:
-        """Ask all."""
-        for member in self._members:
-            member.report(report)
-
-    def settle(self, settled: Settled) -> None:
-        """Let all settle, in order."""
-        for member in self._members:
-            member.settle(settled)
-
-    def ended(self) -> None:
-        """Tell all."""
-        for member in self._members:
-            member.ended()
-
-    def dropped(self) -> None:
-        """Tell all."""
-        for member in self._members:
-            member.dropped()

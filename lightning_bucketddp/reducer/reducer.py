@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,7 +40,7 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
-from lightning_bucketddp.reducer.participant import Participants, Settled
+from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.peers import PassPeers
 from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Origin, Pass, PassState, Role
@@ -63,7 +63,7 @@ class Reducer:
         buckets: The buckets.
         storage: Where gradients lie.
         reduction: What reduces a bucket.
-        participants: What else takes part in passes.
+        participants: What else takes part in passes; the same on every rank, in the order of their collectives.
         peers: What ranks know of one another.
         queue: Which of several wrappers on one group may launch.
         lock: Guards what hooks do, on several threads.
@@ -81,7 +81,7 @@ class Reducer:
         buckets: Buckets,
         storage: Storage,
         reduction: Reduction,
-        participants: Participants,
+        participants: Sequence[Participant],
         peers: PassPeers,
         queue: Turns,
         lock: threading.RLock,
@@ -115,8 +115,9 @@ class Reducer:
         Raises:
             RuntimeError: If a participant refuses it.
         """
-        buckets, follow = self.buckets, self.participants.follows_gradients
+        buckets = self.buckets
         self.storage.open()
+        follow = self._followed()
         buckets.begin(self.table.trainable_now(), None if follow else reachable, in_order=not follow)
         self._pass, self._exchange = it, None
         if it.synchronised:
@@ -126,7 +127,8 @@ class Reducer:
                 buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
         self._enter(PassState.SYNCHRONISED if it.synchronised else PassState.LOCAL)
         try:  # only now, when what is raised concerns a pass that the others can be told of
-            self.participants.opened(it)
+            for participant in self.participants:
+                participant.opened(it)
         except RuntimeError as error:
             if it.synchronised:
                 self.peers.publish(f"raised RuntimeError: {error}")
@@ -173,7 +175,8 @@ class Reducer:
         slot = self.table.slot_of_index.get(index)
         if slot is None:  # sparse, or unfrozen in a local pass: it gets its slot when the ranks have agreed on it
             self.table.ready_apart(index)
-            self.participants.ready_apart(index)
+            for participant in self.participants:
+                participant.ready_apart(index)
             return None
         bucket = self.buckets.of_slot[slot]
         if bucket.launched:
@@ -184,7 +187,8 @@ class Reducer:
         bucket.missing.discard(slot)
         if self.buckets.in_order:
             return None if bucket.missing else bucket
-        self.participants.ready(slot)
+        for participant in self.participants:
+            participant.ready(slot)
         self.storage.arrived(slot)
         return None
 
@@ -197,7 +201,8 @@ class Reducer:
 
     def launch(self, bucket: Bucket) -> None:
         """Pack a bucket and start its collective."""
-        self.participants.before_launch(bucket)
+        for participant in self.participants:
+            participant.before_launch(bucket)
         self.storage.pack(bucket, self.reduction.scale(bucket))
         bucket.work = self.reduction.start(bucket)
         bucket.launched = True
@@ -216,15 +221,14 @@ class Reducer:
 
     def backward_ended(self) -> None:
         """End the pass, when the last gradient has come and before ``backward()`` returns."""
-        if self.state is PassState.LOCAL:
-            self.participants.backward_ended(raised=False)
-            self.storage.end(synchronised=False)
-            self._enter(PassState.IDLE)
-        elif self.state is PassState.SYNCHRONISED:
-            self.participants.backward_ended(raised=False)
+        if self.state in (PassState.LOCAL, PassState.SYNCHRONISED):
+            self._tell_ended(raised=False)
+        if self.state is PassState.SYNCHRONISED:
             self.finish()
-        else:  # no gradient came, as with torch.autograd.grad
-            self.storage.end(synchronised=False)
+            return
+        self.storage.end(synchronised=False)
+        if self.state is PassState.LOCAL:  # else no gradient came, as with torch.autograd.grad
+            self._enter(PassState.IDLE)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -241,9 +245,11 @@ class Reducer:
                 bucket.work.wait(peers.poll)
         with peers.waiting_for("the control vector"):
             exchange.wait(peers.poll)
-        unused = buckets.active_slots - buckets.pending
-        control = peers.read(exchange, bool(unused) or self.participants.reads_control)
-        self.participants.settle(Settled(buckets, exchange, control, peers.poll))
+        unused = buckets.unused()
+        control = peers.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
+        settled = Settled(buckets, exchange, control, peers.poll)
+        for participant in self.participants:
+            participant.settle(settled)
         for bucket in buckets.active:
             self.storage.publish(bucket)
         for slot in unused:
@@ -255,7 +261,8 @@ class Reducer:
 
     def _end(self) -> None:
         self.storage.end(synchronised=True)
-        self.participants.ended()
+        for participant in self.participants:
+            participant.ended()
         self.buckets.pending = set()  # not cleared: the record of the pass keeps the old one
         self._enter(PassState.IDLE)
         self.peers.pass_ended()
@@ -270,7 +277,7 @@ class Reducer:
         Args:
             guarded: Whether the caller settles the pass.
         """
-        self.participants.backward_ended(raised=True)
+        self._tell_ended(raised=True)
         if self.state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self.state is PassState.SYNCHRONISED and not guarded:
@@ -287,7 +294,7 @@ class Reducer:
         vector that it failed. If all ranks did, training may go on; no rank keeps a gradient of the parameters that
         the pass concerned. Otherwise every rank raises.
         """
-        self.participants.backward_ended(raised=True)
+        self._tell_ended(raised=True)
         if self.state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
@@ -325,9 +332,18 @@ class Reducer:
         else:
             peers.give_up(cause)
 
+    def _followed(self) -> bool:
+        """Whether a participant follows gradients one by one."""
+        return any(participant.follows_gradients for participant in self.participants)
+
+    def _tell_ended(self, raised: bool) -> None:
+        for participant in self.participants:
+            participant.backward_ended(raised)
+
     def _drop(self) -> None:
         self.storage.drop()
-        self.participants.dropped()
+        for participant in self.participants:
+            participant.dropped()
         self.buckets.pending.clear()
 
     def failed(self) -> None:
@@ -351,7 +367,8 @@ class Reducer:
         assert self._pass is not None
         report = self.peers.report(self._pass.trainable, failed, not self._pass.contributes)
         if not failed:
-            self.participants.report(report)
+            for participant in self.participants:
+                participant.report(report)
         return report
 
     @contextmanager
