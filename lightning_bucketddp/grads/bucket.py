@@ -26,19 +26,21 @@ class Bucket:
         slots: Its slots.
         held_back: Whether only the end of backward may launch it, as a slot may get several gradients.
         flat: Its contiguous 1-D tensor; the storage sets it.
+        with_tail: The same and what travels with it, behind it in memory: the control vector. None if nothing does.
         missing: Slots whose gradients are expected in this pass and are not ready.
         launched: Whether its collective was started in this pass while backward could still bring gradients.
         launched_at: When, on ``time.perf_counter``.
         work: That collective.
     """
 
-    __slots__ = ("flat", "held_back", "index", "launched", "launched_at", "missing", "slots", "work")
+    __slots__ = ("flat", "held_back", "index", "launched", "launched_at", "missing", "slots", "with_tail", "work")
 
     def __init__(self, index: int, slots: tuple[int, ...], held_back: bool, flat: Tensor) -> None:
         self.index = index
         self.slots = slots
         self.held_back = held_back
         self.flat = flat
+        self.with_tail: Tensor | None = None
         self.missing: set[int] = set()
         self.launched = False
         self.launched_at = 0.0

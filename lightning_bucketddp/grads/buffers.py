@@ -19,6 +19,7 @@ class GradBuffers:
 
     Args:
         layout: Where each slot lies.
+        tail: Elements behind the last bucket, which are not gradients.
 
     Attributes:
         layout: The layout that the views follow now.
@@ -28,11 +29,18 @@ class GradBuffers:
         made_elsewhere: Whether gradients may have been made on other streams than the one that copies them.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, tail: int = 0) -> None:
         self.layout = layout
-        self.flats = [torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers]
+        self._make_flats(tail)
         self.views = self._make_views()
         self.made_elsewhere = False
+
+    def _make_flats(self, tail: int) -> None:
+        last = self.layout.buckets[-1].buffer if tail else -1
+        self.flats = [
+            torch.zeros(spec.numel + (tail if index == last else 0), dtype=spec.dtype, device=spec.device)
+            for index, spec in enumerate(self.layout.buffers)
+        ]
 
     def _make_views(self) -> list[Tensor]:
         views = [self._view(slot) for slot in range(len(self.layout.slots))]
@@ -80,7 +88,7 @@ class GradBuffers:
         self.views.clear()
         self.flats.clear()
 
-    def relayout(self, layout: Layout, params: Sequence[Tensor]) -> None:
+    def relayout(self, layout: Layout, params: Sequence[Tensor], tail: int = 0) -> None:
         """Moves to another layout of the same slots, possibly with more slots appended.
 
         Gradients that are views (``param.grad is view``) move along and are bound to their new views.
@@ -90,6 +98,7 @@ class GradBuffers:
         Args:
             layout: The new layout; its first ``len(self.views)`` slots are the present ones.
             params: The parameters of all slots of ``layout``.
+            tail: Elements behind the last bucket.
         """
         if layout == self.layout:
             return
@@ -99,7 +108,7 @@ class GradBuffers:
             old.clear()
             self.release()
         self.layout = layout
-        self.flats = [torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device) for spec in layout.buffers]
+        self._make_flats(tail)
         self.views = self._make_views()
         for slot in live:
             self.views[slot].copy_(old[slot])

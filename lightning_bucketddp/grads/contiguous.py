@@ -12,9 +12,13 @@ from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import gradients_of, leave_out
 from lightning_bucketddp.layout.plan import MIB, Layout
+from lightning_bucketddp.peers.control import HEADER
 
 OUTSIDE_BYTES = 16 * MIB
 """Gradients that lie outside of the buffers at most, where buckets do not limit them."""
+
+MAX_CARRIER_BYTES = MIB
+"""The control vector does not travel in a larger bucket: what the collective of its own costs is small beside that."""
 
 
 class Contiguous:
@@ -25,16 +29,25 @@ class Contiguous:
         buckets: The buckets, which get their memory here.
         layout: Where each slot lies.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
+        carries_control: Whether the last bucket has room for the control vector, if that bucket is small.
 
     Attributes:
         buffers: The flat tensors and the views.
     """
 
-    def __init__(self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        buckets: Buckets,
+        layout: Layout,
+        main_grads: bool = True,
+        carries_control: bool = False,
+    ) -> None:
         self._table, self._buckets = table, buckets
-        self.buffers = GradBuffers(layout)
-        self._streams: set[torch.Stream] = set()  # of accelerators, on which gradients were made
+        self._carries_control = carries_control
         self._on_cpu = all(param.device.type == "cpu" for param in table.all_params)
+        self.buffers = GradBuffers(layout, self._tail(layout))
+        self._streams: set[torch.Stream] = set()  # of accelerators, on which gradients were made
         self._main_grads: bool | None = False if main_grads else None  # whether they are bound; None: never
         self._outside: list[int] = []  # slots whose gradients lie where autograd put them
         self._outside_bytes = 0
@@ -55,9 +68,23 @@ class Contiguous:
 
     # -- layout --------------------------------------------------------------------------------------
 
+    def _tail(self, layout: Layout) -> int:
+        """Elements behind the last bucket for the control vector. Where it lies is the same on all ranks."""
+        if not (self._carries_control and layout.buckets and self._on_cpu):
+            return 0
+        last = layout.buckets[-1]
+        buffer = layout.buffers[last.buffer]
+        exact = buffer.dtype in (torch.float32, torch.float64)
+        fits = exact and last.stop == buffer.numel and layout.bucket_nbytes(last) <= MAX_CARRIER_BYTES
+        return HEADER + len(layout.slots) if fits else 0
+
     def _make_buckets(self) -> None:
         layout = self.layout
         self._buckets.lay_out(layout, [self.buffers.bucket_flat(bucket) for bucket in layout.buckets])
+        if self._tail(layout):
+            last = self._buckets.all[-1]
+            last.with_tail = self.buffers.flats[layout.buckets[-1].buffer][layout.buckets[-1].start :]
+            last.held_back = True  # what the control vector says is final only when backward has ended
         self._outside_limit = min(OUTSIDE_BYTES, max((layout.bucket_nbytes(it) for it in layout.buckets), default=0))
         specs = [] if self._main_grads is None else self._table.specs
         self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
@@ -78,7 +105,7 @@ class Contiguous:
         """Move to another layout; see the protocol."""
         self.bind_main_grads(False)
         self._buckets.forget()  # they hold the flat tensors, which the buffers may want to give back first
-        self.buffers.relayout(layout, self._table.params)
+        self.buffers.relayout(layout, self._table.params, self._tail(layout))
         self._make_buckets()
         return True
 

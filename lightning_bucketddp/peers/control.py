@@ -1,17 +1,18 @@
 """What the ranks must know together after a pass, as one small vector that is summed over them.
 
-Layout, all int64::
+Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
     0            how many ranks failed in this pass
-    1            how many ranks have run out of data
-    2            tokens that the gradients were summed over
-    3, 4         a fingerprint f of the rank's view of the pass, and f * f
-    5, 6         how many steps the rank has begun, modulo 2 ** 20, and the square
-    7, 8         how many training forwards the rank has run, modulo 2 ** 20, and the square
-    9 ...        per slot: how many ranks have something to contribute
+    1            how many ranks have joined
+    2 ... 5      tokens that the gradients were summed over, in limbs of 12 bits
+    6 ... 29     three numbers of 24 bits: a fingerprint of the rank's view of the pass, how many steps it has begun,
+                 how many training forwards it has run; each in four limbs x of 6 bits, as x and x * x
+    30 ...       per slot: how many ranks have something to contribute
 
-All ranks hold the same number f exactly if ``world * sum(f * f) == sum(f) ** 2`` (the equality case of
-Cauchy-Schwarz), which every rank computes from the same two sums, so all of them notice or none does.
+All ranks hold the same limb x exactly if ``world * sum(x * x) == sum(x) ** 2`` (the equality case of Cauchy-Schwarz),
+which every rank computes from the same two sums, so all of them notice or none does.
+
+The vector travels behind the gradients of the pass's last bucket, or in a collective of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.collectives import Collectives, Pending
 
-HEADER = 9
-TOKENS = 2
-_BITS = 20  # f * f * world stays below 2 ** 63 up to 2 ** 23 ranks
+HEADER = 30
+MAX_RANKS_IN_FP32 = 4096
+"""Sums of limbs of 12 bits over more ranks are not exact in fp32."""
+
+_TOKENS = slice(2, 6)
+_TOKEN_BITS, _LIMB_BITS, _LIMBS = 12, 6, 4
 
 
 def fingerprint(*parts: object) -> int:
-    """A hash of ``parts`` in 20 bits, the same in every process."""
-    return zlib.crc32(repr(parts).encode()) >> (32 - _BITS)
+    """A hash of ``parts`` in 24 bits, the same in every process."""
+    return zlib.crc32(repr(parts).encode()) >> 8
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Report:
         fingerprint: What :func:`fingerprint` gave for this rank's view of the pass.
         steps: How many steps this rank has begun.
         forwards: How many training forwards this rank has run.
-        tokens: How many tokens this rank's gradients were summed over, as far as the host knows.
+        tokens: How many tokens this rank's gradients were summed over, as far as the host knows; below 2 ** 48.
         tokens_on_device: More of them, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
         out_of_data: Whether this rank takes part for the others' sake alone.
@@ -58,27 +62,27 @@ class Report:
     out_of_data: bool = False
 
 
-def encode(report: Report, slots: int, used: Collection[int]) -> Tensor:
-    """This rank's control vector, on the CPU, without the tokens that only the device knows.
+def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
+    """Write this rank's control vector.
 
     Args:
+        vector: Where to: ``HEADER`` elements and one per slot, on the CPU.
         report: What this rank says of its pass.
-        slots: Number of slots in the layout.
         used: The slots to which this rank contributes.
-
-    Returns:
-        An int64 tensor of ``HEADER + slots`` elements.
     """
-    vector = torch.zeros(HEADER + slots, dtype=torch.int64)
-    if len(used) == slots:
-        vector[HEADER:] = 1
-    elif used:
+    header = [int(report.failed), int(report.out_of_data), *_limbs(report.tokens, _TOKEN_BITS)]
+    for number in (report.fingerprint, report.steps, report.forwards):
+        for limb in _limbs(number, _LIMB_BITS):
+            header += [limb, limb * limb]
+    vector[:HEADER] = torch.tensor(header, dtype=vector.dtype)
+    everything = len(used) == len(vector) - HEADER
+    vector[HEADER:] = int(everything)
+    if used and not everything:
         vector[torch.tensor(list(used)) + HEADER] = 1
-    numbers = [report.failed, report.out_of_data, report.tokens]
-    for number in (report.fingerprint, report.steps % 2**_BITS, report.forwards % 2**_BITS):
-        numbers += [number, number * number]
-    vector[:HEADER] = torch.tensor(numbers)
-    return vector
+
+
+def _limbs(number: int, bits: int) -> list[int]:
+    return [(number >> (bits * place)) % 2**bits for place in range(_LIMBS)]
 
 
 class Control:
@@ -97,53 +101,66 @@ class Control:
     """
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
-        self.failed_ranks, self.ranks_out_of_data, _, *pairs = summed[:HEADER].tolist()
+        header = [int(number) for number in summed[:HEADER].tolist()]
+        self.failed_ranks, self.ranks_out_of_data = header[:2]
+        pairs = header[_TOKENS.stop :]
+        same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = (
-            world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)
+            all(same[at : at + _LIMBS]) for at in range(0, 3 * _LIMBS, _LIMBS)
         )
-        self._used = summed[HEADER:]
+        self._used = summed[HEADER:] > 0  # the vector may lie in a bucket, which changes
 
     def used_somewhere(self, slot: int) -> bool:
         """Whether any rank contributed to ``slot``."""
-        return bool(self._used[slot] > 0)
+        return bool(self._used[slot])
 
 
 class ControlExchange:
-    """One pass's control vector on its way; started by constructing it.
+    """One pass's control vector on its way.
 
     Args:
-        collectives: The group.
-        device: The device whose tensors travel.
-        report: As for :func:`encode`.
-        slots: As for :func:`encode`.
-        used: As for :func:`encode`.
+        vector: The vector, which is summed in place.
+        world_size: Number of ranks.
+        work: The collective; None if the vector travels in a bucket, which somebody else waits for.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        device: torch.device,
-        report: Report,
-        slots: int,
-        used: Collection[int],
-    ) -> None:
-        self._world_size = collectives.world_size
-        vector = encode(report, slots, used)
+    def __init__(self, vector: Tensor, world_size: int, work: Pending | None = None) -> None:
+        self._vector = self._summed = vector
+        self._work = Pending() if work is None else work
+        self._world_size = world_size
         self._event: torch.Event | None = None
+
+    @classmethod
+    def start(
+        cls, collectives: Collectives, device: torch.device, report: Report, slots: int, used: Collection[int]
+    ) -> ControlExchange:
+        """Send the vector in a collective of its own.
+
+        Args:
+            collectives: The group.
+            device: The device whose tensors travel.
+            report: What this rank says of its pass.
+            slots: Number of slots in the layout.
+            used: The slots to which this rank contributes.
+        """
+        vector = torch.empty(HEADER + slots, dtype=torch.int64)
+        write(vector, report, used)
         if device.type != "cpu":
             vector = vector.pin_memory().to(device, non_blocking=True)
         if report.tokens_on_device is not None:
-            vector[TOKENS] += report.tokens_on_device.to(device)
-        self._vector = self._summed = vector
-        self._pending = collectives.all_reduce_sum(vector)
+            tokens = report.tokens_on_device.to(device)
+            vector[_TOKENS] += torch.stack(
+                [(tokens >> (_TOKEN_BITS * place)) % 2**_TOKEN_BITS for place in range(_LIMBS)]
+            )
+        return cls(vector, collectives.world_size, collectives.all_reduce_sum(vector))
 
     def wait(self, on_idle: Callable[[], None]) -> None:
-        """Waits for the sum in the sense of the device, and starts its copy to the host.
+        """Wait for the sum in the sense of the device, and start its copy to the host.
 
         Args:
             on_idle: Called now and then while the host waits; an exception it raises ends the wait.
         """
-        self._pending.wait(on_idle)
+        self._work.wait(on_idle)
         if self._vector.device.type != "cpu":
             on_host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
             on_host.copy_(self._vector, non_blocking=True)
@@ -152,8 +169,10 @@ class ControlExchange:
             self._vector = on_host
 
     def tokens(self) -> Tensor:
-        """The tokens of all ranks, at least 1, as a tensor of no dimension on the device; wait first."""
-        return self._summed[TOKENS].clamp(min=1)
+        """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
+        limbs = self._summed[_TOKENS].to(torch.int64)
+        weights = torch.tensor([2 ** (_TOKEN_BITS * place) for place in range(_LIMBS)], device=limbs.device)
+        return (limbs * weights).sum().clamp(min=1)
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.agreement import Agreement
+from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32
 from lightning_bucketddp.peers.control_checks import ControlChecks
 from lightning_bucketddp.peers.failures import Failures
 from lightning_bucketddp.reducer.changes import ParamChanges
@@ -138,7 +139,10 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
     if options.shard_optimizer:
         groups = ShardGroups(collectives, options.shard_group_size)
         return Sharded(table, buckets, layout, collectives, groups, options.scatter_every_pass)
-    return (Contiguous if options.use_contiguous_buffers else Coalesced)(table, buckets, layout)
+    if not options.use_contiguous_buffers:
+        return Coalesced(table, buckets, layout)
+    plain = options.comm_hook is None and options.wire_dtype is None
+    return Contiguous(table, buckets, layout, carries_control=plain and 1 < collectives.world_size <= MAX_RANKS_IN_FP32)
 
 
 def reduction_of(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
+from torch import Tensor
+
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.peers.agreement import Agreement, PeerFailureError, RankMismatchError
-from lightning_bucketddp.peers.control import Control, ControlExchange, Report, fingerprint
+from lightning_bucketddp.peers.control import Control, ControlExchange, Report, fingerprint, write
 from lightning_bucketddp.peers.control_checks import ControlChecks
 from lightning_bucketddp.peers.failures import Failures
 
@@ -126,9 +128,14 @@ class PassPeers:
         return Report(seen, self._checks.steps, self._checks.forwards, failed=failed, out_of_data=out_of_data)
 
     def exchange(self, report: Report, used: Collection[int]) -> ControlExchange:
-        """Start the control vector of a pass."""
+        """Send the control vector of a pass in a collective of its own."""
         device = self._table.all_params[0].device
-        return ControlExchange(self._collectives, device, report, len(self._table), used)
+        return ControlExchange.start(self._collectives, device, report, len(self._table), used)
+
+    def put_in(self, vector: Tensor, report: Report, used: Collection[int]) -> ControlExchange:
+        """Write the control vector of a pass where it travels with a bucket."""
+        write(vector, report, used)
+        return ControlExchange(vector, self.world_size)
 
     def read(self, exchange: ControlExchange, needed: bool) -> Control | None:
         """Require that the pass went well on every rank, now if that is needed or costs nothing; else later.

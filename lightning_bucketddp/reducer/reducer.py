@@ -204,6 +204,7 @@ class Reducer:
         for participant in self.participants:
             participant.before_launch(bucket)
         self.storage.pack(bucket, self.reduction.scale(bucket))
+        self._put_control_in(bucket)
         bucket.work = self.reduction.start(bucket)
         bucket.launched = True
         bucket.launched_at = time.perf_counter()
@@ -236,10 +237,13 @@ class Reducer:
         buckets, peers = self.buckets, self.peers
         self.launch_rest()
         with self._launching():
-            report = self._report()
+            report = None if self._exchange is not None else self._report()
         with peers.waiting_for(self._describe_awaited):
             self.reduction.proceed(peers.poll)
-        exchange = self._exchange = peers.exchange(report, buckets.pending)
+        if report is not None:
+            self._exchange = peers.exchange(report, buckets.pending)
+        exchange = self._exchange
+        assert exchange is not None
         with peers.waiting_for(self._describe_awaited):
             for bucket in buckets.awaiting():
                 bucket.work.wait(peers.poll)
@@ -316,10 +320,11 @@ class Reducer:
             while (bucket := self.buckets.next()) is not None:  # as it is: what is sent will not be used
                 self.reduction.make_free(raise_when_late)
                 self.storage.require_memory()
+                self._put_control_in(bucket, failed=True)
                 bucket.work = self.reduction.start(bucket)
                 self.buckets.launched += 1
             self.reduction.proceed(raise_when_late)
-            exchange = peers.exchange(self._report(failed=True), self.buckets.pending)
+            exchange = self._exchange or peers.exchange(self._report(failed=True), self.buckets.pending)
             for bucket in self.buckets.awaiting():
                 bucket.work.wait(raise_when_late)
             exchange.wait(raise_when_late)
@@ -370,6 +375,12 @@ class Reducer:
             for participant in self.participants:
                 participant.report(report)
         return report
+
+    def _put_control_in(self, bucket: Bucket, failed: bool = False) -> None:
+        """Let the control vector travel in a packed bucket, if there is room in it."""
+        if bucket.with_tail is not None and self.reduction.carries_control(bucket):
+            tail = bucket.with_tail[bucket.flat.numel() :]
+            self._exchange = self.peers.put_in(tail, self._report(failed), self.buckets.pending)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:

@@ -21,6 +21,9 @@ class Reduction(Protocol):
     def scale(self, bucket: Bucket) -> float | None:
         """What packing multiplies by, so that the collective need not divide; None for nothing."""
 
+    def carries_control(self, bucket: Bucket) -> bool:
+        """Whether the control vector travels in this bucket; the same on every rank."""
+
     def start(self, bucket: Bucket) -> Pending:
         """Start the collective of a packed bucket."""
 
@@ -62,9 +65,15 @@ class AllReduce:
         divisor = self._collectives.divisor_before(bucket.flat.dtype, bucket.flat.device, self._wire_dtype)
         return None if divisor is None else 1.0 / divisor
 
+    def carries_control(self, bucket: Bucket) -> bool:
+        """Where there is room, and the collective is a plain sum."""
+        return bucket.with_tail is not None and self.scale(bucket) is not None
+
     def start(self, bucket: Bucket) -> Pending:
         """Start the all-reduce."""
-        return self._collectives.all_reduce_mean(bucket.flat, self._wire_dtype, self.scale(bucket) is not None)
+        scaled = self.scale(bucket) is not None
+        flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
+        return self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
 
     def free(self) -> bool:
         """Always."""
@@ -100,6 +109,10 @@ class ReduceScatter:
     def scale(self, bucket: Bucket) -> float | None:
         """None: only the shard has to be divided, when it has been summed."""
         return None
+
+    def carries_control(self, bucket: Bucket) -> bool:
+        """No."""
+        return False
 
     def start(self, bucket: Bucket) -> Pending:
         """Start the reduce-scatter."""
@@ -157,6 +170,10 @@ class HookReduce:
     def scale(self, bucket: Bucket) -> float | None:
         """None: hooks divide themselves."""
         return None
+
+    def carries_control(self, bucket: Bucket) -> bool:
+        """No."""
+        return False
 
     def start(self, bucket: Bucket) -> Pending:
         """Call the hook."""
