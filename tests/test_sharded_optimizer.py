@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.comm.collectives import Work
 from lightning_bucketddp.optim import sharding
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
@@ -247,7 +247,7 @@ class Failed:
 
 def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
     done: list[int] = []
-    pending = Pending(Failed(), lambda: done.append(1), blocking=True)  # type: ignore[arg-type]
+    pending = Work(Failed(), lambda: done.append(1), blocking=True)  # type: ignore[arg-type]
     assert not pending.settle()
     with pytest.raises(RuntimeError, match="broken"):
         pending.wait()

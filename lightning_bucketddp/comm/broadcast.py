@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives, Work
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 
@@ -34,7 +34,7 @@ def broadcast_tensors(
             tensors stays valid then, but nobody can notice the change by the counter.
     """
     has_values = collectives.rank == source
-    under_way: deque[tuple[Pending, Tensor, list[Tensor]]] = deque()
+    under_way: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
 
     def end_first() -> None:
         pending, staging, chunk = under_way.popleft()

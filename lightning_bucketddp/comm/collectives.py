@@ -32,7 +32,7 @@ Started = tuple[dist.Work | None, Callable[[], object] | None]
 """What torch returned for a collective, and what is to be run when it has completed."""
 
 
-class Pending:
+class Work:
     """A collective that was started.
 
     Args:
@@ -300,7 +300,7 @@ class Collectives:
             return None
         return self.world_size if dtype in (torch.float32, torch.float64) else None
 
-    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Pending:
+    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
         """Starts replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
@@ -313,7 +313,7 @@ class Collectives:
             divided: Whether the tensor has been divided by the world size.
         """
         if self._nothing_to_do(flat):
-            return Pending()
+            return Work()
         flat = _real(flat)
         if wire_dtype is not None and _may_travel_in(wire_dtype, flat):
             return self._all_reduce_mean_in(wire_dtype, flat)
@@ -332,7 +332,7 @@ class Collectives:
 
         return self._started(dist.all_reduce(flat, op=op, group=self._group, async_op=True), after, flat)
 
-    def _all_reduce_mean_in(self, wire_dtype: torch.dtype, flat: Tensor) -> Pending:
+    def _all_reduce_mean_in(self, wire_dtype: torch.dtype, flat: Tensor) -> Work:
         work, sent, mean = self._exchange_shards(flat, self._shard_length(flat), wire_dtype)
 
         def gather() -> Started:
@@ -355,7 +355,7 @@ class Collectives:
     def _shard_length(self, flat: Tensor) -> int:
         return -(-flat.numel() // self.world_size)
 
-    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
         """Starts replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
 
         The rest of ``flat`` is of no meaning afterwards.
@@ -365,7 +365,7 @@ class Collectives:
             wire_dtype: As for :meth:`all_reduce_mean`; the shard itself is not rounded.
         """
         if self._nothing_to_do(flat):
-            return Pending()
+            return Work()
         shard, length = _real(self.shard(flat)), self._shard_length(flat) * (2 if flat.is_complex() else 1)
         flat = _real(flat)
         travels_in = wire_dtype if wire_dtype is not None and _may_travel_in(wire_dtype, flat) else flat.dtype
@@ -377,19 +377,19 @@ class Collectives:
         work, _, mean = self._exchange_shards(flat, length, travels_in)
         return self._started(work, lambda: shard.copy_(mean()[: shard.numel()]), flat)
 
-    def all_gather_shards(self, flat: Tensor) -> Pending:
+    def all_gather_shards(self, flat: Tensor) -> Work:
         """Starts replacing every rank's :meth:`shard` of ``flat`` by what that rank has there, in place.
 
         Args:
             flat: 1-D, contiguous; its length is a multiple of the world size.
         """
         if self._nothing_to_do(flat):
-            return Pending()
+            return Work()
         values = flat.view(torch.uint8) if flat.device.type == "cpu" else _real(flat)
         work = _all_gather(values, self.shard(values), group=self._group, async_op=True)
         return self._started(work, None, flat)
 
-    def _reduce_scatter_by_the_backend(self, flat: Tensor, shard: Tensor, length: int) -> Pending:
+    def _reduce_scatter_by_the_backend(self, flat: Tensor, shard: Tensor, length: int) -> Work:
         whole = flat if flat.numel() == length * self.world_size else self._staged(flat, length, flat.dtype)
         result = whole.new_empty(length)
         averages = self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND
@@ -399,7 +399,7 @@ class Collectives:
         work = _reduce_scatter(result, whole, op=op, group=self._group, async_op=True)
         return self._started(work, lambda: (shard.copy_(result[: shard.numel()]), whole), flat)
 
-    def _reduce_scatter_by_all_to_all(self, flat: Tensor, shard: Tensor, length: int) -> Pending:
+    def _reduce_scatter_by_all_to_all(self, flat: Tensor, shard: Tensor, length: int) -> Work:
         counts = [length] * self.world_size
         sent = flat
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -438,27 +438,27 @@ class Collectives:
         staged[flat.numel() :].zero_()
         return staged
 
-    def all_reduce_sum(self, tensor: Tensor) -> Pending:
+    def all_reduce_sum(self, tensor: Tensor) -> Work:
         """Starts replacing ``tensor`` by its sum over the ranks, in place."""
         if self._nothing_to_do(tensor):
-            return Pending()
+            return Work()
         return self._started(dist.all_reduce(tensor, group=self._group, async_op=True), None, tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         """Starts replacing ``tensor`` by that of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
-            return Pending()
+            return Work()
         work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         return self._started(work, None, tensor)
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Starts gathering every rank's ``tensor``, of the same shape and dtype on all of them.
 
         Returns:
             A tensor of shape ``(world size, *tensor.shape)``, by rank, and what to wait for before it is read.
         """
         if self._nothing_to_do(tensor):
-            return tensor.expand(self.world_size, *tensor.shape), Pending()
+            return tensor.expand(self.world_size, *tensor.shape), Work()
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         work = _all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self._group, async_op=True)
         return gathered, self._started(work, None, tensor)
@@ -468,7 +468,7 @@ class Collectives:
 
         Args:
             mine: This rank's.
-            on_idle: As for :meth:`Pending.wait`; of no effect where the backend sends nothing from the CPU.
+            on_idle: As for :meth:`Work.wait`; of no effect where the backend sends nothing from the CPU.
         """
         if self.world_size == 1:
             return [mine]
@@ -529,8 +529,8 @@ class Collectives:
         after: Callable[[], object] | None,
         tensor: Tensor,
         second: Callable[[], Started] | None = None,
-    ) -> Pending:
-        return Pending(work, after, tensor.device.type == "cpu", self.leave_behind, second)
+    ) -> Work:
+        return Work(work, after, tensor.device.type == "cpu", self.leave_behind, second)
 
 
 def _average_with(others: Sequence[Tensor], mine: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending, poll_until_done
+from lightning_bucketddp.comm.collectives import Collectives, Work, poll_until_done
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
@@ -153,7 +153,7 @@ class CommHook:
         return options
 
     @torch.no_grad()
-    def start(self, bucket: HookBucket) -> Pending:
+    def start(self, bucket: HookBucket) -> Work:
         """Calls the hook.
 
         Returns:
@@ -170,7 +170,7 @@ class CommHook:
         except Exception as error:
             self._leave_behind(str(error))
             raise self._failed(bucket, error) from error
-        return _HookPending(future, partial(self._take, bucket, target), partial(self._failed, bucket), self)
+        return _HookWork(future, partial(self._take, bucket, target), partial(self._failed, bucket), self)
 
     @torch.no_grad()
     def _take(self, bucket: HookBucket, target: Tensor, result: Any) -> None:
@@ -222,7 +222,7 @@ class CommHook:
             error[at : at + place.spec.numel * parts].zero_()
 
 
-class _HookPending(Pending):
+class _HookWork(Work):
     """A hook's future, and where its result goes."""
 
     def __init__(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives, Work
 
 
 def require_divides(group_size: int | None, world_size: int) -> None:
@@ -72,13 +72,13 @@ class ShardGroups:
         """This rank's part of ``flat`` (1-D)."""
         return self.inside.shard(flat)
 
-    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
         """As :meth:`Collectives.reduce_scatter_mean`, the mean being over all ranks."""
         pending = self.inside.reduce_scatter_mean(flat, wire_dtype)
         across = self.across
         if across is None:
             return pending
-        return PendingInTwoGroups(pending, lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))
+        return WorkInTwoGroups(pending, lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))
 
     def leave_behind(self, why: str) -> None:
         """Remembers that collectives are under way in the groups which not all ranks will join."""
@@ -93,7 +93,7 @@ class ShardGroups:
                 collectives.end()
 
 
-class PendingInTwoGroups(Pending):
+class WorkInTwoGroups(Work):
     """A collective in one group, and one in another group that completes it.
 
     Args:
@@ -101,11 +101,11 @@ class PendingInTwoGroups(Pending):
         start: Starts the other; called when the first has completed.
     """
 
-    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
+    def __init__(self, first: Work, start: Callable[[], Work]) -> None:
         super().__init__()
         self._first = first
-        self._start: Callable[[], Pending] | None = start
-        self._other = Pending()
+        self._start: Callable[[], Work] | None = start
+        self._other = Work()
 
     def done(self) -> bool:
         """Whether both were waited for, or have completed."""

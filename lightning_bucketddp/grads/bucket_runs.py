@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives, Work
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.checks import require_sound
@@ -63,7 +63,7 @@ class BucketRun:
         self.waiting: set[int] = set()
         self.launched = False
         self.launched_at = 0.0
-        self.pending: Pending | None = None
+        self.pending: Work | None = None
 
 
 class BucketRuns:
@@ -419,7 +419,7 @@ class BucketRuns:
             run.pending = self._start(run)
             self.launched += 1
 
-    def _must_end_first(self) -> Pending | None:
+    def _must_end_first(self) -> Work | None:
         """What has to be completed before the next bucket is launched."""
         if self.comm_hook is None or not self.comm_hook.one_at_a_time or not self.launched:
             return None
@@ -431,7 +431,7 @@ class BucketRuns:
             return None
         return self._collectives.divisor_before(run.flat.dtype, run.flat.device, self.wire_dtype)
 
-    def _start(self, run: BucketRun) -> Pending:
+    def _start(self, run: BucketRun) -> Work:
         if self.comm_hook is None:
             return self._collectives.all_reduce_mean(run.flat, self.wire_dtype, divided=self._divisor(run) is not None)
         params = [self._slots.params[slot] for slot in run.slots]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.comm.shard_groups import PendingInTwoGroups, ShardGroups
+from lightning_bucketddp.comm.collectives import Work
+from lightning_bucketddp.comm.shard_groups import ShardGroups, WorkInTwoGroups
 from lightning_bucketddp.grads.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import TrainableSet
@@ -219,7 +219,7 @@ class ShardedRuns(BucketRuns):
         """None: only the shard has to be divided, when it has been summed."""
         return None
 
-    def _start(self, run: BucketRun) -> Pending:
+    def _start(self, run: BucketRun) -> Work:
         if self.comm_hook is not None:
             return super()._start(run)  # gives all of the bucket; the shard is a part of it
         return self.groups.reduce_scatter_mean(run.flat, self.wire_dtype)
@@ -230,7 +230,7 @@ class ShardedRuns(BucketRuns):
         if self._on_accelerator:
             return  # the compute stream would have to wait; the end of the pass is the same place on every rank
         for run in self.active[: self.launched]:
-            if isinstance(run.pending, PendingInTwoGroups):
+            if isinstance(run.pending, WorkInTwoGroups):
                 if not run.pending.may_start_other():
                     return
                 run.pending.start_other()
@@ -238,7 +238,7 @@ class ShardedRuns(BucketRuns):
     def proceed(self, on_idle: Callable[[], None]) -> None:
         """As for buckets that are not sharded."""
         for run in self.active:
-            if isinstance(run.pending, PendingInTwoGroups):
+            if isinstance(run.pending, WorkInTwoGroups):
                 self.awaited_run = run
                 run.pending.start_other(on_idle)
         super().proceed(on_idle)
