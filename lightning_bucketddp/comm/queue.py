@@ -1,4 +1,4 @@
-"""Whose turn it is to send, where several wrappers share a process group in one backward."""
+"""The wrapper queue: which of several wrappers on one process group may launch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import weakref
 
 import torch.distributed as dist
 
-_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, None]] = weakref.WeakKeyDictionary()
 
 
-class Turns:
-    """The passes of one process group that have begun, in the order in which they will end.
+class WrapperQueue:
+    """The wrappers whose passes are open in one backward, in the order in which the passes will end.
 
-    Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides; when
-    their gradients arrive depends on what this rank uses. Only the pass that ends first may therefore launch early: the
+    Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides. When
+    gradients are ready depends on what this rank uses. Only the pass that ends first may therefore launch early: the
     collectives of different wrappers would otherwise come in another order on other ranks.
 
     Args:
@@ -21,17 +21,16 @@ class Turns:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._queue = _queues.setdefault(group, [])
+        self._queue = _queues.setdefault(group, {})
 
     def line_up(self, who: object) -> None:
-        """A synchronised pass of ``who`` has begun."""
-        if not any(other is who for other in self._queue):
-            self._queue.append(who)
+        """Note that a synchronised pass of ``who`` has begun."""
+        self._queue.setdefault(who)
 
     def is_first(self, who: object) -> bool:
         """Whether no pass of another will end before that of ``who``."""
-        return not self._queue or self._queue[0] is who
+        return next(iter(self._queue), who) is who
 
     def leave(self, who: object) -> None:
-        """The pass of ``who`` has ended, if there was one."""
-        self._queue[:] = [other for other in self._queue if other is not who]
+        """Note that the pass of ``who`` has ended, if there was one."""
+        self._queue.pop(who, None)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.comm.queue import Turns
+from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket_runs import NONE, BucketRun, BucketRuns
 from lightning_bucketddp.grads.checks import GradientError, not_cleared
@@ -142,7 +142,7 @@ class Reducer:
         self._end_queued = False
         self._by_hand = False  # a reduction without a backward is under way
         self._uncleared: str | None = None  # a parameter whose gradient is an earlier pass's
-        self._turns = Turns(collectives.group)
+        self._turns = WrapperQueue(collectives.group)
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
         self._control: ControlExchange | None = None
