@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm.collectives import Work
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.optim import sharding
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
@@ -213,7 +213,7 @@ def summed_during_backward() -> tuple[int, int]:
     wait = runs.wait
 
     def noting(on_idle: Callable[[], None]) -> None:
-        found.append(sum(run.pending._work is None for run in runs.active))
+        found.append(sum(run.pending._handle is None for run in runs.active))
         wait(on_idle)
 
     def until_the_first_has_arrived(grad: Tensor) -> None:
@@ -247,7 +247,7 @@ class Failed:
 
 def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
     done: list[int] = []
-    pending = Work(Failed(), lambda: done.append(1), blocking=True)  # type: ignore[arg-type]
+    pending = Work(Failed(), lambda: done.append(1), on_host=True)
     assert not pending.settle()
     with pytest.raises(RuntimeError, match="broken"):
         pending.wait()

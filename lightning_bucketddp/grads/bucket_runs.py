@@ -15,8 +15,9 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Work
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.checks import require_sound
 from lightning_bucketddp.grads.slots import SlotKind, SlotTable, TrainableSet

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Work
-from lightning_bucketddp.comm.shard_groups import ShardGroups, WorkInTwoGroups
+from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.bucket_runs import BucketRun, BucketRuns
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import TrainableSet
@@ -230,17 +230,16 @@ class ShardedRuns(BucketRuns):
         if self._on_accelerator:
             return  # the compute stream would have to wait; the end of the pass is the same place on every rank
         for run in self.active[: self.launched]:
-            if isinstance(run.pending, WorkInTwoGroups):
-                if not run.pending.may_start_other():
-                    return
-                run.pending.start_other()
+            assert run.pending is not None
+            if not run.pending.try_proceed():
+                return
 
     def proceed(self, on_idle: Callable[[], None]) -> None:
         """As for buckets that are not sharded."""
         for run in self.active:
-            if isinstance(run.pending, WorkInTwoGroups):
-                self.awaited_run = run
-                run.pending.start_other(on_idle)
+            assert run.pending is not None
+            self.awaited_run = run
+            run.pending.proceed(on_idle, early_only=True)
         super().proceed(on_idle)
 
     def activate(self, trainable: TrainableSet) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives, Work
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_runs import ShardedRuns
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout, ParamSpec

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_bucketddp.comm.collectives import debug_level
+from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Bucket, Layout
 
