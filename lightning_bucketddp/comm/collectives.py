@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm import groups, wire
+from lightning_bucketddp.comm import wire
+from lightning_bucketddp.comm.groups import divide
 from lightning_bucketddp.comm.work import Handle, Work
 
 # torch 2.13 renamed them and warns of the old names.
@@ -21,6 +23,8 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
+
+_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class Collectives:
@@ -83,10 +87,12 @@ class Collectives:
     def leave_behind(self, why: str) -> None:
         """Note that collectives are under way which some ranks will never join.
 
+        They would be paired with whatever is started after them.
+
         Args:
             why: What happened.
         """
-        groups.leave_behind(self.group, why)
+        _left_behind[self.group] = why
 
     def require_nothing_left_behind(self) -> None:
         """Require that the group is fit for use in this process.
@@ -94,7 +100,7 @@ class Collectives:
         Raises:
             RuntimeError: If collectives of a failed pass are under way.
         """
-        why = groups.left_behind(self.group)
+        why = _left_behind.get(self.group)
         if why is not None:
             raise RuntimeError(
                 "expected a process group without unfinished collectives, found one in which a pass failed half-way "
@@ -107,12 +113,13 @@ class Collectives:
         Args:
             parts: The ranks, within this group, of each; every rank is in one of them.
         """
-        # Names of groups within other groups are used again, and so is what their ranks have left in the store.
-        return Collectives(groups.divide(self.group, parts), self.is_default(), self._backend_averages)
+        # Within another group than the default one it is not destroyed: torch would use its name again, and with the
+        # name what its ranks have left in the store.
+        return Collectives(divide(self.group, parts), self.is_default(), self._backend_averages)
 
     def end(self) -> None:
         """Destroy the group if it is owned and nothing is under way in it. Sends nothing."""
-        if self._owned and groups.left_behind(self.group) is None:
+        if self._owned and self.group not in _left_behind:
             self._owned = False
             dist.destroy_process_group(self.group)
 

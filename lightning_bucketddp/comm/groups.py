@@ -1,4 +1,4 @@
-"""Process groups: which backends there are, how a group is divided, and which groups must not be used any more."""
+"""Process groups: the backends there are, a second group of all processes, and groups within a group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-
-_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -60,16 +58,3 @@ def divide(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
             mine = made if rank in part else mine
     assert mine is not None
     return mine
-
-
-def leave_behind(group: dist.ProcessGroup, why: str) -> None:
-    """Note that a group has collectives under way which some ranks will never join.
-
-    They would be paired with whatever is started after them.
-    """
-    _left_behind[group] = why
-
-
-def left_behind(group: dist.ProcessGroup) -> str | None:
-    """Why a group must not be used any more; None if it may be."""
-    return _left_behind.get(group)
