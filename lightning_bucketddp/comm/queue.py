@@ -6,11 +6,11 @@ import weakref
 
 import torch.distributed as dist
 
-_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, None]] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[WrapperQueue, None]] = weakref.WeakKeyDictionary()
 
 
 class WrapperQueue:
-    """The wrappers whose passes are open in one backward, in the order in which the passes will end.
+    """One wrapper's place among the wrappers that have a pass open in one backward, first the pass that ends first.
 
     Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides. When
     gradients are ready depends on what this rank uses. Only the pass that ends first may therefore launch early: the
@@ -23,14 +23,14 @@ class WrapperQueue:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._queue = _queues.setdefault(group, {})
 
-    def line_up(self, who: object) -> None:
-        """Note that a synchronised pass of ``who`` has begun."""
-        self._queue.setdefault(who)
+    def line_up(self) -> None:
+        """Note that a synchronised pass of this wrapper has begun."""
+        self._queue.setdefault(self)
 
-    def is_first(self, who: object) -> bool:
-        """Whether no pass of another will end before that of ``who``."""
-        return next(iter(self._queue), who) is who
+    def is_first(self) -> bool:
+        """Whether no pass of another wrapper will end before this one's."""
+        return next(iter(self._queue), self) is self
 
-    def leave(self, who: object) -> None:
-        """Note that the pass of ``who`` has ended, if there was one."""
-        self._queue.pop(who, None)
+    def leave(self) -> None:
+        """Note that the pass of this wrapper has ended, if there was one."""
+        self._queue.pop(self, None)

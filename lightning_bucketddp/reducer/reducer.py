@@ -260,7 +260,7 @@ class Reducer:
         if self._runs.under_way():
             self._collectives.leave_behind(self.failures.message or "it was closed in the middle of a pass")
         self._runs.release()
-        self._turns.leave(self)
+        self._turns.leave()
         self._enter(PassState.CLOSED)
 
     def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
@@ -370,7 +370,7 @@ class Reducer:
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         if synchronised:
-            self._turns.line_up(self)
+            self._turns.line_up()
         try:
             with self._settling("backward"):
                 self._open(synchronised, reachable_leaves(loss) if self._find_unused and synchronised else None)
@@ -378,7 +378,7 @@ class Reducer:
                 self._end_pass()
         finally:
             self._guarded = False
-            self._turns.leave(self)
+            self._turns.leave()
             if root is not None:
                 root.remove()
 
@@ -387,7 +387,7 @@ class Reducer:
         BackwardEnd(self._on_engine_end, self._on_engine_dropped).queue()
         self._end_queued = True
         if self._root_synchronises:
-            self._turns.line_up(self)
+            self._turns.line_up()
 
     def _require_idle(self) -> None:
         self.require_usable()
@@ -575,7 +575,7 @@ class Reducer:
 
     def _on_full(self, bucket: BucketRun) -> None:
         """Launch a bucket whose gradients are all ready, or hold them in its memory until its turn comes."""
-        if self._turns.is_first(self):
+        if self._turns.is_first():
             with self._launching():
                 self._runs.launch_complete()
         if not bucket.launched:
@@ -712,13 +712,13 @@ class Reducer:
             raise
         finally:
             self._uncleared = None
-            self._turns.leave(self)
+            self._turns.leave()
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
         self.on_backward_end(True)
         self._end_queued = False
-        self._turns.leave(self)
+        self._turns.leave()
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
