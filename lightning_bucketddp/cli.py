@@ -13,7 +13,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bucketddp import __version__
-from lightning_bucketddp.comm.collectives import available_backends
+from lightning_bucketddp.comm.groups import available_backends
 from lightning_bucketddp.trainer.common import REGISTERED
 from lightning_bucketddp.trainer.dp.strategy import NAME
 

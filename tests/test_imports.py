@@ -55,7 +55,7 @@ def test_the_drawing_shows_these_folders() -> None:
     assert re.findall(r"^ *\| (\w+)/ ", drawing, re.MULTILINE) == FOLDERS[::-1]
 
 
-def test_only_collectives_calls_torch_distributed() -> None:
+def test_only_comm_calls_torch_distributed() -> None:
     for path in PACKAGE.rglob("*.py"):
         calls = {
             node.func.attr
@@ -67,7 +67,7 @@ def test_only_collectives_calls_torch_distributed() -> None:
         }
         if path.parent.name == "trainer":  # Lightning owns the process group's life
             calls -= {"is_initialized", "destroy_process_group"}
-        assert path.stem == "collectives" or not calls, f"{path.name} calls torch.distributed: {calls}"
+        assert path.parent.name == "comm" or not calls, f"{path.name} calls torch.distributed: {calls}"
 
 
 def test_private_and_undocumented_api_is_still_there() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.optim import sharding
 from tests.inside import reducer_of
 from tests.models import MODELS, batch
@@ -214,7 +214,7 @@ def summed_during_backward() -> tuple[int, int]:
     proceed = reducer.reduction.proceed
 
     def noting(on_idle: Callable[[], None]) -> None:
-        found.append(sum(bucket.work._work is None for bucket in buckets.active))
+        found.append(sum(bucket.work._handle is None for bucket in buckets.active))
         proceed(on_idle)
 
     def until_the_first_has_arrived(grad: Tensor) -> None:
@@ -248,7 +248,7 @@ class Failed:
 
 def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
     done: list[int] = []
-    pending = Pending(Failed(), lambda: done.append(1), blocking=True)  # type: ignore[arg-type]
+    pending = Work(Failed(), lambda: done.append(1), on_host=True)
     assert not pending.settle()
     with pytest.raises(RuntimeError, match="broken"):
         pending.wait()

@@ -193,12 +193,13 @@ def test_bytes_on_the_wire(run_ranks: RunRanks, world_size: int) -> None:
 
 
 def scatter(dtype: torch.dtype, wire_dtype: torch.dtype | None, on_gloo: bool) -> None:
-    collectives = Collectives(None)
-    collectives.probe(torch.device("cpu"))
-    world, rank = collectives.world_size, collectives.rank
+    original = dist.get_backend_config
     if not on_gloo:
-        original, dist.get_backend_config = dist.get_backend_config, lambda _: "cpu:other"
+        dist.get_backend_config = lambda _: "cpu:other"
     try:
+        collectives = Collectives(None)
+        collectives.probe(torch.device("cpu"))
+        world, rank = collectives.world_size, collectives.rank
         for numel in (1, 2, 7, 96, 1000):
             values = [
                 torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(17 * numel + other))
@@ -219,8 +220,7 @@ def scatter(dtype: torch.dtype, wire_dtype: torch.dtype | None, on_gloo: bool) -
                 collectives.all_reduce_mean(flat, wire_dtype).wait()
                 torch.testing.assert_close(flat, mean.to(dtype), rtol=tolerance, atol=tolerance)
     finally:
-        if not on_gloo:
-            dist.get_backend_config = original
+        dist.get_backend_config = original
 
 
 @pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import Work
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 
@@ -17,33 +18,33 @@ _CHUNK_BYTES = 32 * 1024 * 1024
 def broadcast_tensors(
     tensors: Sequence[Tensor],
     collectives: Collectives,
-    on_idle: Callable[[], None] | None = None,
+    poll: Callable[[], None] | None = None,
     source: int = 0,
     hidden: bool = False,
 ) -> None:
-    """Gives every rank one rank's values of ``tensors``, in place.
+    """Give every rank one rank's values of ``tensors``, in place.
 
     The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device, two at a time.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
         collectives: The group.
-        on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+        poll: As for :meth:`Work.wait`.
         source: The rank, in the group, whose values it is.
-        hidden: Whether the values are written back past autograd's version counters: a graph that saved one of the
-            tensors stays valid then, but nobody can notice the change by the counter.
+        hidden: Whether the values are written past autograd's version counters. A graph that saved one of the tensors
+            stays valid then, but nobody can notice the change by the counter.
     """
     has_values = collectives.rank == source
-    under_way: deque[tuple[Pending, Tensor, list[Tensor]]] = deque()
+    under_way: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
 
     def end_first() -> None:
-        pending, staging, chunk = under_way.popleft()
-        pending.wait(on_idle)
+        work, staging, chunk = under_way.popleft()
+        work.wait(poll)
         if not (has_values and hidden):  # else version counters, by which backward raises, would differ between ranks
             write_back(staging, chunk, hidden)
 
     for chunk in chunks(tensors):
-        staging = stage(chunk) if has_values else _room_for(chunk)
+        staging = stage(chunk) if has_values else chunk[0].new_empty(sum(tensor.numel() for tensor in chunk))
         under_way.append((collectives.broadcast(staging, source), staging, chunk))
         if len(under_way) > 1:
             end_first()
@@ -52,7 +53,7 @@ def broadcast_tensors(
 
 
 def chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups tensors by dtype and device into chunks of at most ``_CHUNK_BYTES``; a larger one stands alone."""
+    """Group tensors by dtype and device into chunks of at most ``_CHUNK_BYTES``; a larger tensor stands alone."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -75,13 +76,8 @@ def stage(chunk: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _room_for(chunk: list[Tensor]) -> Tensor:
-    numel = sum(tensor.numel() for tensor in chunk)
-    return torch.empty(numel, dtype=chunk[0].dtype, device=chunk[0].device)
-
-
 def write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
-    """Copies what :func:`stage` has put together back, past autograd's version counters if ``hidden``."""
+    """Copy back what :func:`stage` put together, past autograd's version counters if ``hidden``."""
     parts = staging.split([tensor.numel() for tensor in chunk])
     # `.data` shares memory but not the version counter: an in-place write through it does not make autograd
     # reject a backward that saved the tensor.

@@ -8,15 +8,18 @@ What does not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and
 where they fail under torch DDP too.
 
 Some hooks start further collectives when an earlier one has completed (PowerSGD), on whichever thread completes it.
-With several buckets under way the order of those would differ between ranks, which pairs the wrong tensors. Buckets
-of hooks that are not known to start everything at once therefore take turns: one bucket is launched when the hook's
-future for the one before is completed. On accelerators it is completed at once, in the sense of the stream.
+With several buckets under way their order would differ between ranks, which pairs the wrong tensors. Only hooks that
+are known to start everything at once may therefore have several buckets under way. For any other hook, a bucket is
+launched when the hook's future for the bucket before it has completed. On accelerators that is at once, in the sense
+of the stream.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,7 +31,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending, poll_until_done
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.wire import real
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
@@ -53,7 +58,7 @@ class CommHookError(RuntimeError):
 
 
 class HookBucket:
-    """What a hook sees of a bucket; has the methods of ``torch.distributed.GradBucket``.
+    """A bucket as a hook sees it; has the methods of ``torch.distributed.GradBucket``.
 
     Complex gradients are shown as real ones, with a last dimension of 2 for the real and imaginary parts.
 
@@ -74,13 +79,13 @@ class HookBucket:
         self._params = list(params)
         self._is_last = is_last
         parts = 2 if flat.is_complex() else 1
-        self._buffer = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        self._buffer = real(flat)
         self._places = [((slot.offset - bucket.start) * parts, slot.spec.numel * parts) for slot in slots]
         self._shapes = [slot.spec.shape if parts == 1 else (*slot.spec.shape, parts) for slot in slots]
         self._zero_padding()
 
     def _zero_padding(self) -> None:
-        """A hook may have left something there (noise, a rounding error), which must not add up."""
+        """Reset the gaps between slots: what a hook left there (noise, a rounding error) must not add up."""
         starts = [start for start, _ in self._places[1:]] + [self._buffer.numel()]
         gaps = [self._buffer[at + n : next_at] for (at, n), next_at in zip(self._places, starts, strict=True)]
         torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [self._buffer[:0]])
@@ -94,7 +99,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replaces the tensor that :meth:`buffer` and :meth:`gradients` show, of the same number of elements."""
+        """Replace the tensor that :meth:`buffer` and :meth:`gradients` show, of the same number of elements."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
@@ -120,12 +125,12 @@ class CommHook:
 
     Args:
         function: The hook.
-        state: What it gets as its first argument.
-        leave_behind: Called with the error when a collective that the hook has started may be under way still.
+        state: Its first argument.
+        leave_behind: Called with the error when a collective that the hook started may still be under way.
 
     Attributes:
         name: Qualified name.
-        one_at_a_time: Whether a bucket may be launched only when the one before it is completed.
+        one_at_a_time: Whether a bucket may be launched only when the one before it has completed.
 
     Raises:
         TypeError: If the hook is not callable.
@@ -143,9 +148,9 @@ class CommHook:
         self._leave_behind = leave_behind
 
     def options(self) -> dict[str, object]:
-        """What must be the same on every rank, by name, for ranks to compare."""
+        """The hook's name and its state's numbers, by name: they must be the same on every rank."""
         options: dict[str, object] = {"comm_hook": self.name}
-        if isinstance(self._state, PowerSGDState | PostLocalSGDState):  # what decides how much is sent, and to whom
+        if isinstance(self._state, PowerSGDState | PostLocalSGDState):  # they decide how much is sent, and to whom
             for name in self._state.__slots__:
                 value = getattr(self._state, name)
                 if isinstance(value, bool | int | float):
@@ -153,11 +158,11 @@ class CommHook:
         return options
 
     @torch.no_grad()
-    def start(self, bucket: HookBucket) -> Pending:
-        """Calls the hook.
+    def start(self, bucket: HookBucket) -> Work:
+        """Call the hook.
 
         Returns:
-            What is to be waited for; the result is in the bucket then.
+            The work; the result is in the bucket when it has been waited for.
 
         Raises:
             CommHookError: If the hook raises, or returns something else than a future.
@@ -170,38 +175,25 @@ class CommHook:
         except Exception as error:
             self._leave_behind(str(error))
             raise self._failed(bucket, error) from error
-        return _HookPending(future, partial(self._take, bucket, target), partial(self._failed, bucket), self)
-
-    @torch.no_grad()
-    def _take(self, bucket: HookBucket, target: Tensor, result: Any) -> None:
-        if isinstance(result, list | tuple) and len(result) == 1:  # what Work.get_future() gives
-            result = result[0]
-        if not isinstance(result, Tensor) or result.numel() != target.numel():
-            found = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
-            raise TypeError(f"expected its future to hold a tensor of {target.numel()} elements, found {found}")
-        if result.data_ptr() != target.data_ptr() or result.dtype is not target.dtype:
-            target.copy_(result.reshape(-1))
+        handle = _HookHandle(future, target, partial(self._failed, bucket))
+        return Work(handle, on_host=True, left_behind=self._leave_behind, sends_more=self.one_at_a_time)
 
     def _failed(self, bucket: HookBucket, error: BaseException) -> CommHookError:
         return CommHookError(
             f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
         )
 
-    def left_behind(self, why: str) -> None:
-        """A wait for the hook has ended with an error."""
-        self._leave_behind(why)
-
     # -- PowerSGD's memory of buckets ----------------------------------------------------------------
 
     def forget_buckets(self) -> None:
-        """Buckets are no longer what they were, or what was sent was of no use: drops what the state knows of them."""
+        """Drop what the state knows of buckets: they have changed, or what was sent was not used."""
         if isinstance(self._state, PowerSGDState):
             self._state.error_dict.clear()
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
     def forget_slot(self, layout: Layout, index: int, slot: int) -> None:
-        """Drops what PowerSGD still owes to a slot that no rank used, and its bucket's factors.
+        """Drop what PowerSGD still owes to a slot that no rank used, and its bucket's factors.
 
         A matrix of zeros leaves zeros or NaNs in the factors, from which they would never recover.
 
@@ -222,41 +214,48 @@ class CommHook:
             error[at : at + place.spec.numel * parts].zero_()
 
 
-class _HookPending(Pending):
-    """A hook's future, and where its result goes."""
+class _HookHandle:
+    """A hook's future, with the methods of a ``dist.Work``. After a wait the result is in the bucket.
+
+    Args:
+        future: The future.
+        target: The bucket's memory.
+        failed: Makes the error that :meth:`wait` raises.
+    """
 
     def __init__(
-        self,
-        future: torch.Future[Tensor],
-        take: Callable[[Any], None],
-        failed: Callable[[BaseException], CommHookError],
-        hook: CommHook,
+        self, future: torch.Future[Tensor], target: Tensor, failed: Callable[[BaseException], CommHookError]
     ) -> None:
-        super().__init__(left_behind=hook.left_behind)
-        self._future: torch.Future[Tensor] | None = future
-        self._take = take
+        self._future = future
+        self._target = target
         self._failed = failed
-        self._one_at_a_time = hook.one_at_a_time
 
-    def done(self) -> bool:
-        return self._future is None or self._future.done()
+    def is_completed(self) -> bool:
+        return self._future.done()
 
-    def proceed(self, on_idle: Callable[[], None] | None = None) -> None:
-        """Waits, if the hook may start further collectives, which must come before those of others."""
-        if self._one_at_a_time and self._future is not None:
-            self._wait_or_leave_behind(on_idle)
-
-    def _wait(self, on_idle: Callable[[], None] | None) -> None:
-        if self._future is None:
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError("the time is up")
             return
-        if on_idle is not None and not self._future.done():
-            poll_until_done(self._future, on_idle)
         try:
             result = self._future.wait()  # on accelerators the current stream waits, not the host
-            self._take(result)
+            _copy_result(result, self._target)
         except Exception as error:
             raise self._failed(error) from error
-        self._future = None
+
+
+@torch.no_grad()
+def _copy_result(result: Any, target: Tensor) -> None:
+    if isinstance(result, list | tuple) and len(result) == 1:  # as from Work.get_future()
+        result = result[0]
+    if not isinstance(result, Tensor) or result.numel() != target.numel():
+        found = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
+        raise TypeError(f"expected its future to hold a tensor of {target.numel()} elements, found {found}")
+    if result.data_ptr() != target.data_ptr() or result.dtype is not target.dtype:
+        target.copy_(result.reshape(-1))
 
 
 def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:
@@ -297,23 +296,20 @@ def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
 
 
 def _require_annotations(function: HookFunction) -> None:
-    """Requires that a hook's annotations, if it has any, are those of a communication hook, as torch DDP does."""
+    """Require that a hook's annotations, if it has any, fit a communication hook. torch DDP does the same."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except (NameError, TypeError, ValueError):  # names that exist for type checkers alone, or no signature at all
         return
-    bucket = next((it for it in list(signature.parameters.values())[1:]), None)
     grad_bucket = dist.GradBucket  # type: ignore[attr-defined]
-    if bucket is not None and bucket.annotation not in (bucket.empty, grad_bucket, HookBucket, Any):
-        raise ValueError(
-            f"expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket, found the "
-            f"annotation {bucket.annotation} of {bucket.name!r} in {_qualified_name(function)}"
-        )
+    bucket = [it.annotation for it in signature.parameters.values()][1:2]
     result = signature.return_annotation
-    if result not in (signature.empty, Any) and getattr(result, "__origin__", result) is not torch.futures.Future:
+    takes_bucket = all(it in (signature.empty, grad_bucket, HookBucket, Any) for it in bucket)
+    gives_future = result in (signature.empty, Any) or getattr(result, "__origin__", result) is torch.futures.Future
+    if not (takes_bucket and gives_future):
         raise ValueError(
-            f"expected a communication hook that returns a torch.futures.Future[torch.Tensor], found the annotation "
-            f"{result} of {_qualified_name(function)}"
+            "expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket and that "
+            f"returns a torch.futures.Future[torch.Tensor], found {_qualified_name(function)}{signature}"
         )
 
 

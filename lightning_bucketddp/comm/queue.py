@@ -1,4 +1,4 @@
-"""Whose turn it is to send, where several wrappers share a process group in one backward."""
+"""The wrapper queue: which of several wrappers on one process group may launch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import weakref
 
 import torch.distributed as dist
 
-_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, list[object]] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[WrapperQueue, None]] = weakref.WeakKeyDictionary()
 
 
-class Turns:
-    """The passes of one process group that have begun, in the order in which they will end.
+class WrapperQueue:
+    """One wrapper's place among the wrappers that have a pass open in one backward, first the pass that ends first.
 
-    Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides; when
-    their gradients arrive depends on what this rank uses. Only the pass that ends first may therefore launch early: the
+    Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides. When
+    gradients are ready depends on what this rank uses. Only the pass that ends first may therefore launch early: the
     collectives of different wrappers would otherwise come in another order on other ranks.
 
     Args:
@@ -21,17 +21,16 @@ class Turns:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._queue = _queues.setdefault(group, [])
+        self._queue = _queues.setdefault(group, {})
 
     def line_up(self) -> None:
-        """A synchronised pass of this wrapper has begun."""
-        if not any(other is self for other in self._queue):
-            self._queue.append(self)
+        """Note that a synchronised pass of this wrapper has begun."""
+        self._queue.setdefault(self)
 
     def is_first(self) -> bool:
         """Whether no pass of another wrapper will end before this one's."""
-        return not self._queue or self._queue[0] is self
+        return next(iter(self._queue), self) is self
 
     def leave(self) -> None:
-        """The pass of this wrapper has ended, if there was one."""
-        self._queue[:] = [other for other in self._queue if other is not self]
+        """Note that the pass of this wrapper has ended, if there was one."""
+        self._queue.pop(self, None)

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Pending
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout
@@ -44,7 +44,7 @@ class Bucket:
         self.missing: set[int] = set()
         self.launched = False
         self.launched_at = 0.0
-        self.work = Pending()
+        self.work = Work()
 
 
 class Buckets:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout, ParamSpec
@@ -186,7 +187,7 @@ class Sharding:
             params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
             self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))
 
-    def _wait_for(self, index: int, pending: Pending) -> None:
+    def _wait_for(self, index: int, pending: Work) -> None:
         names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
         with self._failures.waiting_for(f"(gathering) {what}"):

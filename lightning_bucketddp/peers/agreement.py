@@ -27,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from lightning_bucketddp.comm.collectives import POLL_SECONDS, Collectives
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import POLL_SECONDS
 
 _PROBLEM = "problem: "
 _wrappers_per_group: Counter[str] = Counter()

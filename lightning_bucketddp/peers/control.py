@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import Work
 
 HEADER = 30
 MAX_RANKS_IN_FP32 = 4096
@@ -124,9 +125,9 @@ class ControlExchange:
         work: The collective; None if the vector travels in a bucket, which somebody else waits for.
     """
 
-    def __init__(self, vector: Tensor, world_size: int, work: Pending | None = None) -> None:
+    def __init__(self, vector: Tensor, world_size: int, work: Work | None = None) -> None:
         self._vector = self._summed = vector
-        self._work = Pending() if work is None else work
+        self._work = Work() if work is None else work
         self._world_size = world_size
         self._event: torch.Event | None = None
 

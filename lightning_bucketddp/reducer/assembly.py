@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.comm.queue import Turns
+from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.coalesced import Coalesced
@@ -63,7 +63,7 @@ class Setting:
     divisor: GradientDivisor
     recorder: PassRecorder
     checks: ControlChecks
-    queue: Turns
+    queue: WrapperQueue
     lock: threading.RLock
     others: tuple[Participant, ...]
 

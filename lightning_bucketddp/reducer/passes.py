@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.comm.queue import Turns
+from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.agreement import Agreement, PeerFailureError
@@ -69,7 +69,7 @@ class Passes:
             GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size),
             PassRecorder(collectives),
             ControlChecks(failures, collectives.rank),
-            Turns(collectives.group),
+            WrapperQueue(collectives.group),
             threading.RLock(),
             tuple(others),
         )

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives, debug_level
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_bucketddp.comm.queue import Turns
+from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.bucket import NONE, Bucket, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.slots import SlotTable
@@ -83,7 +83,7 @@ class Reducer:
         reduction: Reduction,
         participants: Sequence[Participant],
         peers: PassPeers,
-        queue: Turns,
+        queue: WrapperQueue,
         lock: threading.RLock,
         open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
     ) -> None:

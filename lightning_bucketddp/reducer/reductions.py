@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives, Pending
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
-from lightning_bucketddp.comm.shard_groups import PendingInTwoGroups, ShardGroups
+from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
@@ -24,7 +25,7 @@ class Reduction(Protocol):
     def carries_control(self, bucket: Bucket) -> bool:
         """Whether the control vector travels in this bucket; the same on every rank."""
 
-    def start(self, bucket: Bucket) -> Pending:
+    def start(self, bucket: Bucket) -> Work:
         """Start the collective of a packed bucket."""
 
     def free(self) -> bool:
@@ -69,7 +70,7 @@ class AllReduce:
         """Where there is room, and the collective is a plain sum."""
         return bucket.with_tail is not None and self.scale(bucket) is not None
 
-    def start(self, bucket: Bucket) -> Pending:
+    def start(self, bucket: Bucket) -> Work:
         """Start the all-reduce."""
         scaled = self.scale(bucket) is not None
         flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
@@ -114,7 +115,7 @@ class ReduceScatter:
         """No."""
         return False
 
-    def start(self, bucket: Bucket) -> Pending:
+    def start(self, bucket: Bucket) -> Work:
         """Start the reduce-scatter."""
         return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
 
@@ -126,28 +127,22 @@ class ReduceScatter:
         """Nothing."""
 
     def advance(self) -> None:
-        """Sum the shards that have arrived, which gives memory back, and send on what travels across groups, in order.
+        """Send on what travels across groups, in order, and sum the shards that have arrived, which gives memory back.
 
         Not on an accelerator: the compute stream would have to wait, and the end of the pass is the same place on every
         rank.
         """
         for bucket in self._buckets.active[: self._buckets.launched]:
-            work = bucket.work
-            if not isinstance(work, PendingInTwoGroups):
-                if not work.settle():
-                    return
-            elif bucket.flat.device.type != "cpu" or not work.may_start_other():
+            if bucket.flat.device.type != "cpu" or not bucket.work.try_proceed():
                 return
-            else:
-                work.start_other()
+            if not bucket.work.settle() and self._groups.across is None:
+                return
 
     def proceed(self, poll: Callable[[], None]) -> None:
         """Start the all-reduces across groups, then the second stages of a low-precision wire."""
-        for bucket in self._buckets.awaiting():
-            if isinstance(bucket.work, PendingInTwoGroups):
-                bucket.work.start_other(poll)
-        for bucket in self._buckets.awaiting():
-            bucket.work.proceed(poll)
+        for early_only in (True, False):
+            for bucket in self._buckets.awaiting():
+                bucket.work.proceed(poll, early_only)
 
     def forget(self, slot: int | None = None) -> None:
         """Nothing."""
@@ -165,7 +160,7 @@ class HookReduce:
 
     def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
         self._hook, self._buckets, self._table, self._storage = hook, buckets, table, storage
-        self._last = Pending()
+        self._last = Work()
 
     def scale(self, bucket: Bucket) -> float | None:
         """None: hooks divide themselves."""
@@ -175,7 +170,7 @@ class HookReduce:
         """No."""
         return False
 
-    def start(self, bucket: Bucket) -> Pending:
+    def start(self, bucket: Bucket) -> Work:
         """Call the hook."""
         params = [self._table.params[slot] for slot in bucket.slots]
         shown = HookBucket(self._storage.layout, bucket.index, bucket.flat, params, self._buckets.is_last(bucket))

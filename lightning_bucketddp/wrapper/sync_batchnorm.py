@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lightning_bucketddp.comm.collectives import Collectives, group_apart
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import group_apart
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.failures import Failures
 

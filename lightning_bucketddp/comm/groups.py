@@ -1,0 +1,60 @@
+"""Process groups: the backends there are, a second group of all processes, and groups within a group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
+_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def available_backends() -> list[str]:
+    """Names of the communication backends that this build of torch has."""
+    if not dist.is_available():
+        return []
+    return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+
+
+def debug_level() -> str:
+    """``"OFF"``, ``"INFO"`` or ``"DETAIL"``, by ``TORCH_DISTRIBUTED_DEBUG`` or ``set_debug_level``, in this process."""
+    return dist.get_debug_level().name  # type: ignore[attr-defined]  # documented, not in __all__
+
+
+def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A second group of all processes, made once. The order of its collectives is its own.
+
+    All processes must call this at the same point.
+
+    Args:
+        timeout: How long its collectives wait, if the group has to be made; torch's default if None.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    known = _apart.get(world)
+    group = known() if known is not None else None
+    if group is None:
+        group = dist.new_group(timeout=timeout)
+        _apart[world] = weakref.ref(group)
+    return group
+
+
+def divide(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
+
+    Args:
+        group: The group.
+        parts: The ranks, within ``group``, of each new one; every rank is in one of them.
+    """
+    everyone, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    of_all = group is dist.group.WORLD  # every process has to help with every group then
+    mine: dist.ProcessGroup | None = None
+    for part in parts:
+        if of_all or rank in part:
+            made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
+            mine = made if rank in part else mine
+    assert mine is not None
+    return mine

@@ -1,0 +1,188 @@
+"""A collective under way, of one or several stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+POLL_SECONDS = 0.5
+"""How often a rank that waits for a collective looks whether another rank has failed."""
+
+
+class Handle(Protocol):
+    """The part of ``dist.Work`` that :class:`Work` needs."""
+
+    def is_completed(self) -> bool:
+        """Whether a wait would return, or raise, at once."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Wait; raise ``RuntimeError`` if the collective failed or the time is up."""
+
+
+class Work:
+    """A collective under way: a sequence of stages, the first of which has been started.
+
+    A gradient's bucket with ``shard_group_size`` and ``wire_dtype``, for example, has three::
+
+        all-to-all inside, sum  ->  all-to-all across (early), sum  ->  all-gather across, copy
+
+    A stage is never started by the completion of the one before it, as collectives complete in another order on each
+    rank. The program starts it: all ranks call :meth:`proceed` or :meth:`wait` at the same point among their
+    collectives. Early stages may start sooner, see :meth:`then`.
+
+    Args:
+        handle: What torch returned for the first stage; None if there is nothing to wait for (one rank).
+        finish: Called once, on the waiting thread, when the stage has completed.
+        on_host: Whether the host waits for the stage (CPU tensors). On accelerators the current stream waits.
+        left_behind: Called with the error when a wait raises. The collective is still under way then.
+        sends_more: Whether it may start further collectives by itself, which must come before everybody else's.
+            :meth:`proceed` waits for it then.
+    """
+
+    def __init__(
+        self,
+        handle: Handle | None = None,
+        finish: Callable[[], object] | None = None,
+        on_host: bool = False,
+        left_behind: Callable[[str], None] = lambda error: None,
+        sends_more: bool = False,
+    ) -> None:
+        self._handle = handle
+        self._finish = finish
+        self._on_host = on_host
+        self._left_behind = left_behind
+        self._sends_more = sends_more
+        self._later: tuple[_Stage, ...] = ()
+
+    def then(self, start: Callable[[], Work], early: bool = False) -> Work:
+        """Add a stage.
+
+        Args:
+            start: Starts it; called when the stage before has completed. What it returns may have later stages too.
+            early: Whether it may start before backward has ended. Its group must carry nothing else until all
+                buckets have started theirs, in index order.
+
+        Returns:
+            This work.
+        """
+        self._later += (_Stage(start, early),)
+        return self
+
+    def done(self) -> bool:
+        """Whether nothing is left to start or to wait for."""
+        return not self._later and self._stage_done()
+
+    def try_proceed(self) -> bool:
+        """Start the early stages, as far as that needs no wait.
+
+        Call it for one bucket after the other, in index order, up to the first that returns False.
+
+        Returns:
+            Whether no early stage is left to start.
+        """
+        while self._later and self._later[0].early:
+            if not self._stage_done():
+                return False
+            self._start_next(None)
+        return True
+
+    def proceed(self, poll: Callable[[], None] | None = None, early_only: bool = False) -> None:
+        """Start all stages, and wait for all but the last: other collectives may be started then.
+
+        All ranks must call it at the same point among their collectives.
+
+        Args:
+            poll: As for :meth:`wait`.
+            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group, so
+                call it for all of them before :meth:`proceed` starts the rest.
+
+        Raises:
+            RuntimeError: As :meth:`wait`.
+        """
+        while self._later and (self._later[0].early or not early_only):
+            self._start_next(poll)
+        if self._sends_more:
+            self._complete(poll)
+
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        """Wait for all stages, in the sense of the device (host or current stream). Proceed first if need be.
+
+        Args:
+            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception it raises ends the wait.
+
+        Raises:
+            RuntimeError: What the backend raises when a peer is gone or the time is up.
+        """
+        self.proceed(poll)
+        self._complete(poll)
+
+    def settle(self) -> bool:
+        """Finish the last stage if it has completed, without waiting.
+
+        On the host only: on accelerators the current stream would wait. A collective that failed is left to
+        :meth:`wait`, which raises.
+
+        Returns:
+            Whether nothing is left to wait for.
+        """
+        if not self._on_host or not self.done():
+            return False
+        try:
+            self._complete(None)
+        except RuntimeError:  # raised anew by every wait
+            return False
+        return True
+
+    def _stage_done(self) -> bool:
+        return self._handle is None or self._handle.is_completed()
+
+    def _start_next(self, poll: Callable[[], None] | None) -> None:
+        """Complete the present stage and start the next one."""
+        self._complete(poll)
+        started = self._later[0].start()
+        self._handle, self._finish = started._handle, started._finish
+        self._on_host, self._sends_more = started._on_host, started._sends_more
+        self._left_behind = started._left_behind
+        self._later = started._later + self._later[1:]
+
+    def _complete(self, poll: Callable[[], None] | None) -> None:
+        """Wait for the present stage and finish it."""
+        if self._handle is not None:
+            try:
+                if poll is not None and self._on_host:
+                    _poll_until_completed(self._handle, poll)
+                self._handle.wait()
+            except BaseException as error:
+                self._left_behind(str(error))
+                raise
+            self._handle = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class _Stage(NamedTuple):
+    start: Callable[[], Work]
+    early: bool
+
+
+def _poll_until_completed(handle: Handle, poll: Callable[[], None]) -> None:
+    """Block the host until the collective has completed, and call ``poll`` every :data:`POLL_SECONDS`.
+
+    It waits with a timeout, after which gloo's collectives go on. A callback of the collective's future would first
+    have to get hold of the interpreter's lock in gloo's thread, which takes longer than a small collective.
+    """
+    while not handle.is_completed():
+        begin = time.monotonic()
+        try:
+            handle.wait(timedelta(seconds=POLL_SECONDS))
+        except RuntimeError:
+            if handle.is_completed():
+                return  # in time after all, or with an error that the caller's wait raises
+            if time.monotonic() - begin < POLL_SECONDS / 2:
+                raise  # not for want of time
+        else:
+            return
+        poll()  # not in the handler: what it raises has nothing to do with the time being up
