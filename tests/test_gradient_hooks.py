@@ -86,7 +86,7 @@ def launched_early() -> None:
     for step in range(3):
         both([plain, ours], inputs_of(step))
         assert_grads(ours.module, mean_over_ranks(plain))
-        assert ours.early_launches == len(buckets)
+        assert ours.early_launches == len(buckets) - 1, "the last one waits for the control vector"
     views = views_of(ours)
     assert all(param.grad is views[name] for name, param in ours.module.named_parameters())
     ours.close()
@@ -458,7 +458,7 @@ def test_a_backward_without_a_root(run_ranks: RunRanks, local: bool) -> None:
 
 
 def comes_twice() -> None:
-    plain, ours = pair(LateScale)
+    plain, ours = pair(LateScale, 0.0001)
     warm_up(plain, ours)
     with pytest.raises(RuntimeError, match="a gradient of parameter 'scale' arrived after its bucket was on its way"):
         ours(inputs_of(0), True).square().mean().backward()

@@ -123,8 +123,6 @@ class Reducer:
         if it.synchronised:
             buckets.pending.update(self.table.take_waiting())
             buckets.activate(it.trainable)
-            if it.origin is Origin.CALL:  # every gradient that is there, wherever it came from
-                buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
         self._enter(PassState.SYNCHRONISED if it.synchronised else PassState.LOCAL)
         try:  # only now, when what is raised concerns a pass that the others can be told of
             for participant in self.participants:
@@ -133,7 +131,9 @@ class Reducer:
             if it.synchronised:
                 self.peers.publish(f"raised RuntimeError: {error}")
             raise
-        if it.role is Role.ACTIVE and it.origin is not Origin.CALL:
+        if it.origin is Origin.CALL:  # every gradient that is there takes part, wherever it came from
+            buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
+        elif it.role is Role.ACTIVE:
             buckets.settled = NONE if it.synchronised else buckets.pending
             buckets.marks_only = buckets.in_order and self.storage.one_stream()
 
