@@ -68,7 +68,7 @@ def wrap(setting: str, module: nn.Module, **options: Any) -> tuple[BucketDDP, li
     net = BucketDDP(module, process_group=group, **options)
     sent: list[object] = []
     if setting == SENDING:
-        collectives = net._collectives
+        collectives = net._runtime.collectives
         start = collectives._started
 
         def started(*args: Any) -> Any:

@@ -229,7 +229,7 @@ def questions_about_attributes() -> float:
     begun = time.monotonic()
     if dist.get_rank() == 0:
         before, before_copied = dict(vars(ours)), dict(vars(copied))
-        hasattr(ours, "_preparing")
+        hasattr(ours, "_runtime")
         assert not hasattr(ours, "nonsense")
         assert not hasattr(copied, "nonsense")
         assert vars(ours) == before

@@ -354,31 +354,20 @@ def edges_to_the_module(output: Tensor) -> int:
     return sum(isinstance(node, BackwardCFunction) for node in seen)
 
 
-def groups_of_gradients() -> None:
-    """Each parameter alone while the order is learned; then a bucket together, in a list that stays the same."""
+def pieces_of_gradients() -> None:
+    """In every pass each parameter's gradient comes alone, also when buckets hold several."""
     net = replicated(Mlp(depth=4), COPIED)
     plain = copy.deepcopy(net.module)
-    sizes = []
-    groups: list[list[list[Tensor]]] = []
-    for step in range(4):
+    for step in range(3):
         net.zero_grad()
-        groups.append(net._reducer.arriving_together())
         compared_with_plain(net, plain, step)
-        sizes.append(max(map(len, groups[-1])))
-    assert sizes[0] == 1
-    assert sizes[-1] > 1
-    assert set(map(len, net._reducer.arriving_together())) == {1}, "gradients that are there might be taken for new"
-    net.zero_grad()
-    together = net._reducer.arriving_together()
-    assert together is net._reducer.arriving_together()
-    assert [len(bucket.slots) for bucket in net.layout.buckets] == [len(group) for group in together]
-    assert groups[2] is groups[3]
-    assert edges_to_the_module(net(batch(0, 0)[0])) == len(together)
+        assert edges_to_the_module(net(batch(0, 0)[0])) == len(list(net.parameters()))
+    assert max(len(bucket.slots) for bucket in net.layout.buckets) > 1
     net.close()
 
 
-def test_gradients_of_a_bucket_come_together_unless_their_order_is_learned(run_ranks: RunRanks) -> None:
-    run_ranks(2, groups_of_gradients)
+def test_each_gradient_of_copies_comes_home_alone(run_ranks: RunRanks) -> None:
+    run_ranks(2, pieces_of_gradients)
 
 
 def two_threads_of_the_engine(share: bool) -> None:
@@ -559,7 +548,7 @@ def sharded(share: bool) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         inputs, target = batch(step, dist.get_rank())
-        assert net._sharding.gathering == (step > 0)
+        assert net._runtime.optimizers.sharding.gathering == (step > 0)
         loss_of(net(inputs), target).backward()
         for rank in range(2):
             inputs, target = batch(step, rank)

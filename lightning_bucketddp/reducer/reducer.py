@@ -93,11 +93,11 @@ class Reducer:
         options: What was asked for.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
         one_machine: Whether the ranks share one machine; agreed between them.
+        on_backward_end: Called when a backward has ended, before anything is waited for; told whether it raised.
 
     Attributes:
         checks: What the ranks must have in common when they meet in a pass.
         uneven: Whether some ranks may run out of data before others.
-        on_backward_end: Called when a backward has ended, before anything is waited for; told whether it raised.
         replaying: Whether this rank, which has run out of data, runs its last batch once more to stay in step. Such
             a pass must contribute nothing.
         divisor: What the sum over the ranks is divided by.
@@ -118,6 +118,7 @@ class Reducer:
         options: Options,
         comm_hook: CommHook | None = None,
         one_machine: bool = False,
+        on_backward_end: Callable[[bool], None] = lambda raised: None,
     ) -> None:
         self._collectives = collectives
         self._agreement = agreement
@@ -131,7 +132,7 @@ class Reducer:
         # Each device has its autograd thread, and outputs may be on other devices than parameters.
         self._lock = threading.RLock()
 
-        self.on_backward_end: Callable[[bool], None] = lambda raised: None
+        self._on_backward_end = on_backward_end
         self.synchronise = True
         self.uneven = self.in_one_replica = False
         self._out_of_data = self.replaying = self._contributed = False
@@ -183,8 +184,6 @@ class Reducer:
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
-        self._groups: list[list[Tensor]] = []
-        self._groups_of: tuple[Layout, bool] | None = None
 
     # -- what others may ask -------------------------------------------------------------------------
 
@@ -211,23 +210,6 @@ class Reducer:
     def views(self) -> dict[str, Tensor]:
         """Each slot's view into its gradient buffer, by parameter name."""
         return {spec.name: view for spec, view in zip(self._slots.specs, self._runs.views, strict=False)}
-
-    def arriving_together(self) -> list[list[Tensor]]:
-        """Parameters whose gradients may as well come together in the next pass, grouped: those of each bucket.
-
-        Each alone if the pass is to show when they come, or is to begin with another layout; or if a gradient that is
-        there has been reduced before, as autograd does not tell whether such a one got anything new when others of its
-        group did. The same list as long as nothing changes.
-        """
-        alone = self._learner.learning or self._replan_due or self._runs.holds_reduced()
-        if self._groups_of != (self.layout, alone):
-            slots, params = self._slots, self._slots.params
-            buckets = [] if alone else [bucket.slots for bucket in self.layout.buckets]
-            others = range(len(slots.all_params)) if alone else sorted(slots.indices_without_slot())
-            self._groups = [[params[slot] for slot in bucket] for bucket in buckets]
-            self._groups += [[slots.all_params[index]] for index in others]
-            self._groups_of = self.layout, alone
-        return self._groups
 
     def unbind_main_grads(self) -> None:
         """Takes ``main_grad`` away from the parameters, until the next training forward."""
@@ -277,6 +259,43 @@ class Reducer:
         self.require_usable()
         between_passes = self._state is PassState.IDLE
         self._runs.comm_hook = self._registration.agree(make_hook, self._runs.comm_hook, between_passes)
+
+    # -- what the wrapper says of this rank and of the passes to come --------------------------------
+
+    def synchronise_passes(self, synchronise: bool) -> None:
+        """Say whether passes are reduced; False inside ``no_sync``."""
+        self.synchronise = synchronise
+
+    def note_replicas(self, count: int) -> None:
+        """Say in how many replicas the last forward ran, where others may run in several."""
+        self.in_one_replica = count == 1
+
+    def replay(self, replaying: bool) -> None:
+        """Say whether this rank, which has run out of data, goes on with its last batch."""
+        self.replaying = replaying
+
+    @property
+    def divides_by_active(self) -> bool:
+        """Whether gradients are divided by the number of ranks that have data."""
+        return self.divisor.divide_by_active
+
+    def divide_by_active_ranks(self) -> None:
+        """Divide gradients by the number of ranks that have data, from now on."""
+        self.divisor.divide_by_active = True
+
+    def begin_uneven(self, divide_by_active: bool) -> None:
+        """Ranks may run out of data from now on.
+
+        Args:
+            divide_by_active: Divide gradients by the number of ranks that have data.
+        """
+        self.uneven = True
+        self.divisor.divide_by_active = divide_by_active
+
+    def end_uneven(self) -> None:
+        """All ranks have data again."""
+        self.uneven = self.divisor.divide_by_active = False
+        self.checks.forwards = 0  # they differ between the ranks, as they should
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -716,7 +735,7 @@ class Reducer:
 
     def _on_engine_dropped(self) -> None:
         """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
-        self.on_backward_end(True)
+        self._on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
         if self._state is PassState.LOCAL:
@@ -732,7 +751,7 @@ class Reducer:
 
     def _end_pass(self) -> None:
         if self._state in (PassState.LOCAL, PassState.SYNCHRONISED):
-            self.on_backward_end(False)
+            self._on_backward_end(False)
         if self._state is PassState.LOCAL:
             self._runs.end_local()
             self._local_passes += 1
@@ -879,7 +898,7 @@ class Reducer:
         vector that it failed. If all ranks did, training may go on; no rank keeps a gradient of the parameters that
         the pass concerned. Otherwise every rank raises.
         """
-        self.on_backward_end(True)
+        self._on_backward_end(True)
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):

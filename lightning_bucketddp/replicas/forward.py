@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ class ReplicatedForward:
         dim: The dimension along which arguments are divided and outputs joined.
 
     Attributes:
-        groups: Gives the parameters whose gradients may come home together from another device: the same list as long
-            as nothing changes. None: all of them.
         parts: How many replicas the last forward took.
     """
 
@@ -41,11 +39,9 @@ class ReplicatedForward:
         self.devices = tuple(devices)
         self.output_device = output_device
         self.dim = dim
-        self.groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None
         self.parts = 0
         self._copied = False
-        self._replicas: Replicas | None = Replicas(module, devices)  # which refuses what it cannot replicate
-        self._grouped_by: Sequence[Sequence[Tensor]] | None = None
+        self._replicas: Replicas | None = self._make_replicas()  # which refuses what it cannot replicate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward."""
@@ -54,7 +50,8 @@ class ReplicatedForward:
         self.parts = len(parts)
         modules: list[nn.Module] = [self._module]
         if len(parts) > 1:
-            replicas = self._replicas_now().refresh(len(parts))
+            self._replicas = self._replicas or self._make_replicas()
+            replicas = self._replicas.refresh(len(parts))
             # What forward sets on the module stays, as with one device.
             modules = replicas if self._copied else [self._module, *replicas[1:]]
         devices = self.devices[: len(parts)]
@@ -62,17 +59,9 @@ class ReplicatedForward:
         outputs = parallel_apply(modules, arguments, kwarguments, devices, thread_per_device=True)
         return gather(outputs, self.output_device, self.dim)
 
-    def _replicas_now(self) -> Replicas:
-        """The replicas; others if gradients are to come in other groups."""
-        if self._replicas is not None and not torch.is_grad_enabled():
-            return self._replicas
-        copies = self._copied or len(set(self.devices)) > 1
-        groups = self.groups() if copies and self.groups is not None else None
-        if self._replicas is None or groups is not self._grouped_by:
-            self._replicas = None  # frees its memory first
-            self._replicas = Replicas(self._module, self.devices, groups, share=not self._copied)
-            self._grouped_by = groups
-        return self._replicas
+    def _make_replicas(self) -> Replicas:
+        # Each gradient comes home alone, so that buckets leave while replicas are in backward still.
+        return Replicas(self._module, self.devices, groups=(), share=not self._copied)
 
     def copy_parameters(self) -> None:
         """Has replicas on the module's own device copy its parameters too, as those on another one do; for tests."""
@@ -80,11 +69,11 @@ class ReplicatedForward:
         self._replicas = None
 
     def forget(self) -> None:
-        """Frees the replicas, which are made anew if they are needed again, and groups their gradients no longer."""
-        self._replicas = self._grouped_by = self.groups = None
+        """Frees the replicas, which are made anew if they are needed again."""
+        self._replicas = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replicas": None, "_grouped_by": None, "groups": None}
+        return {**self.__dict__, "_replicas": None}
 
 
 def replicated_forward(

@@ -43,7 +43,7 @@ class Replicas:
         module: The original.
         devices: One per replica; the same one may come several times.
         groups: Lists of the original's parameters whose gradients come home together, as soon as those of all replicas
-            that were used are there; parameters in none make one more group. By default there is one group.
+            that were used are there; that of a parameter in none comes alone. By default all come together.
         share: Whether replicas on the original's device share its parameters.
 
     Attributes:
@@ -65,6 +65,7 @@ class Replicas:
         self.module = module
         self.devices = as_devices(devices)
         self._groups = {id(param): number for number, group in enumerate(groups or ()) for param in group}
+        self._together = groups is None
         self._share = share
         self._build()
 
@@ -93,7 +94,8 @@ class Replicas:
                 continue
             groups: dict[int, list[int]] = {}
             for place, position in enumerate(positions):
-                groups.setdefault(self._groups.get(id(tree.tensors[position]), -1), []).append(place)
+                alone = -1 if self._together else -2 - place
+                groups.setdefault(self._groups.get(id(tree.tensors[position]), alone), []).append(place)
             copies = FlatCopies(
                 [tree.tensors[position] for position in positions],
                 [tree.names[position] for position in positions],
