@@ -49,9 +49,8 @@ class UnevenInputs(JoinHook):
     Args:
         module: The module.
         reducer: What averages its gradients.
-        module_buffers: What synchronises its module buffers.
+        buffers: What synchronises its module buffers.
         collectives: The group.
-        device: The device whose tensors travel.
         options: What was asked for.
 
     Attributes:
@@ -59,16 +58,11 @@ class UnevenInputs(JoinHook):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        reducer: Reducer,
-        module_buffers: ModuleBuffers,
-        collectives: Collectives,
-        device: torch.device,
-        options: Options,
+        self, module: nn.Module, reducer: Reducer, buffers: ModuleBuffers, collectives: Collectives, options: Options
     ) -> None:
-        self._module, self._reducer, self._module_buffers = module, reducer, module_buffers
-        self._collectives, self._device, self._options = collectives, device, options
+        self._module, self._reducer, self._module_buffers = module, reducer, buffers
+        self._collectives, self._options = collectives, options
+        self._device = next(module.parameters()).device
         self.active: tuple[int, ...] | None = None
         self._own_grads: list[tuple[nn.Parameter, Tensor | None]] | None = None
 

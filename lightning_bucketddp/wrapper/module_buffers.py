@@ -21,8 +21,7 @@ class ModuleBuffers:
     another tensor is not missed.
 
     Args:
-        module: The module.
-        params: Its parameters. When others are taken in, the module is looked over again.
+        params: The module and its parameters. When others are taken in, the module is looked over again.
         collectives: The group.
         failures: What is known of failures.
         options: What was asked for.
@@ -31,16 +30,8 @@ class ModuleBuffers:
         due: Whether the next training forward synchronises them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        params: ModuleParams,
-        collectives: Collectives,
-        failures: Failures,
-        options: Options,
-    ) -> None:
-        self._module, self._params = module, params
-        self._collectives, self._failures = collectives, failures
+    def __init__(self, params: ModuleParams, collectives: Collectives, failures: Failures, options: Options) -> None:
+        self._params, self._collectives, self._failures = params, collectives, failures
         self._mode = options.module_buffers
         self.due = True
         self._look_up()
@@ -49,7 +40,7 @@ class ModuleBuffers:
         self._changes = self._params.changes
         self._owners: list[tuple[nn.Module, str]] = [
             (owner, name)
-            for prefix, owner in self._module.named_modules()
+            for prefix, owner in self._params.module.named_modules()
             for name, buffer in owner.named_buffers(recurse=False)
             if isinstance(buffer, Tensor) and f"{prefix}.{name}".lstrip(".") not in self._params.ignored
         ]
@@ -65,7 +56,6 @@ class ModuleBuffers:
         """A training forward has synchronised what was due; the next one does so again after a synchronised one."""
         self.due = synchronised
 
-    @torch.no_grad()
     def synchronise(self, active: Sequence[int] | None = None) -> None:
         """Makes the module buffers the same on all ranks, in place, as the mode says.
 
@@ -82,6 +72,7 @@ class ModuleBuffers:
             with self._failures.waiting_for("the module buffers"):
                 self._send(tensors, self._collectives.world_size, active)
 
+    @torch.no_grad()
     def _send(self, tensors: list[Tensor], world_size: int, active: Sequence[int] | None) -> None:
         on_idle = self._failures.raise_if_elsewhere
         source = 0 if active is None else active[-1]

@@ -26,6 +26,7 @@ class ModuleParams:
         may_be_frozen: Whether all parameters may be frozen, to be unfrozen later.
 
     Attributes:
+        module: The module.
         named: Each parameter once, under the first of its names that is not ignored, in registration order.
         ignored: Names of parameters and module buffers that the module asks wrappers to leave alone.
         sparse: Names of the parameters whose gradients are sparse.
@@ -34,7 +35,7 @@ class ModuleParams:
     """
 
     def __init__(self, module: nn.Module, may_be_frozen: bool = False) -> None:
-        self._module = module
+        self.module = module
         self._may_be_frozen = may_be_frozen
         self.ignored = names_to_ignore(module)
         self.sparse: frozenset[str] = frozenset()
@@ -44,9 +45,9 @@ class ModuleParams:
         self._look_up()
 
     def _look_up(self) -> None:
-        self.named = named_parameters(self._module)
+        self.named = named_parameters(self.module)
         self._structure = [
-            (owner, list(owner._modules.values()), list(owner._parameters.values())) for owner in self._module.modules()
+            (owner, list(owner._modules.values()), list(owner._parameters.values())) for owner in self.module.modules()
         ]
         self._plain = [param for _, param in self.named]
         self._dtypes = [param.dtype for param in self._plain]
@@ -58,7 +59,7 @@ class ModuleParams:
             WrapError: If a parameter cannot be wrapped.
             ValueError: If an option names a parameter that is not there.
         """
-        require_valid_parameters(self._module, self._may_be_frozen)
+        require_valid_parameters(self.module, self._may_be_frozen)
         self._options = options
         names = [name for name, _ in self.named]
         declared = options.sparse_parameters
@@ -66,7 +67,7 @@ class ModuleParams:
             declared = [name for name in declared if name in names]
         else:
             options.require_patterns_match(names)
-        self.sparse = find_sparse(self._module, declared)
+        self.sparse = find_sparse(self.module, declared)
         for name, param in self.named:
             dtype = options.grad_dtype_of(name, param.dtype)
             if name not in self.sparse and options.grad_dtype is not None and param.grad_dtype is not dtype:
@@ -88,7 +89,7 @@ class ModuleParams:
             notes += ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in self.sparse else "")
             kind = f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{notes}"
             lines.append(Entry(f"parameter {name!r}", kind))
-        for name, buffer in self._module.named_buffers():
+        for name, buffer in self.module.named_buffers():
             if name not in self.ignored:
                 lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
         return lines
@@ -105,7 +106,7 @@ class ModuleParams:
             for owner, modules, params in self._structure
         ):
             return False
-        now = named_parameters(self._module)
+        now = named_parameters(self.module)
         if [(name, id(param)) for name, param in now] != [(name, id(param)) for name, param in self.named]:
             return True
         self._look_up()  # other modules with the same parameters
@@ -118,7 +119,7 @@ class ModuleParams:
             WrapError: If a new one cannot be wrapped, or an optimizer holds shards or masters of old ones.
         """
         before = {id(param): name for name, param in self.named}
-        here = {id(param) for _, param in named_parameters(self._module)}
+        here = {id(param) for _, param in named_parameters(self.module)}
         stale = {key: name for key, name in before.items() if key not in here}
         if holders := holders_of_masters(stale):
             raise WrapError(

@@ -39,8 +39,7 @@ class Optimizers:
     """Shards and masters for the optimizers of a module; norms, clipping and state that are right with or without.
 
     Args:
-        module: The module.
-        params: Its parameters.
+        params: The module and its parameters.
         reducer: What averages their gradients.
         collectives: The group.
         options: What was asked for.
@@ -49,15 +48,8 @@ class Optimizers:
         sharding: What knows of the shards; None without ``shard_optimizer``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        params: ModuleParams,
-        reducer: Reducer,
-        collectives: Collectives,
-        options: Options,
-    ) -> None:
-        self._module, self._params, self._reducer, self._collectives = module, params, reducer, collectives
+    def __init__(self, params: ModuleParams, reducer: Reducer, collectives: Collectives, options: Options) -> None:
+        self._params, self._reducer, self._collectives = params, reducer, collectives
         self._with_masters = bool(options.master_params)
         self.sharding: Sharding | None = None
         if options.shard_optimizer:
@@ -80,7 +72,10 @@ class Optimizers:
         if self.sharding is not None:
             look = partial(_shard_at_first_step, weakref.ref(self.sharding), self._with_masters)
             return register_optimizer_step_pre_hook(look)
-        return prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))) if self._with_masters else None
+        if not self._with_masters:
+            return None
+        trains = weakref.WeakMethod(self._reducer.trains)
+        return prepare_at_first_step(lambda: () if (live := trains()) is None else live())
 
     def require_none(self) -> None:
         """Require that no optimizer steps on shards or masters of the parameters.
@@ -98,7 +93,7 @@ class Optimizers:
     # -- gradients -------------------------------------------------------------------------------------
 
     def _chosen(self, params: Iterable[Tensor] | None) -> list[Tensor]:
-        return list(self._module.parameters() if params is None else params)
+        return list(self._params.module.parameters() if params is None else params)
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float, params: Iterable[Tensor] | None) -> Tensor:
@@ -186,7 +181,7 @@ class Optimizers:
         # Not imported before it is needed: torch.distributed.checkpoint takes as long as the rest of this package.
         from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
-        return ShardedCheckpoint(self._module, self._collectives, self.sharding, self.prepare)
+        return ShardedCheckpoint(self._params.module, self._collectives, self.sharding, self.prepare)
 
 
 def _shard_at_first_step(sharding: weakref.ref[Sharding], with_masters: bool, optimizer: Optimizer, *_: Any) -> None:
@@ -198,11 +193,6 @@ def _shard_at_first_step(sharding: weakref.ref[Sharding], with_masters: bool, op
 
 def _holds_sharded(optimizer: Optimizer, sharding: Sharding) -> bool:
     return any(sharding.find(param) is not None for param in params_of(optimizer))
-
-
-def _trains(reducer: weakref.ref[Reducer]) -> set[int]:
-    live = reducer()
-    return set() if live is None else live.trains()
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

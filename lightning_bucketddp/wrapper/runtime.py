@@ -61,13 +61,11 @@ class Runtime:
     def __init__(
         self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
     ) -> None:
-        self._module = module
         self.collectives = collectives = Collectives(group_of(options.process_group, options.device_mesh))
         agreement = Agreement(collectives, options.timeout or DEFAULT_TIMEOUT)
         self.params = ModuleParams(module, may_be_frozen)
         hook = _agree(self.params, options, collectives, agreement, take_over)
-        device = self.params.named[0][1].device
-        collectives.probe(device)
+        collectives.probe(self.params.named[0][1].device)
         if options.init_sync:
             buffers = [buffer for name, buffer in module.named_buffers() if name not in self.params.ignored]
             params = [param for _, param in self.params.named]
@@ -79,9 +77,9 @@ class Runtime:
         failures = self.reducer.failures
         for link in links:
             link.join(failures, self.reducer.counts, agreement.number)
-        self.module_buffers = ModuleBuffers(module, self.params, collectives, failures, options)
-        self.uneven = UnevenInputs(module, self.reducer, self.module_buffers, collectives, device, options)
-        self.optimizers = Optimizers(module, self.params, self.reducer, collectives, options)
+        self.module_buffers = ModuleBuffers(self.params, collectives, failures, options)
+        self.uneven = UnevenInputs(module, self.reducer, self.module_buffers, collectives, options)
+        self.optimizers = Optimizers(self.params, self.reducer, collectives, options)
         self.graph_cuts = graph_cuts(options, self.reducer.layout, collectives.world_size, one_machine)
         self._leaf_hooks: list[RemovableHandle] = []
         release = ExitStack()  # the last one comes first
@@ -114,7 +112,7 @@ class Runtime:
     def broadcast_params(self) -> None:
         """Give every rank the group's rank 0's parameters."""
         self.reducer.require_usable()
-        params = [param for _, param in named_parameters(self._module)]
+        params = [param for _, param in named_parameters(self.params.module)]
         with self.reducer.failures.waiting_for("the parameters"):
             broadcast_tensors(params, self.collectives, self.reducer.failures.raise_if_published)
         restart_masters(params)
