@@ -637,7 +637,7 @@ class BucketDDP(nn.Module, Joinable):
     @property
     def is_replaying(self) -> bool:
         """Whether this rank has no batch of its own; what :meth:`set_active_ranks` was told."""
-        return self._reducer.replaying
+        return not self._reducer.counts()
 
     @property
     def some_replay(self) -> bool:
