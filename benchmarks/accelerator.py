@@ -81,7 +81,7 @@ def chosen_workloads(small: bool, shrink: int) -> dict[str, Workload]:
 
 def _sending(module: nn.Module) -> nn.Module:
     net = BucketDDP(module)
-    collectives = net._collectives
+    collectives = net._runtime.collectives
     collectives._nothing_to_do = lambda tensor: tensor.numel() == 0  # type: ignore[method-assign]
     collectives._backend_averages = dist.get_backend() == "nccl"  # which a rank that is alone does not try
     return net

@@ -12,17 +12,17 @@ from lightning_bucketddp.reducer.upkeep import Upkeep
 
 def passes_of(net: BucketDDP) -> Passes:
     """What opens and ends its passes."""
-    return net._reducer
+    return net._passes
 
 
 def upkeep_of(net: BucketDDP) -> Upkeep:
     """What keeps its reducer in line with the module."""
-    return net._reducer.upkeep
+    return net._passes.upkeep
 
 
 def reducer_of(net: BucketDDP) -> Reducer:
     """Its reducer."""
-    return net._reducer.reducer
+    return net._passes.reducer
 
 
 def views_of(net: BucketDDP) -> dict[str, Tensor]:

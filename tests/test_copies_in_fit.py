@@ -6,15 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch import Tensor
 
 from tests.lightning_models import Regression, data, strategy_of, trainer
-from tests.pool import RankError
 from tests.reference import largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
-MENDED_LATER = pytest.mark.xfail(
-    strict=True, raises=RankError, reason='"cannot pickle PrefixStore"; mended in "A core of small parts"'
-)
 
 
 class Copies(pl.Callback):
@@ -42,13 +39,21 @@ class Copies(pl.Callback):
             self._copy("on_train_batch_start")
 
 
+class Unobserved(Regression):
+    """Sharded gradients cannot be looked at one by one."""
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {}
+
+
 def copied_in(hook: str, kind: str) -> tuple[int, float]:
-    callback, model = Copies(hook), Regression()
-    trainer(strategy_of(kind), callbacks=[callback]).fit(model, data())
+    callback, model = Copies(hook), Unobserved()
+    options = {"shard_optimizer": True} if kind == "bucketddp_sharded" else {}
+    trainer(strategy_of(kind, **options), callbacks=[callback]).fit(model, data())
     return callback.copied, largest_difference_between_ranks(model)
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("bucketddp", marks=MENDED_LATER)])
+@pytest.mark.parametrize("kind", ["ddp", "bucketddp", "bucketddp_sharded"])
 def test_callbacks_are_copied_in_fit(run_ranks: RunRanks, hook: str, kind: str) -> None:
     assert run_ranks(2, copied_in, hook, kind) == [(1, 0.0)] * 2

@@ -174,8 +174,9 @@ def one_collective_per_dtype() -> list[str]:
     inputs, _ = batch(0, dist.get_rank())
     ours(inputs).sum().backward()
     calls = []
-    start = ours._collectives.broadcast
-    ours._collectives.broadcast = lambda tensor, *args: (calls.append(str(tensor.dtype)), start(tensor, *args))[1]
+    collectives = ours._runtime.collectives
+    start = collectives.broadcast
+    collectives.broadcast = lambda tensor, *args: (calls.append(str(tensor.dtype)), start(tensor, *args))[1]
     ours(inputs)
     ours.close()
     return sorted(calls)

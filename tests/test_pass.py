@@ -218,8 +218,12 @@ def overlap() -> tuple[int, int, list[str]]:
     ours = BucketDDP(seeded(lambda: Mlp(depth=6)), bucket_cap_mb=TINY)
     inputs, target = batch(0, dist.get_rank())
     events: list[str] = []
-    start = ours._collectives.all_reduce_mean
-    ours._collectives.all_reduce_mean = lambda *args, **options: (events.append("launch"), start(*args, **options))[1]
+    collectives = ours._runtime.collectives
+    start = collectives.all_reduce_mean
+    collectives.all_reduce_mean = lambda *args, **options: (
+        events.append("launch"),
+        start(*args, **options),
+    )[1]
     # In backward the first layer's gradient is the last to come.
     ours.module.layers[0].weight.register_hook(lambda grad: events.append("last gradient"))
     counts = []

@@ -442,8 +442,8 @@ def filtered() -> None:
     with torch.no_grad():
         ours.module.layer.bias.fill_(3.0)  # type: ignore[union-attr, operator]
     assert torch.equal(bias, torch.full_like(bias, 3.0))
-    assert ours._sharding is not None
-    assert (ours._sharding._buffers.flats[0] == 3.0).sum() == bias.numel()
+    assert ours._runtime.optimizers.sharding is not None
+    assert (ours._runtime.optimizers.sharding._buffers.flats[0] == 3.0).sum() == bias.numel()
     kept = [bias, weight.clone()]
     ours.close()
     del ours, optimizer, state_dict, weight

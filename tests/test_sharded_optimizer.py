@@ -93,8 +93,8 @@ def close_after_step() -> tuple[int, float]:
     optimizer = OPTIMIZERS["adamw"](ours.module.parameters())
     loss_of(ours, 0, dist.get_rank()).backward()
     optimizer.step()
-    assert ours._sharding is not None
-    arrivals = list(ours._sharding._arrivals.values())
+    assert ours._runtime.optimizers.sharding is not None
+    arrivals = list(ours._runtime.optimizers.sharding._arrivals.values())
     ours.close()
     assert all(arrival._wait is None for arrival in arrivals), "they were waited for"
     assert all(type(param) is nn.Parameter for param in ours.module.parameters())
@@ -175,7 +175,7 @@ def in_stages(optimizer: str) -> None:
         for step in range(4):
             loss_of(ours, step, dist.get_rank()).backward()
             sent: list[int] = []
-            shards = ours._sharding
+            shards = ours._runtime.optimizers.sharding
             assert shards is not None
             send = shards._send
             shards._send = lambda *given, sent=sent, send=send: (sent.append(len(given[0])), send(*given))  # type: ignore[method-assign]

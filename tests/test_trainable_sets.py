@@ -23,13 +23,13 @@ TINY = 0.0003
 def count_reduced_bytes(ours: BucketDDP) -> list[int]:
     """Records the bytes of every bucket that is put on the wire from now on."""
     sizes: list[int] = []
-    start = ours._collectives.all_reduce_mean
+    start = ours._runtime.collectives.all_reduce_mean
 
     def record(flat: Tensor, *args: Any, **options: Any) -> Any:
         sizes.append(flat.nbytes)
         return start(flat, *args, **options)
 
-    ours._collectives.all_reduce_mean = record
+    ours._runtime.collectives.all_reduce_mean = record
     return sizes
 
 

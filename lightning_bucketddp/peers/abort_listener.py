@@ -78,6 +78,9 @@ class CommonEnd:
             self._thread.start()
             atexit.register(self.close)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of a strategy listens for nobody
+
     def heard(self) -> bool:
         """Whether some rank has failed, this one included, as far as is known here."""
         return self._heard.is_set()

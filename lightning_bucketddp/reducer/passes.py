@@ -20,6 +20,7 @@ from lightning_bucketddp.peers.failures import Failures
 from lightning_bucketddp.reducer.assembly import Setting
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
+from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.record import PassRecorder
@@ -42,11 +43,8 @@ class Passes:
 
     Attributes:
         upkeep: The reducer, and what keeps it in line with the module.
+        joining: Whether ranks may run out of data, and whether this one has.
         synchronise: False inside ``no_sync``.
-        uneven: Whether some ranks may run out of data before others.
-        role: What this rank does in passes.
-        in_one_replica: Whether the last forward ran in one replica where others may run in several, each of which
-            brings gradients of its own if layers are checkpointed re-entrantly: its pass does not show how many come.
     """
 
     def __init__(
@@ -59,25 +57,26 @@ class Passes:
         one_machine: bool = False,
         others: Sequence[Participant] = (),
     ) -> None:
-        failures = Failures(agreement, self._become_failed)
+        failures = Failures(agreement, lambda: self.reducer.failed())
+        checks = ControlChecks(failures, collectives.rank)
+        divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
         setting = Setting(
             collectives,
             options,
             one_machine,
             failures,
             ParamChanges(params, collectives, agreement, failures, options.init_sync),
-            GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size),
+            divisor,
             PassRecorder(collectives),
-            ControlChecks(failures, collectives.rank),
+            checks,
             WrapperQueue(collectives.group),
             threading.RLock(),
             tuple(others),
         )
         self.upkeep = Upkeep(setting, agreement, hook, self._open_by_gradient)
         self.synchronise = True
-        self.uneven = self.in_one_replica = False
-        self.role = Role.ACTIVE
-        self._contributed = False  # in a local pass since the last reduction
+        self.joining = Joining(divisor, checks)
+        self._in_one_replica = False
         self._opened = self._opened_before_step = 0
         self._root_synchronises = True
         self._end_queued = False
@@ -89,16 +88,6 @@ class Passes:
     def failures(self) -> Failures:
         """What is known of failures, and how this rank gives up."""
         return self.upkeep.setting.failures
-
-    @property
-    def checks(self) -> ControlChecks:
-        """What the ranks must have in common when they meet in a pass."""
-        return self.upkeep.setting.checks
-
-    @property
-    def divisor(self) -> GradientDivisor:
-        """What the sum over the ranks is divided by."""
-        return self.upkeep.setting.divisor
 
     @property
     def recorder(self) -> PassRecorder:
@@ -115,20 +104,11 @@ class Passes:
         """Whether passes are reduced, where no root tells otherwise."""
         return self.synchronise or self.upkeep.setting.options.scatter_every_pass
 
-    def counts(self) -> bool:
-        """Whether what this rank does now is of consequence for the others' gradients."""
-        return self.role is Role.ACTIVE
-
-    def trains(self) -> set[int]:
-        """The ids of the parameters whose gradients are reduced here."""
-        table = self.reducer.table
-        return {id(param) for param in [*table.params, *(table.all_params[index] for index in table.sparse)]}
-
     # -- steps ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.checks.steps += 1
+        self.upkeep.setting.checks.steps += 1
         self._opened_before_step = self._opened
 
     def end_step(self) -> None:
@@ -136,14 +116,22 @@ class Passes:
         if self._opened == self._opened_before_step and self.reducer.state is PassState.IDLE:
             self.reducer.peers.publish_skip()
 
+    def note_replicas(self, count: int) -> None:
+        """Say in how many replicas the last forward ran, where others may run in several.
+
+        Each brings gradients of its own if layers are checkpointed re-entrantly: a pass of one does not show how many
+        come.
+        """
+        self._in_one_replica = count == 1
+
     def note_forward(self) -> None:
-        """A training forward has begun. Inside ``no_sync`` its trainable set counts, whatever its backward reaches.
+        """A training forward begins. Inside ``no_sync`` its trainable set counts, whatever its backward reaches.
 
         A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
         would differ in what was trainable since the last reduction, should it change before the next.
         """
         reducer = self.reducer
-        self.checks.forwards += 1
+        self.upkeep.setting.checks.forwards += 1
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
             reducer.peers.note(reducer.table.trainable_now())
@@ -151,7 +139,7 @@ class Passes:
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to what gradients are divided by."""
         self.require_usable()  # a pass that is settled later would take these tokens with it
-        self.divisor.count_tokens(0 if self.role is Role.JOINED else tokens)
+        self.upkeep.setting.divisor.count_tokens(tokens if self.joining.counts() else 0)
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in place."""
@@ -211,20 +199,19 @@ class Passes:
         self._require_idle()
         if origin is not Origin.GRADIENT:
             self.upkeep.look_before_gradients()
-        role = self.role if role is None else role
         it = Pass(
             self.failures.pass_number,
             synchronised,
             (),
             origin,
-            role,
-            contributes=role is Role.ACTIVE or self._contributed,
-            shown=not self.in_one_replica,
+            self.joining.role if role is None else role,
+            contributes=role is None and self.joining.contributes(),
+            shown=not self._in_one_replica,
         )
         it = self.upkeep.prepare(it)
         self._opened += 1
         if synchronised:
-            self.checks.read_what_arrived()
+            self.upkeep.setting.checks.read_what_arrived()
         self.reducer.open(it, reachable)
 
     def _open_by_gradient(self, index: int, param: Tensor) -> tuple[Reducer, int] | None:
@@ -234,7 +221,7 @@ class Passes:
         the pass, even if it is an inner one.
         """
         name = self.reducer.table.names[index]
-        if self.role is Role.JOINED and not self._guarded:
+        if not self.joining.counts() and not self._guarded:
             raise RuntimeError(not_own_batch(self.reducer.peers.rank, name))
         if not self._end_queued:
             self.upkeep.take_in_changed()
@@ -244,7 +231,7 @@ class Passes:
             index = found
             self._root_synchronises = self.reduces
             self._queue_end()
-            self.divisor.require_root(name)
+            self.upkeep.setting.divisor.require_root(name)
         reducer = self.reducer
         slot = reducer.table.slot_of(index)
         if slot is not None:
@@ -335,10 +322,7 @@ class Passes:
     def _end_pass(self) -> None:
         state = self.reducer.state
         self.reducer.backward_ended()
-        if state is PassState.LOCAL:
-            self._contributed |= self.role is Role.ACTIVE
-        elif state is PassState.SYNCHRONISED:
-            self._contributed = False
+        self.joining.pass_ended(state)
 
     @contextmanager
     def _settling(self, doing: str) -> Iterator[None]:
@@ -349,13 +333,6 @@ class Passes:
             self.reducer.settle(f"raised {type(error).__name__} in {doing}: {error}")
             raise
 
-    def _become_failed(self) -> None:
-        self.reducer.failed()
-
-    def close(self) -> None:
-        """Remove the hooks and give gradients back as plain tensors. Sends nothing; safe in any state."""
-        self.upkeep.close()
-
     # -- passes without a backward -------------------------------------------------------------------
 
     def start_reduction(self) -> None:
@@ -365,7 +342,7 @@ class Passes:
             RuntimeError: If the ranks cannot go on together.
         """
         self._require_idle()
-        if self.uneven:
+        if self.joining.uneven:
             raise RuntimeError(
                 f"rank {self.reducer.peers.rank}: expected a backward outside of no_sync() inside join(), found a "
                 "reduction by hand, in which ranks that have run out of data would not take part; reduce in backward"
@@ -388,7 +365,7 @@ class Passes:
     def shadow_pass(self) -> None:
         """Take part in a synchronised pass to which this rank, which has run out of data, contributes nothing."""
         self.upkeep.forget_gradients()
-        self._contributed = False
+        self.joining.forget()
         self._require_idle()
         with self._settling("a reduction"):
             self._open(Origin.CONTEXT, synchronised=True, role=Role.JOINED)

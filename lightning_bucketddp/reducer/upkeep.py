@@ -53,6 +53,11 @@ class Upkeep:
         """Whether the hooks on the parameters were removed, for good."""
         return self._parts.hooks.removed
 
+    def trains(self) -> set[int]:
+        """The ids of the parameters whose gradients are reduced here."""
+        table = self.reducer.table
+        return {id(param) for param in [*table.params, *(table.all_params[index] for index in table.sparse)]}
+
     def close(self) -> None:
         """Remove the hooks and give gradients back as plain tensors. Sends nothing; safe in any state."""
         self._parts.hooks.remove()

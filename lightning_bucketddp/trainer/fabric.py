@@ -32,7 +32,8 @@ from lightning_bucketddp.trainer.common import (
     register_names,
     require_start_method,
 )
-from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, require_fit_group
+from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.wrapper.runtime import require_fit_group
 
 _wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 """Every wrapper that a strategy of this file has made in this process."""

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_bucketddp.wrapper.bucket_ddp import require_fit_group
+from lightning_bucketddp.wrapper.runtime import require_fit_group
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, links_of, revert_sync_batchnorm
 
 

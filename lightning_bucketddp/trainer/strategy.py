@@ -53,8 +53,9 @@ from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.shard_clipping import clip_shards
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, evened
-from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP, group_of, require_fit_group
-from lightning_bucketddp.wrapper.join import UnevenInputs
+from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.wrapper.join import tell
+from lightning_bucketddp.wrapper.runtime import group_of, require_fit_group
 
 _WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
 
@@ -398,7 +399,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             return wrapper.exchange(value)
         # The module is not wrapped yet: `estimated_stepping_batches` was asked for in `setup` or `configure_model`.
         group = group_of(self._options.process_group, self._options.device_mesh)
-        return UnevenInputs(Collectives(group), self.root_device).tell(value, lambda: None)
+        return tell(value, Collectives(group), self.root_device, lambda: None)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -2,80 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.comm.broadcast import broadcast_tensors
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.hooks import CommHook, HookFunction, choose_hook
-from lightning_bucketddp.comm.shard_groups import require_divides
-from lightning_bucketddp.grads.sharded import Sharded
-from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, BucketCap, Options
-from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
+from lightning_bucketddp.comm.hooks import CommHook, HookFunction
+from lightning_bucketddp.layout.options import BucketCap, Options
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
-from lightning_bucketddp.optim.masters import MasterParams, holders_of_masters, prepare_at_first_step
-from lightning_bucketddp.optim.masters import master_params as masters_of
+from lightning_bucketddp.optim.masters import MasterParams
 from lightning_bucketddp.optim.sharded_params import ShardedParams
-from lightning_bucketddp.optim.sharding import Sharding
-from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
-from lightning_bucketddp.peers.machines import on_one_machine
-from lightning_bucketddp.reducer.participant import Participant
+from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
-from lightning_bucketddp.reducer.state import Role
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
-from lightning_bucketddp.replicas.nested import move_to, tensors_in
-from lightning_bucketddp.wrapper.compiled import GraphCuts, cutting_graphs, frames_are_compiled, leave_untraced
-from lightning_bucketddp.wrapper.join import UnevenInputs, UnevenRanks
-from lightning_bucketddp.wrapper.megatron import MegatronCalls
-from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
-from lightning_bucketddp.wrapper.module_params import ModuleParams
-from lightning_bucketddp.wrapper.sharded_calls import ShardedCalls
-from lightning_bucketddp.wrapper.sync_batchnorm import StatisticsLink, links_of
+from lightning_bucketddp.replicas.nested import move_to
+from lightning_bucketddp.wrapper.compiled import cutting_graphs, frames_are_compiled, leave_untraced
+from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
+from lightning_bucketddp.wrapper.runtime import Runtime, group_of, refuse, without_group
 from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
 leave_untraced("lightning_bucketddp")
 
 _open_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 
-_MADE_BY_START = frozenset(
-    {
-        "_collectives",
-        "_agreement",
-        "_reducer",
-        "_module_buffers",
-        "_params",
-        "_uneven",
-        "_preparing",
-        "_graph_cuts",
-        "_links",
-        "_leaf_hooks",
-        "_release",
-        "_followed",
-        "_module_buffers_due",
-        "_sharding",
-    }
-)
-"""Attributes that belong to this process, which a copy or a loaded pickle makes for itself."""
 
-
-class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
+class BucketDDP(nn.Module, Joinable):
     """Trains ``module`` data-parallel, with gradients in contiguous buffers that are averaged during backward.
 
     Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it accepts, and of Megatron-LM's
@@ -137,14 +103,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         **options: Any,
     ) -> None:
         super().__init__()
-        UnevenRanks.__init__(self)
+        Joinable.__init__(self)
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self._closed = self._replaced = False
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
-        self.register_load_state_dict_pre_hook(_add_own_name)
-        problem: Exception | None = None
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.register_load_state_dict_pre_hook(add_own_name)
         try:
             self._options = Options(
                 broadcast_buffers=broadcast_buffers,
@@ -157,118 +121,60 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 static_graph=static_graph,
                 **options,
             )
-        except (TypeError, ValueError) as error:
-            problem = error  # the others must hear of it before it is raised
-        self._start(group_of(process_group, options.get("device_mesh")), problem)
+            require("module", module, "an nn.Module", nn.Module)
+            require_valid_parameters(module, self._may_be_frozen)
+            self._replicated = replicated_forward(module, device_ids, output_device, dim)
+            if self._replicated is None:
+                self._input_device = input_device(module, device_ids, output_device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            timeout = self._options.timeout if "_options" in self.__dict__ else None
+            refuse(group_of(process_group, options.get("device_mesh")), timeout, error)
+        self._make_runtime()
         self.gradient_as_bucket_view = self._options.use_contiguous_buffers
         if self._replicated is not None:
             warn_of_replicas(len(self._replicated.devices), stacklevel=2)
 
-    def _start(self, process_group: dist.ProcessGroup | None, problem: Exception | None = None) -> None:
-        """Makes everything that belongs to this process and its group. All ranks must call this.
-
-        Args:
-            process_group: The group.
-            problem: What is wrong with the options on this rank, for all ranks to hear.
-        """
-        module = self.module
-        self._leaf_hooks: list[RemovableHandle] = []
-        collectives = self._collectives = Collectives(process_group)
-        timeout = None if problem is not None else self._options.timeout
-        agreement = self._agreement = Agreement(collectives, timeout or DEFAULT_TIMEOUT)
-        lines: list[Entry] = []
-        hook: CommHook | None = None
-        try:
-            if problem is not None:
-                raise problem
-            require("module", module, "an nn.Module", nn.Module)
-            params = self._params = ModuleParams(module, self._may_be_frozen)
-            require_divides(self._options.shard_group_size, collectives.world_size)
-            require_valid_parameters(module, params.named, self._may_be_frozen)
-            replaced = _wrappers_that_train(params)
-            self._replicated = replicated_forward(module, self.device_ids, self.output_device, self.dim)
-            if self._replicated is None:
-                self._input_device = input_device(params.named, self.device_ids, self.output_device)
-            collectives.require_nothing_left_behind()
-            hook = choose_hook(self._options, collectives)
-            for wrapper in replaced:
-                wrapper._give_way(inside=wrapper in set(module.modules()))
-            params.prepare(self._options)
-            described = hook.options() if hook is not None else {"comm_hook": None}
-            lines = [Entry(f"option {name}", repr(value)) for name, value in described.items()]
-            lines += params.entries()
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = error  # the others must hear of it before it is raised
-        agreement.require_same("parameters, module buffers and options", lines, problem)
-        options = self._options
-        device = params.named[0][1].device
-        collectives.probe(device)
-        buffers = [buffer for name, buffer in module.named_buffers() if name not in params.ignored]
-        if options.init_sync:
-            tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
-            broadcast_tensors(tensors, collectives)
-        self._find_module_buffers()
-        one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
-        self._links = links_of(module)
-        self._reducer = Passes(params, collectives, agreement, options, hook, one_machine, [_LinkEnds(self._links)])
-        for link in self._links:
-            link.join(self._reducer.failures, self._reducer.counts, agreement.number)
-        self._followed = params.changes
-        self._preparing: list[RemovableHandle] = []
-        self._sharding: Sharding | None = None
-        if options.shard_optimizer:
-            reducer = self._reducer.reducer
-            assert isinstance(reducer.storage, Sharded)
-            self._sharding = Sharding(reducer.table, reducer.storage, collectives, self._reducer.failures)
-            self._preparing.append(_shard_at_first_step(self._sharding, bool(options.master_params)))
-        elif options.master_params:
-            self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
-        self._graph_cuts = _graph_cuts(
-            options, self._reducer.reducer.storage.layout, collectives.world_size, one_machine
-        )
-        self._uneven = UnevenInputs(collectives, device)
-        self._module_buffers_due = True
-        # A wrapper that is dropped leaves nothing behind.
-        hooks = [self._leaf_hooks, self._preparing]
-        self._release = weakref.finalize(self, _release, self._reducer, self._links, params, hooks)
-        self._release.atexit = False
-        _open_wrappers.add(self)
-
     # -- copies and pickles --------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        hook_state = self._options.comm_hook_state
-        has_own_group = "_collectives" in self.__dict__ and not self._collectives.is_default()
-        if has_own_group or (isinstance(hook_state, dist.ProcessGroup) and hook_state is not dist.group.WORLD):
-            raise RuntimeError(
-                "expected the default process group where a BucketDDP is copied or pickled, found another one, which "
-                "cannot be; copy or pickle its module, and wrap that"
-            )
-        state = {name: value for name, value in self.__dict__.items() if name not in _MADE_BY_START}
-        # The default group is that of the process which loads the copy; torch's hooks take it for None.
-        hook_state = None if isinstance(hook_state, dist.ProcessGroup) else hook_state
-        state["_options"] = replace(self._options, process_group=None, device_mesh=None, comm_hook_state=hook_state)
-        if "_reducer" in self.__dict__:
-            self._reducer.reducer.storage.bind_main_grads(False)  # each would take its whole buffer along
+        state = dict(self.__dict__)
+        runtime: Runtime | None = state.pop("_runtime", None)
+        state["_options"] = without_group(self._options, runtime)
+        if runtime is not None:
+            runtime.passes.reducer.storage.bind_main_grads(False)  # each would take its whole buffer along
         return state
 
     def __getattr__(self, name: str) -> Any:
         # A copy, or one that was loaded from a pickle, starts when it is first used for training: on all ranks then,
         # which cannot be asked of copying and loading.
-        if name in _MADE_BY_START and "_options" in self.__dict__ and "_reducer" not in self.__dict__:
+        if name == "_runtime" and "_options" in self.__dict__:
             if self._closed:
-                raise AttributeError(
-                    "expected an open BucketDDP, found a copy of one after close(); wrap its module again"
-                )
-            self._start(None)
-            return self.__dict__[name]
+                raise AttributeError("expected an open BucketDDP, found a copy of a closed one; wrap its module again")
+            return self._make_runtime()
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name not in _members_of(module):
+            if module is None or name not in members_of(module):
                 raise
             return getattr(module, name)  # names have no prefix: get_submodule() and get_parameter() go by them
+
+    def _make_runtime(self) -> Runtime:
+        """Make what belongs to this process. All ranks must call this."""
+        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over)
+        _open_wrappers.add(self)
+        return self._runtime
+
+    def _take_over(self, trained: set[int]) -> None:
+        """Close the open wrappers that average gradients of some of these parameters, which are given by id."""
+        inside = set(self.module.modules())
+        for wrapper in list(_open_wrappers):
+            if trained & wrapper._passes.upkeep.trains():
+                wrapper._give_way(wrapper in inside)
+
+    @property
+    def _passes(self) -> Passes:
+        return self._runtime.passes
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `torch.func.functional_call` with names without a prefix sets the module's own parameters and buffers here.
@@ -289,67 +195,39 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
-        self._wait_for_untraced()
-        if torch.is_grad_enabled():
+        call = self._replicated or self.module
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
             self._require_current()
-        trains = torch.is_grad_enabled() and not self._closed
-        started = "_reducer" in self.__dict__
-        if not started and not trains:
-            return self._callee(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
-        joining = started and self._meet_joined_ranks(trains)
+        trains = with_grad and not self._closed
+        runtime = self._runtime if trains else self.__dict__.get("_runtime")
+        if runtime is None:
+            return call(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
+        passes, sharding = runtime.passes, runtime.optimizers.sharding
+        if sharding is not None and sharding.gathering and self._reads_untraced():
+            sharding.wait()
+        joining = self._join_config.enable and passes.joining.uneven
+        if joining:
+            runtime.uneven.meet(self, trains)
         if not trains:
-            return self._callee(*args, **kwargs)
-        if self._sharding is not None:
-            self._sharding.look_for_raised_steps()
-        self._reducer.require_usable()
-        self._reducer.note_forward()
-        if self._followed != self._params.changes:
-            self._follow_changes()
-        if self._module_buffers_due and not joining:
+            return call(*args, **kwargs)
+        if sharding is not None:
+            sharding.look_for_raised_steps()
+        passes.require_usable()
+        passes.note_forward()
+        if runtime.module_buffers.due and not joining:
             self.synchronise_module_buffers()
-        self._module_buffers_due = self._reducer.synchronise
-        with cutting_graphs(self._graph_cuts):
-            output = self._callee(*args, **kwargs)
+        runtime.module_buffers.forward_begins(passes.synchronise)
+        with cutting_graphs(runtime.graph_cuts):
+            output = call(*args, **kwargs)
         if self._replicated is not None:
-            self._reducer.in_one_replica = self._replicated.parts == 1
-        self._hook_roots(output)
+            passes.note_replicas(self._replicated.parts)
+        runtime.hook_roots(output)
         return output
 
-    def _follow_changes(self) -> None:
-        """Look the module over again, as the last backward took in other parameters."""
-        self._followed = self._params.changes
-        self._find_module_buffers()
-        if self._replicated is not None:
-            self._replicated.forget()
-
-    def _find_module_buffers(self) -> None:
-        """Look up the module's buffers."""
-        mode = self._options.module_buffers
-        assert mode is not None, "one of its values since Options.__post_init__"
-        self._module_buffers = ModuleBuffers(self.module, self._collectives, mode, self._params.ignored)
-
-    @property
-    def _callee(self) -> Callable[..., Any]:
-        """What a forward calls."""
-        return self._replicated or self.module
-
-    def _wait_for_untraced(self) -> None:
-        """Waits for all parameters where not every use of them can be noticed."""
-        sharding = self.__dict__.get("_sharding")
-        if sharding is None or not sharding.gathering:
-            return
-        if self._replicated is not None or frames_are_compiled() or reads_past_python(self.module):
-            sharding.wait()  # threads must not wait for the same parameter at the same time
-
-    def _hook_roots(self, output: object) -> None:
-        """Lets the reducer know when backward comes by one of the output's tensors."""
-        _remove_hooks(self._leaf_hooks)
-        on_root = partial(self._reducer.on_root, self._reducer.reduces)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                hook = tensor.register_hook(on_root)
-                if tensor.is_leaf:  # lives on after this pass, unlike a tensor with a graph
-                    self._leaf_hooks.append(hook)
+    def _reads_untraced(self) -> bool:
+        """Whether forward may use parameters without waiting for each, or wait in several threads at the same time."""
+        return self._replicated is not None or frames_are_compiled() or reads_past_python(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -359,21 +237,21 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         reduces all the same, and adds the result to what is there.
         """
         self._require_current()
-        before = self._reducer.synchronise
-        self._reducer.synchronise = False
+        before = self._passes.synchronise
+        self._passes.synchronise = False
         try:
             yield
         finally:
-            self._reducer.synchronise = before
+            self._passes.synchronise = before
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """False inside :meth:`no_sync`; torch DDP's name."""
-        return self._reducer.synchronise
+        return self._passes.synchronise
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._reducer.synchronise = value
+        self._passes.synchronise = value
 
     def backward_pass(self, loss: Tensor) -> AbstractContextManager[None]:
         """A context for calling ``loss.backward()`` in, for code that owns the call.
@@ -388,7 +266,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             PeerFailureError: On leaving, if another rank failed in this pass.
             RankMismatchError: On entering, if ranks disagree on which parameters are trainable.
         """
-        return self._reducer.backward_pass(loss)
+        return self._passes.backward_pass(loss)
 
     def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
         """Makes module buffers the same on all ranks, which must call this at the same point of the program.
@@ -396,11 +274,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Args:
             active: The ranks whose values count, if not all of them.
         """
-        failures = self._reducer.failures
-        failures.exchanges += 1
-        with failures.waiting_for("the module buffers"):
-            active = self._uneven.active if active is None else active
-            self._module_buffers.synchronise(failures.raise_if_elsewhere, active)
+        runtime = self._runtime
+        runtime.module_buffers.synchronise(runtime.uneven.active if active is None else active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -430,7 +305,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             RuntimeError: If there is a hook already, or in the middle of a pass.
             RankMismatchError: If ranks register different hooks.
         """
-        self._reducer.register_comm_hook(lambda: CommHook(hook, state, self._collectives.leave_behind))
+        self._passes.register_comm_hook(lambda: CommHook(hook, state, self._runtime.collectives.leave_behind))
         self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
 
     def begin_step(self) -> None:
@@ -438,18 +313,18 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
 
         Ranks that meet in a pass from different steps, because one of them skipped a backward, then raise.
         """
-        self._reducer.begin_step()
+        self._passes.begin_step()
 
     def end_step(self) -> None:
         """Says that all backwards of the step have been run.
 
         If there was none on this rank, ranks that wait for it in this step raise within seconds.
         """
-        self._reducer.end_step()
+        self._passes.end_step()
 
     def end_training(self) -> None:
         """Says that this rank runs no further pass: ranks that do raise, instead of waiting for it."""
-        self._reducer.failures.publish_end()
+        self._passes.failures.publish_end()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
@@ -464,9 +339,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             ValueError: If the number is negative.
             RuntimeError: If gradients are divided by something else.
         """
-        self._reducer.count_tokens(tokens)
+        self._passes.count_tokens(tokens)
 
-    @torch.no_grad()
     def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
         """The loss as its gradients are averaged, for optimizers that look at it; all ranks must call this.
 
@@ -480,21 +354,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Raises:
             PeerFailureError: If another rank has failed.
         """
-        counts = self._reducer.role is not Role.JOINED
-        mine = torch.zeros(3, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        if loss is not None:
-            mine[1] = 1
-            if counts:
-                mine[0] = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
-        mine[2] = int(counts)
-        with self._reducer.failures.waiting_for("the mean of the losses"):
-            self._collectives.all_reduce_mean(mine).wait(self._reducer.failures.raise_if_published)
-        if loss is None and not mine[1]:
-            return None
-        mean = mine[0] / mine[2] if self._reducer.divisor.divide_by_active else mine[0]
-        if isinstance(loss, Tensor) and loss.is_floating_point():
-            return mean.to(loss.dtype)
-        return mean.to(torch.get_default_dtype())
+        return self._runtime.average_loss(loss, self.device)
 
     def publish_failure(self, error: BaseException) -> None:
         """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
@@ -504,7 +364,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """
         if isinstance(error, PeerFailureError | RankMismatchError):
             return  # the others know, or find the same and say it better
-        self._reducer.failures.publish_for_good(f"raised {type(error).__name__}: {error}")
+        self._passes.failures.publish_for_good(f"raised {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends gradient synchronisation: removes all hooks, gives ``.grad`` back as plain tensors, frees the buffers.
@@ -512,14 +372,13 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Sends nothing. The wrapper still forwards to the module, but gradients are no longer averaged.
         """
         self._closed = True
-        if "_reducer" not in self.__dict__:  # a copy that was never used
+        runtime: Runtime | None = self.__dict__.get("_runtime")
+        if runtime is None:  # a copy that was never used
             return
-        self._release()
+        runtime.close()
         if self._replicated is not None:
             self._replicated.forget()
         _open_wrappers.discard(self)
-        if self._sharding is not None:
-            self._sharding.close()
 
     def _give_way(self, inside: bool) -> None:
         """Close, as another wrapper takes the module over.
@@ -530,14 +389,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Raises:
             WrapError: If an optimizer steps on this wrapper's shards or masters.
         """
-        holders = holders_of_masters(self._reducer.trains())
-        if self._sharding is not None:
-            holders += self._sharding.optimizers()
-        if holders:
-            raise WrapError(
-                f"expected a module that can be wrapped again, found an open BucketDDP around it and an "
-                f"{type(holders[0]).__name__} with shards or fp32 masters of its parameters; close() that wrapper first"
-            )
+        self._runtime.optimizers.require_none()
         self._replaced = not inside
         self.close()
 
@@ -564,11 +416,289 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             TypeError: If it is no torch optimizer.
             ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
         """
-        self._params.optimizers.add(optimizer)
-        with_masters = bool(self._options.master_params)
-        if self._sharding is not None:
-            return self._sharding.sharded(optimizer) or self._sharding.shard(optimizer, with_masters)
-        return masters_of(optimizer) if with_masters else None
+        return self._runtime.optimizers.prepare(optimizer)
+
+    # -- gradients and optimizers, sharded or not ------------------------------------------------------
+
+    def wait_for_parameters(self) -> None:
+        """Waits for parameters whose new values are still on their way, with ``shard_optimizer``.
+
+        Whatever goes by torch's functions waits by itself. Call this before a captured CUDA graph is replayed or
+        memory is read past torch.
+        """
+        runtime: Runtime | None = self.__dict__.get("_runtime")
+        if runtime is not None and runtime.optimizers.sharding is not None:
+            runtime.optimizers.sharding.wait()
+
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """The norm of all gradients together, as if they were one vector. All ranks must call this.
+
+        Args:
+            norm_type: Which; ``inf`` for the largest absolute value.
+            parameters: Whose gradients; the module's if None.
+
+        Returns:
+            An fp32 tensor without a dimension, the same on every rank.
+        """
+        return self._runtime.optimizers.grad_norm(norm_type, parameters)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[Tensor] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scales gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        All ranks must call this.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: As for :meth:`grad_norm`.
+            parameters: As for :meth:`grad_norm`.
+            error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            RuntimeError: If the norm is not finite, if that was asked for.
+        """
+        return self._runtime.optimizers.clip_grad_norm(max_norm, norm_type, parameters, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[Tensor] | None = None) -> None:
+        """Clamps gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_`` does."""
+        self._runtime.optimizers.clip_grad_value(clip_value, parameters)
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """A copy of a parameter's whole gradient; None if it has none. All ranks must call this."""
+        return self._runtime.optimizers.full_grad(param)
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, every_rank: bool = False) -> dict[str, Any] | None:
+        """An optimizer's whole state, with the keys and shapes that ``optimizer.state_dict()`` has in one process.
+
+        Put together on the CPU, bucket by bucket. All ranks must call this, which they may after :meth:`close` too. It
+        loads into the same optimizer over the same module at any world size, sharded or not. Unlike torch's it is a
+        copy.
+
+        Args:
+            optimizer: An optimizer that holds parameters of the module.
+            every_rank: Whether every rank gets it.
+
+        Returns:
+            None on ranks other than 0, unless they were to get it too.
+        """
+        return self._runtime.optimizers.state_dict(optimizer, every_rank or self.rank == 0)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads an optimizer's whole state, as :meth:`optimizer_state_dict` or any strategy's checkpoint has it.
+
+        Each rank keeps what belongs to its shard, and moves that alone to the device.
+
+        Args:
+            optimizer: An optimizer that holds parameters of the module.
+            state_dict: The same on every rank.
+        """
+        self.prepare_optimizer(optimizer)
+        optimizer.load_state_dict(dict(state_dict))
+
+    def save_sharded(
+        self,
+        path: str | os.PathLike[str],
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        extra: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Saves the module and its optimizers into a directory, each rank its own parts, and no rank the whole.
+
+        All ranks must call this; an error on one is an error on all. In the format of ``torch.distributed.checkpoint``,
+        with the names and shapes that tensors have in one process: torch's ``dcp_to_torch_save`` makes one file of it.
+        Module buffers are saved as rank 0 has them, fp32 masters under a key of their own.
+
+        Args:
+            path: The directory, on a file system that all ranks share. It comes into being when everything has been
+                written; until then it is called ``<path>.partial``.
+            optimizers: Optimizers of the module, in the order in which they will be loaded.
+            extra: Whatever is to be saved with them; rank 0's, pickled.
+            overwrite: Whether what is at ``path`` is replaced.
+
+        Raises:
+            FileExistsError: If there is something at ``path``, unless it is to be replaced.
+            ValueError: If an optimizer holds parameters that are not the module's.
+            RuntimeError: If anything else went wrong on some rank; says where and what.
+        """
+        self.sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
+
+    def load_sharded(
+        self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
+    ) -> dict[str, Any]:
+        """Loads what :meth:`save_sharded` has saved, at this or any other world size, sharded or not.
+
+        All ranks must call this; an error on one is an error on all. Each rank reads what overlaps with its own parts;
+        parameters are then gathered. Names and shapes are compared before anything is read; an error while reading
+        leaves the module half-way between what it was and what was to be loaded.
+
+        Args:
+            path: The directory.
+            optimizers: As many as were saved, with the same parameters in the same groups; none to load the module
+                alone.
+            strict: Whether the module must have just the names that were saved.
+
+        Returns:
+            What was saved as ``extra``; empty if nothing was. Unpickled, so load only what can be trusted.
+
+        Raises:
+            ValueError: If names, shapes or parameter groups differ; names the first.
+            RuntimeError: If anything else went wrong on some rank; says where and what.
+        """
+        if self.closed:
+            raise RuntimeError("expected an open BucketDDP, found one after close(); load before that")
+        return self.sharded_checkpoint().load(Path(path), optimizers, strict)
+
+    def sharded_checkpoint(self) -> ShardedCheckpoint:
+        """What saves and loads the module and its optimizers in parts."""
+        return self._runtime.optimizers.checkpoint()
+
+    # -- ranks with different numbers of batches ---------------------------------------------------------
+
+    @contextmanager
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Iterator[None]:
+        """A context in which ranks may have different numbers of batches, as torch DDP's.
+
+        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
+        then every rank gets the parameters and module buffers of one that was among the last, and a joined rank has
+        the ``.grad`` that it left its loop with. One forward and at most
+        one backward per iteration, and no change of what is trainable, which a rank that has left its loop would not
+        make. Use torch's ``Join`` directly for several at once, such as a
+        ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
+
+        Args:
+            divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
+            enable: Whether ranks may have different numbers of batches at all.
+            throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
+
+        Raises:
+            ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``, or
+                in the steps of a sharded optimizer.
+        """
+        if enable and not throw_on_early_termination:
+            self._runtime.uneven.require_nobody_misses_a_rank()
+        try:
+            with self._runtime.uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination):
+                yield
+        except BaseException as error:
+            if not throw_on_early_termination:  # which raises on all ranks
+                self.publish_failure(error)
+            raise
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch's ``Join`` calls on a rank that has run out of data.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``; others are for other members of the context.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
+        self._runtime.uneven.begin(divide_by_active=not kwargs.get("divide_by_initial_world_size", True))
+        return self._runtime.uneven
+
+    def exchange(self, value: int) -> list[int]:
+        """Tells the other ranks a number and returns everybody's, by rank. The host waits; all ranks must call this.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
+        return self._runtime.uneven.tell(value)
+
+    def divide_by_active_ranks(self) -> None:
+        """Has gradients divided by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
+        self._runtime.uneven.divide_by_active()
+
+    def set_active_ranks(self, active: Sequence[int]) -> None:
+        """Says which ranks have a batch of their own in what follows; the others go on with their last one.
+
+        Those must not contribute: their losses are to reach no parameter, in :meth:`BucketDDP.backward_pass`. Their
+        module buffers and token counts do not count. All ranks must call this at the same point of the program.
+
+        Args:
+            active: The ranks, in ascending order; at least one.
+        """
+        self._runtime.uneven.set_active(active)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this rank has no batch of its own; what :meth:`set_active_ranks` was told."""
+        return not self._passes.joining.counts()
+
+    @property
+    def some_replay(self) -> bool:
+        """Whether some rank has no batch of its own; the same on every rank."""
+        return self._runtime.uneven.active is not None
+
+    # -- Megatron-LM's names ----------------------------------------------------------------------------
+
+    def zero_grad_buffer(self) -> None:
+        """Sets all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.
+
+        Unlike after ``zero_grad(set_to_none=True)`` optimizers see zeros for parameters that get no gradient.
+        """
+        self._passes.zero_gradients()
+
+    def start_grad_sync(self) -> None:
+        """Starts the reduction of every gradient that is there, such as what local passes accumulated.
+
+        All ranks must call this; ``.grad`` is None until :meth:`finish_grad_sync`.
+
+        Raises:
+            RuntimeError: Inside ``join``, where ranks without data would not take part.
+            PeerFailureError: If another rank has failed.
+            RankMismatchError: If ranks disagree on which parameters are trainable.
+        """
+        self._passes.start_reduction()
+
+    def finish_grad_sync(self) -> None:
+        """Waits for what :meth:`start_grad_sync` started; ``.grad`` holds the reduced gradients afterwards.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+            RuntimeError: If nothing was started.
+        """
+        self._passes.finish_reduction()
+
+    def allreduce_gradients(self) -> None:
+        """Reduces every gradient that is there: :meth:`start_grad_sync` and :meth:`finish_grad_sync`."""
+        self.start_grad_sync()
+        self.finish_grad_sync()
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiplies every gradient that is there, in place.
+
+        Args:
+            factor: A number, or a tensor of no dimension.
+        """
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def broadcast_params(self) -> None:
+        """Gives every rank the group's rank 0's parameters. All ranks must call this."""
+        self._runtime.broadcast_params()
+
+    def state_dict_for_save_checkpoint(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The module's method of that name if it has one, as Megatron-LM's have; else its state dict."""
+        save = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        given = {} if destination is None else {"destination": destination}
+        return save(**given, prefix=prefix, keep_vars=keep_vars)
 
     # -- what is going on ----------------------------------------------------------------------------
 
@@ -582,35 +712,39 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """The device of the first parameter."""
         return next(self.module.parameters()).device
 
+    join_device = device
+    """Where torch's ``Join`` keeps what it sends."""
+
     @property
     def rank(self) -> int:
         """This process's rank among those that train together."""
-        return self._collectives.rank
+        return self._runtime.collectives.rank
 
     @property
     def broadcast_buffers(self) -> bool:
         """Whether module buffers are synchronised in forward."""
         return self._options.module_buffers != "off"
 
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """The same; torch DDP's newer name."""
-        return self.broadcast_buffers
+    forward_sync_buffers = broadcast_buffers
+    """The same; torch DDP's newer name."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that train together."""
-        return self._collectives.group
+        return self._runtime.collectives.group
+
+    join_process_group = process_group
+    """The group in which ranks join."""
 
     @property
     def layout(self) -> Layout:
         """Where the gradients lie: buckets in launch order, slots, buffers and their sizes in bytes."""
-        return self._reducer.reducer.storage.layout
+        return self._passes.reducer.storage.layout
 
     @property
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
-        return self._reducer.failures.pass_number if "_reducer" in self.__dict__ else 0
+        return self._passes.failures.pass_number if "_runtime" in self.__dict__ else 0
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
@@ -621,12 +755,12 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Returns:
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
-        return self._reducer.recorder.last() if "_reducer" in self.__dict__ else None
+        return self._passes.recorder.last() if "_runtime" in self.__dict__ else None
 
     @property
     def early_launches(self) -> int:
         """How many buckets the last synchronised pass put on their way before backward had ended."""
-        return self._reducer.recorder.early
+        return self._passes.recorder.early
 
     def _set_static_graph(self) -> None:
         """Does nothing: what torch DDP's method allows is always allowed. Some libraries call it."""
@@ -657,129 +791,11 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
 
         Private to torch, which knows its own DDP class by ``isinstance``. There is no public way; a test notices.
         """
-        return dict.fromkeys(_members_of(self.module), "module")
+        return dict.fromkeys(members_of(self.module), "module")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads into the module; keys have no prefix, or ``module.`` as in a state dict of torch DDP's.
 
         With ``assign=True`` the module gets new parameters: make a new optimizer.
         """
-        prefix = "module."
-        if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(self.module, "module"):
-            state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _shard_at_first_step(sharding: Sharding, with_masters: bool) -> RemovableHandle:
-    """Shards every optimizer that steps on some of the parameters, in its first step if it was not before."""
-    ref = weakref.ref(sharding)
-
-    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        live = ref()
-        if live is None or live.sharded(optimizer) is not None:
-            return
-        if any(live.find(param) is not None for group in optimizer.param_groups for param in group["params"]):
-            live.shard(optimizer, with_masters)
-
-    return register_optimizer_step_pre_hook(look)
-
-
-def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
-    """Requires, on all ranks alike, that no collectives of a failed pass are under way in the group.
-
-    For callers that use the group themselves before they wrap: their collectives would be paired with those.
-
-    Raises:
-        RuntimeError: On a rank that left some.
-        PeerFailureError: On the other ranks.
-    """
-    collectives = Collectives(process_group)
-    agreement = Agreement(collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
-    problem: Exception | None = None
-    try:
-        collectives.require_nothing_left_behind()
-    except RuntimeError as error:
-        problem = error
-    agreement.require_same("the process group", [], problem)
-
-
-def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks that train together, whatever way they were given; None for all.
-
-    Raises:
-        WrapError: If both were given, or the mesh has several dimensions.
-    """
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
-        raise WrapError("expected a process_group or a device_mesh, found both")
-    if device_mesh.ndim != 1:
-        raise WrapError(
-            f"expected a device mesh of one dimension, found {device_mesh}; name the dimension to train over, as in "
-            'mesh["dp"]'
-        )
-    return device_mesh.get_group()
-
-
-def _members_of(module: nn.Module) -> set[str]:
-    """The names of what a module holds itself, as they begin in its state dict."""
-    return {*module._modules, *module._parameters, *module._buffers}
-
-
-def _add_own_name(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before a module that contains a wrapper loads: the wrapper's keys have no name of its own, as it saves them."""
-    own = f"{prefix}module."
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        if not key.startswith(own) or hasattr(module.module, "module"):
-            state_dict[own + key.removeprefix(prefix)] = state_dict.pop(key)
-
-
-def _graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: bool) -> GraphCuts | None:
-    if not options.overlap or not options.use_contiguous_buffers:
-        return None  # every bucket waits for the end of backward
-    cap = options.bucket_cap_bytes
-    if cap is None:
-        cap = default_bucket_cap(layout.nbytes, world_size, one_machine)
-    return GraphCuts.after(cap)
-
-
-class _LinkEnds(Participant):
-    """Tells SyncBatchNorm's links that backward has ended."""
-
-    def __init__(self, links: list[StatisticsLink]) -> None:
-        self._links = links
-
-    def backward_ended(self, raised: bool) -> None:
-        """Tell all."""
-        for link in self._links:
-            link.backward_ended(raised)
-
-
-def _wrappers_that_train(params: ModuleParams) -> list[BucketDDP]:
-    """The open wrappers that average gradients of some of the parameters that require grad."""
-    mine = {id(param) for _, param in params.named if param.requires_grad}
-    return [wrapper for wrapper in list(_open_wrappers) if mine & wrapper._reducer.trains()]
-
-
-def _trains(reducer: weakref.ref[Passes]) -> set[int]:
-    live = reducer()
-    return set() if live is None else live.trains()
-
-
-def _release(
-    reducer: Passes, links: list[StatisticsLink], params: ModuleParams, hooks: list[list[RemovableHandle]]
-) -> None:
-    """Give the module back. Sends nothing."""
-    reducer.close()
-    for link in links:
-        link.leave()
-    params.restore_grad_dtypes()
-    for some in hooks:
-        _remove_hooks(some)
-
-
-def _remove_hooks(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
+        return self.module.load_state_dict(without_prefix(state_dict, self.module), strict=strict, assign=assign)

@@ -15,6 +15,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
+
 
 @dataclass(frozen=True)
 class GraphCuts:
@@ -26,10 +29,23 @@ class GraphCuts:
 
     bucket_bytes_cap: int
 
-    @classmethod
-    def after(cls, nbytes: int) -> GraphCuts:
-        """Cuts for buckets of a size; torch's last piece has 1 MiB, and the others may not have less."""
-        return cls(max(nbytes, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0)))
+
+def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: bool) -> GraphCuts | None:
+    """Cuts where buckets are full; None if every bucket waits for the end of backward.
+
+    Args:
+        options: What was asked for.
+        layout: The buckets.
+        world_size: How many ranks there are.
+        one_machine: Whether the ranks share one machine.
+    """
+    if not options.overlap or not options.use_contiguous_buffers:
+        return None
+    cap = options.bucket_cap_bytes
+    if cap is None:
+        cap = default_bucket_cap(layout.nbytes, world_size, one_machine)
+    # torch's last piece has 1 MiB, and the others may not have less.
+    return GraphCuts(max(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0)))
 
 
 @contextmanager
@@ -39,11 +55,8 @@ def cutting_graphs(cuts: GraphCuts | None) -> Iterator[None]:
     Args:
         cuts: Where; None to leave graphs whole.
     """
-    # Private, as what it does has no public name. Without it graphs stay whole: right, but late. A test notices.
-    if not hasattr(DistributedDataParallel, "_active_ddp_module"):
-        yield
-        return
-    outside = DistributedDataParallel._active_ddp_module
+    # Private, as what it does has no public name. If torch drops it graphs stay whole: right, but late. A test notices.
+    outside = getattr(DistributedDataParallel, "_active_ddp_module", None)
     DistributedDataParallel._active_ddp_module = cuts  # type: ignore[assignment]
     try:
         yield

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors, chunks, stage, write_back
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.layout.options import ModuleBufferSync
+from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.wrapper.module_params import ModuleParams
 
 
 class ModuleBuffers:
@@ -19,44 +21,60 @@ class ModuleBuffers:
     another tensor is not missed.
 
     Args:
-        module: The module.
+        params: The module and its parameters. When others are taken in, the module is looked over again.
         collectives: The group.
-        mode: ``"broadcast"``, ``"mean"`` or ``"off"``.
-        ignored: Qualified names of module buffers that are nobody's business but the rank's.
+        failures: What is known of failures.
+        options: What was asked for.
+
+    Attributes:
+        due: Whether the next training forward synchronises them.
     """
 
-    def __init__(
-        self, module: nn.Module, collectives: Collectives, mode: ModuleBufferSync, ignored: Container[str] = ()
-    ) -> None:
-        self._collectives = collectives
-        self._mode = mode
+    def __init__(self, params: ModuleParams, collectives: Collectives, failures: Failures, options: Options) -> None:
+        self._params, self._collectives, self._failures = params, collectives, failures
+        self._mode = options.module_buffers
+        self.due = True
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._changes = self._params.changes
         self._owners: list[tuple[nn.Module, str]] = [
             (owner, name)
-            for prefix, owner in module.named_modules()
+            for prefix, owner in self._params.module.named_modules()
             for name, buffer in owner.named_buffers(recurse=False)
-            if isinstance(buffer, Tensor) and f"{prefix}.{name}".lstrip(".") not in ignored
+            if isinstance(buffer, Tensor) and f"{prefix}.{name}".lstrip(".") not in self._params.ignored
         ]
 
     def tensors(self) -> list[Tensor]:
         """The module buffers as they are now, each once."""
+        if self._changes != self._params.changes:
+            self._look_up()
         found = {id(t): t for owner, name in self._owners if (t := owner._buffers.get(name)) is not None}
         return list(found.values())
 
-    @torch.no_grad()
-    def synchronise(self, on_idle: Callable[[], None] | None = None, active: Sequence[int] | None = None) -> None:
+    def forward_begins(self, synchronised: bool) -> None:
+        """A training forward has synchronised what was due; the next one does so again after a synchronised one."""
+        self.due = synchronised
+
+    def synchronise(self, active: Sequence[int] | None = None) -> None:
         """Makes the module buffers the same on all ranks, in place, as the mode says.
 
         With ``"mean"`` floating buffers are averaged; the others (counters) are one rank's.
 
         Args:
-            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
             active: The ranks whose values count, where that may change. The last one's are broadcast then, as torch
                 DDP does inside ``join``; rank 0's otherwise.
         """
-        if self._mode == "off" or not self._owners or self._collectives.world_size == 1:
+        if self._mode == "off" or self._collectives.world_size == 1:
             return
-        tensors = self.tensors()
-        world_size = self._collectives.world_size
+        if tensors := self.tensors():
+            self._failures.exchanges += 1
+            with self._failures.waiting_for("the module buffers"):
+                self._send(tensors, self._collectives.world_size, active)
+
+    @torch.no_grad()
+    def _send(self, tensors: list[Tensor], world_size: int, active: Sequence[int] | None) -> None:
+        on_idle = self._failures.raise_if_elsewhere
         source = 0 if active is None else active[-1]
         active = range(world_size) if active is None else active
         if self._mode == "mean":

@@ -11,6 +11,7 @@ so that in one group the two kinds would come in another order on other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -68,7 +69,7 @@ class StatisticsLink:
     def leave(self) -> None:
         """The module is not wrapped, or no longer."""
         self.failures = None
-        self.counts = _always
+        self.counts = lambda: True
         self._first_tag = 0
         self._forwards: dict[int, tuple[int, int]] = {}  # that wait for their backward: layer and channels, by number
         self._forwards_noted = 0
@@ -142,19 +143,12 @@ class StatisticsLink:
 
     def _gather(self, mine: Tensor, layer: int) -> Tensor:
         assert self.collectives is not None
-        failures, what = self.failures, f"the statistics of {self._names[layer]!r}"
-        if failures is None:
+        what = f"the statistics of {self._names[layer]!r}"
+        look = None if self.failures is None else partial(self.failures.look_from_exchange, what)
+        with nullcontext() if self.failures is None else self.failures.waiting_for(what):
             everyone, pending = self.collectives.all_gather(mine)
-            pending.wait()
-        else:
-            with failures.waiting_for(what):
-                everyone, pending = self.collectives.all_gather(mine)
-                pending.wait(partial(failures.look_from_exchange, what))
+            pending.wait(look)
         return everyone
-
-
-def _always() -> bool:
-    return True
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

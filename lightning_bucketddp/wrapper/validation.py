@@ -1,19 +1,15 @@
-"""What a module must be to be wrapped, and what ranks compare before they wrap it."""
+"""What a module must be to be wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lightning_bucketddp.grads.hooks import is_reducers_own
-from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import ParamSpec
-from lightning_bucketddp.peers.agreement import Entry, WrapError
+from lightning_bucketddp.peers.agreement import WrapError
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm
-
-NamedParams = Sequence[tuple[str, nn.Parameter]]
 
 
 def names_to_ignore(module: nn.Module) -> frozenset[str]:
@@ -24,17 +20,27 @@ def names_to_ignore(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_frozen: bool = False) -> None:
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, under the first of its names that is not to be ignored, in registration order."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    ignored = names_to_ignore(module)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name not in ignored:
+            found.setdefault(id(param), (name, param))
+    return list(found.values())
+
+
+def require_valid_parameters(module: nn.Module, may_be_frozen: bool = False) -> None:
     """Requires that the module can be wrapped.
 
     Args:
         module: The module.
-        params: Its parameters but for the ones to ignore.
         may_be_frozen: Whether all of them may be frozen.
 
     Raises:
         WrapError: If not; names the parameter or module.
     """
+    params = named_parameters(module)
     if not any(param.requires_grad or may_be_frozen for _, param in params):
         raise WrapError(
             "expected at least one parameter that requires grad, found none; there is nothing to average. Use the "
@@ -76,7 +82,7 @@ def require_valid_parameters(module: nn.Module, params: NamedParams, may_be_froz
 
 
 def input_device(
-    params: NamedParams, device_ids: Sequence[int | str | torch.device] | None, output_device: object
+    module: nn.Module, device_ids: Sequence[int | str | torch.device] | None, output_device: object
 ) -> torch.device | None:
     """The device to which a forward moves its arguments, as torch DDP's ``device_ids=[i]`` asks for.
 
@@ -86,9 +92,10 @@ def input_device(
     Raises:
         ValueError: If the choice does not fit the parameters.
     """
-    devices = sorted({str(param.device) for _, param in params})
     if not device_ids and output_device is None:
         return None
+    params = named_parameters(module)
+    devices = sorted({str(param.device) for _, param in params})
     if devices == ["cpu"] or len(devices) > 1:
         raise ValueError(
             f"expected no device_ids and no output_device for a module on the CPU or on several devices, found "
@@ -103,19 +110,3 @@ def input_device(
     if device != own:
         raise ValueError(f"expected device_ids to name the device of the parameters, {own}, found {device}")
     return device
-
-
-def entries(
-    module: nn.Module, params: NamedParams, sparse: Container[str], ignored: Container[str], options: Options
-) -> list[Entry]:
-    """What must be the same on all ranks, line by line."""
-    lines = [Entry(f"option {name}", value) for name, value in options.described()]
-    for name, param in params:
-        spec = ParamSpec.of(name, param)
-        notes = f", gradient {spec.dtype}" if spec.param_dtype is not None else ""
-        notes += ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in sparse else "")
-        lines.append(Entry(f"parameter {name!r}", f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{notes}"))
-    for name, buffer in module.named_buffers():
-        if name not in ignored:
-            lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
-    return lines
