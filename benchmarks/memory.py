@@ -298,7 +298,7 @@ def worker(device: torch.device, model_name: str, peer_name: str, small: bool) -
 def _largest_bucket(model: nn.Module) -> int:
     if not isinstance(model, BucketDDP):
         return 0
-    layout = model._reducer.layout
+    layout = model.layout
     return max(layout.bucket_nbytes(bucket) for bucket in layout.buckets)
 
 
