@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bucketddp.replicas.forward import ReplicatedForward
+
 
 def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
     """The mean of each ``.grad`` over the ranks, a missing one counting as zero; None if missing on all ranks."""
@@ -44,3 +46,8 @@ def largest_difference_between_ranks(module: nn.Module) -> float:
             worst = torch.maximum(worst, (first.double() - tensor.detach().double()).abs().max())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst.item())
+
+
+def copying(forward: ReplicatedForward) -> ReplicatedForward:
+    """A forward whose replicas on the module's device have copies of its parameters, as those on another one do."""
+    return ReplicatedForward(forward._module, forward.devices, forward.output_device, forward.dim, share=False)

@@ -24,7 +24,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, Outputs, batch, build, loss_of
-from tests.reference import largest_difference_between_ranks
+from tests.reference import copying, largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
 
@@ -734,7 +734,7 @@ def replicas_on(setting: str, devices: list[torch.device], copied: bool, model: 
     with pytest.warns(UserWarning, match=f"device_ids has {len(devices)} entries"):
         net, sent = wrap(setting, build(model).to(home), **options)
     if copied:
-        net._replicated.copy_parameters()
+        net._replicated = copying(net._replicated)
     reference = build(model).to(home)
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if model == "mixed_dtypes" else {"rtol": 1e-4, "atol": 1e-6}
     optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (net, reference)]

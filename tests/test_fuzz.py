@@ -23,6 +23,7 @@ from lightning_bucketddp.grads import buffers as grad_buffer
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.random_models import BATCH, WIDTH, RandomModel
 from tests.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
+from tests.reference import copying
 
 CASES_PER_JOB = 20
 TOLERANCE = {torch.bfloat16: 2.0**-5}
@@ -124,7 +125,7 @@ class Run:
         self.freeze(case.trainable)
         self.ours = BucketDDP(self.module, device_ids=["cpu"] * 2 if case.replicas else None, **case.options)
         if case.replicas == "copied":
-            self.ours._replicated.copy_parameters()
+            self.ours._replicated = copying(self.ours._replicated)
         self.params = dict(self.module.named_parameters())
         self.travels_as_it_is = not case.options.keys() & {"wire_dtype", "comm_hook"}
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)

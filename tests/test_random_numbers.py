@@ -65,9 +65,7 @@ def test_a_forward_on_several_devices_drops_what_calls_one_after_the_other_drop(
     torch.manual_seed(0)
     module, x = Drops(how).double(), torch.randn(48, 64, dtype=torch.float64, requires_grad=True)
     expected = chunk_by_chunk(module, x)
-    forward = ReplicatedForward(module, [CPU] * 3, CPU, 0)
-    if not share:
-        forward.copy_parameters()
+    forward = ReplicatedForward(module, [CPU] * 3, CPU, 0, share)
     for _ in range(5):
         torch.manual_seed(3)
         torch.testing.assert_close(gradients(module, forward(x)), expected)

@@ -256,12 +256,11 @@ def test_replicas_at_home_share_parameters_and_others_have_one_piece_of_memory_p
     assert second.norm.running_mean is not module.norm.running_mean
 
 
-def end_of_backward(groups: bool) -> list[str]:
+def end_of_backward(together: bool) -> list[str]:
     """The last six of: a layer of some replica is reached, a layer's summed gradient has come home."""
     order: list[str] = []
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)).double()
-    lists = [list(layer.parameters()) for layer in module][1:] if groups else None  # the first is in none
-    modules = replicas_of(module, COPIED, groups=lists).refresh()
+    modules = replicas_of(module, COPIED, together=together).refresh()
     for number, layer in enumerate(module):
         layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: order.append(f"{n} home"))
     total = torch.zeros((), dtype=torch.double)
@@ -275,9 +274,9 @@ def end_of_backward(groups: bool) -> list[str]:
     return order[-6:]
 
 
-def test_gradients_come_home_group_by_group_while_backward_still_runs() -> None:
-    assert end_of_backward(groups=True) == ["2 reached", "2 home", "1 reached", "1 home", "0 reached", "0 home"]
-    assert all(entry.endswith("home") for entry in end_of_backward(groups=False)[-3:])
+def test_gradients_come_home_in_one_piece_or_each_while_backward_still_runs() -> None:
+    assert end_of_backward(together=False) == ["2 reached", "2 home", "1 reached", "1 home", "0 reached", "0 home"]
+    assert all(entry.endswith("home") for entry in end_of_backward(together=True)[-3:])
 
 
 def test_the_sum_of_gradients_cannot_be_differentiated_and_says_so() -> None:
@@ -945,9 +944,7 @@ def test_random_steps(seed: int) -> None:
     way, count = draw.choice([SHARED, COPIED, AWAY]), draw.randint(2, 4)
     module = make(name)
     params = list(module.parameters())
-    draw.shuffle(params)
-    cut = draw.randrange(len(params) + 1)
-    replicas = Replicas(module, ["cpu"] * count, groups=[params[:cut], params[cut:]], share=way == SHARED)
+    replicas = Replicas(module, ["cpu"] * count, draw.random() < 0.5, share=way == SHARED)
     for number in range(4):
         with torch.no_grad() if draw.random() < 0.2 else nullcontext():
             module.train(draw.random() < 0.7)

@@ -7,12 +7,13 @@ import contextvars
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_bucketddp.replicas.scatter_gather import Device, as_device
+from lightning_bucketddp.replicas.scatter_gather import Device, accelerator_type, as_device
 
 
 def parallel_apply(
@@ -75,8 +76,8 @@ def parallel_apply(
 
 def _present_device() -> torch.device | None:
     """The caller's current device, if there is an accelerator: threads begin with another."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else torch.device(accelerator.type, torch.accelerator.current_device_index())
+    kind = accelerator_type()
+    return None if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _run_all(lines: Sequence[list[_Call]], state: _ThreadState) -> None:
@@ -112,40 +113,32 @@ def _run_within(line: Sequence[_Call], state: _ThreadState) -> None:
             line[0].error = error
 
 
-def _join_all(threads: Iterable[threading.Thread]) -> None:
-    """Waits for all threads; an interrupt is raised when they have ended, unless another comes before."""
-    interrupted: KeyboardInterrupt | None = None
-    for thread in threads:
-        try:
+def _join_all(threads: Sequence[threading.Thread]) -> None:
+    """Waits for all threads. An interrupt is raised when they have ended; another one at once."""
+    try:
+        for thread in threads:
             thread.join()
-        except KeyboardInterrupt as interrupt:
-            if interrupted is not None:
-                raise
-            interrupted = interrupt
+    except KeyboardInterrupt:
+        for thread in threads:
             thread.join()
-    if interrupted is not None:
-        raise interrupted
+        raise
 
 
+@dataclass
 class _Call:
     """One module's call: what it is called with, and what came of it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Any,
-        kwargs: Mapping[str, Any],
-        index: int,
-        device: torch.device | None,
-    ) -> None:
-        self.module = module
-        self.inputs = inputs if isinstance(inputs, list | tuple) else (inputs,)
-        self.kwargs = kwargs
-        self.index = index
-        self.device = device
-        self._stream = torch.accelerator.current_stream(device) if _is_accelerator(device) else None
-        self.result: Any = None
-        self.error: BaseException | None = None
+    module: nn.Module
+    inputs: Any
+    kwargs: Mapping[str, Any]
+    index: int
+    device: torch.device | None
+    result: Any = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        on_accelerator = self.device is not None and self.device.type == accelerator_type()
+        self._stream = torch.accelerator.current_stream(self.device) if on_accelerator else None
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -159,7 +152,8 @@ class _Call:
     def run(self) -> None:
         """Calls the module and keeps what it returns or raises."""
         try:
-            self.result = self.module(*self.inputs, **self.kwargs)
+            arguments = self.inputs if isinstance(self.inputs, list | tuple) else (self.inputs,)
+            self.result = self.module(*arguments, **self.kwargs)
         except BaseException as error:  # whatever it is, the others are waited for
             self.error = error
 
@@ -175,11 +169,6 @@ class _Call:
         return error
 
 
-def _is_accelerator(device: torch.device | None) -> bool:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return device is not None and accelerator is not None and device.type == accelerator.type
-
-
 class _ThreadState:
     """What torch keeps per thread and a caller expects to hold in all of them.
 
@@ -191,9 +180,7 @@ class _ThreadState:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
-        types = {"cpu", *filter(torch.amp.is_autocast_available, device_types)}
-        if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            types.add(accelerator.type)
+        types = {"cpu", accelerator_type() or "cpu", *filter(torch.amp.is_autocast_available, device_types)}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(types)
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, contiguous_strides, is_dense
+from lightning_bucketddp.replicas.scatter_gather import accelerator_type
 
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors hold on to a storage. Private; without it copies get new memory each time."""
 
-_BEFORE_ALL_OTHERS = 2**63 - 1
+BEFORE_ALL_OTHERS = 2**63 - 1
 """The engine runs, of the nodes that are ready, the one with the largest number, which otherwise is the youngest. Nodes
 that are made before forward would run after all of backward, and no gradient would come home before. Setting the number
 is private; without it all is right, and late."""
-
-_kind = operator.attrgetter("dtype", "device", "shape")
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ class FlatCopies:
         tensors: The tensors.
         names: What they are called in errors.
         devices: Where each replica's copies are.
-        groups: Positions in ``tensors`` of those whose gradients come home together. By default all.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class FlatCopies:
         tensors: Sequence[Tensor],
         names: Sequence[str],
         devices: Sequence[torch.device],
-        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._names = list(names)
         self._home = tensors[0].device
@@ -116,18 +112,8 @@ class FlatCopies:
         self._copies = [_FlatCopy(self._layout, device) for device in devices]
         self._away = [device != self._home for device in devices]
         self._staged: _FlatCopy | None = None
-        self._groups = [list(range(len(tensors)))] if groups is None else [list(group) for group in groups]
-        self._kinds = self._kinds_of(tensors)
         self._summed_in: list[torch.dtype | None] = []
         self._edges: list[tuple[list[int], FlatLayout, torch.dtype]] = []
-
-    @staticmethod
-    def _kinds_of(tensors: Sequence[Tensor]) -> list[Any]:
-        return [*map(_kind, tensors), *map(Tensor.stride, tensors)]
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors are of the same dtypes, devices, shapes and strides still."""
-        return self._kinds_of(tensors) == self._kinds
 
     @torch.no_grad()
     def write(self, tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
@@ -160,16 +146,14 @@ class FlatCopies:
         summed_in = [_summed_in(tensor) for tensor in tensors]
         if summed_in != self._summed_in:
             self._summed_in = summed_in
+            groups: dict[torch.dtype, list[int]] = {}
+            for index, dtype in enumerate(summed_in):
+                if dtype is not None:
+                    groups.setdefault(dtype, []).append(index)
             self._edges = []
-            for members in self._groups:
-                live: dict[torch.dtype, list[int]] = {}
-                for index in members:
-                    dtype = summed_in[index]
-                    if dtype is not None:
-                        live.setdefault(dtype, []).append(index)
-                for dtype, group in live.items():
-                    layout = FlatLayout.of([tensors[i] for i in group], [self._names[i] for i in group])
-                    self._edges.append((group, layout, dtype))
+            for dtype, group in groups.items():
+                layout = FlatLayout.of([tensors[i] for i in group], [self._names[i] for i in group])
+                self._edges.append((group, layout, dtype))
         for group, layout, dtype in self._edges:
             copies = [replica[index] for replica in written for index in group]
             outputs = iter(_Copied.apply(layout, self._home, dtype, copies, *(tensors[index] for index in group)))
@@ -197,7 +181,7 @@ class _Copied(torch.autograd.Function):
         # Of the streams of several devices the engine restores one in the thread that runs this node's backward.
         ctx.streams = _current_streams({*(copy.device for copy in copies[:: len(tensors)]), home})
         if hasattr(ctx, "_set_sequence_nr"):
-            ctx._set_sequence_nr(_BEFORE_ALL_OTHERS)
+            ctx._set_sequence_nr(BEFORE_ALL_OTHERS)
         return tuple(copies)
 
     @staticmethod
@@ -218,12 +202,8 @@ class _Copied(torch.autograd.Function):
 
 
 def _current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return [
-        torch.accelerator.current_stream(device)
-        for device in devices
-        if accelerator is not None and device.type == accelerator.type
-    ]
+    kind = accelerator_type()
+    return [torch.accelerator.current_stream(device) for device in devices if device.type == kind]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_bucketddp.replicas.module_copies import require_no_collectives
 from lightning_bucketddp.replicas.nested import tensors_in
 from lightning_bucketddp.replicas.replicas import Replicas, gather, parallel_apply, scatter
-from lightning_bucketddp.replicas.scatter_gather import Device, as_device
+from lightning_bucketddp.replicas.scatter_gather import Device, accelerators, as_device
 
 
 class ReplicatedForward:
@@ -27,64 +28,51 @@ class ReplicatedForward:
         devices: Where it runs. It is on the first of them.
         output_device: Where the outputs are put together.
         dim: The dimension along which arguments are divided and outputs joined.
+        share: Whether replicas on the module's own device share its parameters.
 
     Attributes:
-        groups: Gives the parameters whose gradients may come home together from another device: the same list as long
-            as nothing changes. None: all of them.
         parts: How many replicas the last forward took.
     """
 
     def __init__(
-        self, module: nn.Module, devices: Sequence[torch.device], output_device: torch.device, dim: int
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        output_device: torch.device,
+        dim: int,
+        share: bool = True,
     ) -> None:
         self._module = module
         self.devices = tuple(devices)
         self.output_device = output_device
         self.dim = dim
-        self.groups: Callable[[], Sequence[Sequence[Tensor]]] | None = None
         self.parts = 0
-        self._copied = False
-        self._replicas: Replicas | None = Replicas(module, devices)  # which refuses what it cannot replicate
-        self._grouped_by: Sequence[Sequence[Tensor]] | None = None
+        self._share = share
+        self._replicas: Replicas | None = self._made()  # which refuses what it cannot replicate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward."""
         divisible = any(tensor.dim() for tensor in tensors_in((args, kwargs)))
         parts = scatter((args, kwargs), self.devices if divisible else self.devices[:1], self.dim)
         self.parts = len(parts)
-        modules: list[nn.Module] = [self._module]
+        modules: list[nn.Module] = [self._module]  # what forward sets on it stays, as with one device
         if len(parts) > 1:
-            replicas = self._replicas_now().refresh(len(parts))
-            # What forward sets on the module stays, as with one device.
-            modules = replicas if self._copied else [self._module, *replicas[1:]]
+            self._replicas = self._replicas or self._made()
+            modules += self._replicas.refresh(len(parts))[1:]
         devices = self.devices[: len(parts)]
         arguments, kwarguments = [args for args, _ in parts], [kwargs for _, kwargs in parts]
         outputs = parallel_apply(modules, arguments, kwarguments, devices, thread_per_device=True)
         return gather(outputs, self.output_device, self.dim)
 
-    def _replicas_now(self) -> Replicas:
-        """The replicas; others if gradients are to come in other groups."""
-        if self._replicas is not None and not torch.is_grad_enabled():
-            return self._replicas
-        copies = self._copied or len(set(self.devices)) > 1
-        groups = self.groups() if copies and self.groups is not None else None
-        if self._replicas is None or groups is not self._grouped_by:
-            self._replicas = None  # frees its memory first
-            self._replicas = Replicas(self._module, self.devices, groups, share=not self._copied)
-            self._grouped_by = groups
-        return self._replicas
-
-    def copy_parameters(self) -> None:
-        """Has replicas on the module's own device copy its parameters too, as those on another one do; for tests."""
-        self._copied = True
-        self._replicas = None
+    def _made(self) -> Replicas:
+        return Replicas(self._module, self.devices, together=False, share=self._share)
 
     def forget(self) -> None:
-        """Frees the replicas, which are made anew if they are needed again, and groups their gradients no longer."""
-        self._replicas = self._grouped_by = self.groups = None
+        """Frees the replicas, which are made anew if they are needed again."""
+        self._replicas = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_replicas": None, "_grouped_by": None, "groups": None}
+        return {**self.__dict__, "_replicas": None}
 
 
 def replicated_forward(
@@ -141,42 +129,25 @@ def _device(argument: str, name: Device) -> torch.device:
     """
     if isinstance(name, bool) or not isinstance(name, int | str | torch.device):
         raise TypeError(f"expected {argument} to name devices, found {name!r}")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    there = f"{count} of type {accelerator.type!r}" if accelerator is not None else "none"
-    if isinstance(name, int) and not 0 <= name < count:
-        raise ValueError(
-            f"expected {argument} to have indices of accelerators, of which there are {there}, found {name}; give "
-            'other devices as torch.device or by name, such as "cpu"'
-        )
     try:
         device = as_device(name)
-    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without that kind of device
+    except (RuntimeError, AssertionError, ValueError) as error:  # the second if torch was built without such devices
         raise ValueError(f"expected {argument} to name devices, found {name!r}: {error}") from None
-    of_accelerator = accelerator is not None and device.type == accelerator.type and device.index < count
-    if device.type != "cpu" and not of_accelerator:
+    here = accelerators()
+    if device.type != "cpu" and device not in here:
         raise ValueError(
-            f'expected {argument} to name "cpu" or accelerators, of which there are {there}, found {str(device)!r}'
+            f'expected {argument} to name "cpu" or accelerators, of which there are {len(here)}, found {name!r}'
         )
     return device
 
 
 def _require_replicable(module: nn.Module, home: torch.device) -> None:
-    kinds: list[tuple[str, Iterator[tuple[str, Tensor]]]] = [
-        ("parameter", module.named_parameters()),
-        ("module buffer", module.named_buffers()),
-    ]
-    for kind, tensors in kinds:
-        for name, tensor in tensors:
-            if tensor.device != home:
-                raise ValueError(
-                    f"expected the whole module on {home}, the first of device_ids, found {kind} {name!r} on "
-                    f"{tensor.device}; a module that is on several devices itself cannot be replicated"
-                )
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.SyncBatchNorm):
+    params = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
+    buffers = [("module buffer", name, tensor) for name, tensor in module.named_buffers()]
+    for kind, name, tensor in (*params, *buffers):
+        if tensor.device != home:
             raise ValueError(
-                f"expected no layers with collectives of their own where device_ids has several entries, found "
-                f"SyncBatchNorm {name!r}: its replicas would start theirs in the order in which threads run. Use one "
-                "process per device, or layers without synchronised statistics"
+                f"expected the whole module on {home}, the first of device_ids, found {kind} {name!r} on "
+                f"{tensor.device}; a module that is on several devices itself cannot be replicated"
             )
+    require_no_collectives(module)

@@ -258,3 +258,18 @@ def require_copyable(module: nn.Module) -> None:
                     f"expected initialised parameters, found {f'{name}.{key}' if name else key!r} that waits for its "
                     "first batch; call the module once before it is replicated"
                 )
+
+
+def require_no_collectives(module: nn.Module) -> None:
+    """Requires that no layer has collectives, which replicas would start in the order in which threads run.
+
+    Raises:
+        ValueError: If one has; names it.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"expected replicas without collectives of their own, found SyncBatchNorm {name!r}: they would start "
+                "theirs in the order in which threads run. Use BatchNorm, which normalises each replica's samples, or "
+                'one process per device, as with strategy="bucketddp"'
+            )

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.replicas.apply import parallel_apply
-from lightning_bucketddp.replicas.flat_copies import FlatCopies
+from lightning_bucketddp.replicas.flat_copies import BEFORE_ALL_OTHERS, FlatCopies
 from lightning_bucketddp.replicas.module_copies import HELD, ModuleCopy, ModuleTree, require_copyable
 from lightning_bucketddp.replicas.nested import move_to
-from lightning_bucketddp.replicas.scatter_gather import Device, as_device, as_devices, gather, scatter
+from lightning_bucketddp.replicas.scatter_gather import Device, accelerators, as_device, as_devices, gather, scatter
 
 __all__ = ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
 
@@ -29,7 +29,7 @@ class Replicas:
 
     A replica on a device where the original's parameters are (``share=True``) holds the very same Parameter objects:
     it takes no memory, nothing is copied, and the autograd engine adds the gradients up. On other devices it holds
-    copies, moved and reduced in one piece per dtype, with gradient edges to the originals.
+    copies with gradient edges to the originals.
 
     The first replica on the device of a module buffer shares it with the original, so that running statistics persist;
     the others have copies, fresh at each :meth:`refresh`. Where no replica is on that device, what forward does to
@@ -42,8 +42,8 @@ class Replicas:
     Args:
         module: The original.
         devices: One per replica; the same one may come several times.
-        groups: Lists of the original's parameters whose gradients come home together, as soon as those of all replicas
-            that were used are there; parameters in none make one more group. By default there is one group.
+        together: Whether values and gradients move in one piece per dtype, gradients when backward has reached all of
+            them. Otherwise each gradient comes home as soon as it is there, while backward goes on.
         share: Whether replicas on the original's device share its parameters.
 
     Attributes:
@@ -59,29 +59,24 @@ class Replicas:
         self,
         module: nn.Module,
         devices: Sequence[Device],
-        groups: Iterable[Sequence[Tensor]] | None = None,
+        together: bool = True,
         share: bool = True,
     ) -> None:
         self.module = module
         self.devices = as_devices(devices)
-        self._groups = {id(param): number for number, group in enumerate(groups or ()) for param in group}
+        self._together = together
         self._share = share
-        self._build()
-
-    def _build(self) -> None:
-        """Looks at the module's structure, and decides which tensors each replica shares or has copies of."""
-        require_copyable(self.module)
-        self._tree = ModuleTree(self.module)
         self._plan()
 
     def _plan(self) -> None:
-        tree = self._tree
+        """Looks at the module's structure, and decides which tensors each replica shares or has copies of."""
+        require_copyable(self.module)
+        tree = self._tree = ModuleTree(self.module)
         self._buffers = [position for position, is_param in enumerate(tree.is_param) if not is_param]
-        self._kinds = self._present_kinds()
         pieces: dict[tuple[Any, ...], list[int]] = {}
         singles: list[int] = []
         for position, tensor in enumerate(tree.tensors):
-            if _moves_in_pieces(tensor):
+            if self._together and _moves_in_pieces(tensor):
                 key = (tensor.device, tensor.dtype, self._trains(position))
                 pieces.setdefault(key, []).append(position)
             else:
@@ -91,18 +86,15 @@ class Replicas:
             copied = self._copied(positions[0])
             if not copied:
                 continue
-            groups: dict[int, list[int]] = {}
-            for place, position in enumerate(positions):
-                groups.setdefault(self._groups.get(id(tree.tensors[position]), -1), []).append(place)
             copies = FlatCopies(
                 [tree.tensors[position] for position in positions],
                 [tree.names[position] for position in positions],
                 [self.devices[index] for index in copied],
-                list(groups.values()),
             )
             self._pieces.append((positions, copied, copies))
         self._singles = [(position, copied) for position in singles if (copied := self._copied(position))]
         self._sets: dict[tuple[bool, bool], list[ModuleCopy]] = {}
+        self._kinds = self._present_kinds()
 
     def _modules_for_now(self) -> list[ModuleCopy]:
         """The replicas' modules. Others without gradients than with them, and in evaluation than in training.
@@ -127,15 +119,10 @@ class Replicas:
         return [index for index in range(len(self.devices)) if index != first]
 
     def _present_kinds(self) -> list[Any]:
-        """What decides, besides the structure, whether a tensor is shared."""
+        """What the plan depends on besides the structure."""
         tensors = self._tree.tensors
-        return [*map(_device, tensors), *(tensors[position].requires_grad for position in self._buffers)]
-
-    def _plan_holds(self) -> bool:
-        if self._present_kinds() != self._kinds:
-            return False
-        tensors = self._tree.tensors
-        return all(copies.fit([tensors[position] for position in positions]) for positions, _, copies in self._pieces)
+        strides = [tensors[position].stride() for positions, _, _ in self._pieces for position in positions]
+        return [*map(_kind, tensors), *strides, *(tensors[position].requires_grad for position in self._buffers)]
 
     def refresh(self, count: int | None = None) -> list[nn.Module]:
         """Brings the first ``count`` replicas up to date with the original.
@@ -153,9 +140,7 @@ class Replicas:
         count = len(self.devices) if count is None else count
         if not 1 <= count <= len(self.devices):
             raise ValueError(f"expected between 1 and {len(self.devices)} replicas, found {count}")
-        if not self._tree.still_holds():
-            self._build()
-        elif not self._plan_holds():
+        if not self._tree.still_holds() or self._present_kinds() != self._kinds:
             self._plan()
         self._copies = self._modules_for_now()
         copies = self._copies[:count]
@@ -194,7 +179,7 @@ class Replicas:
         return held
 
 
-_device = operator.attrgetter("device")
+_kind = operator.attrgetter("dtype", "device", "shape")
 
 
 def _moves_in_pieces(tensor: Tensor) -> bool:
@@ -205,7 +190,11 @@ def _moves_in_pieces(tensor: Tensor) -> bool:
 def _copied_alone(tensor: Tensor, device: torch.device, trains: bool) -> Tensor:
     """A copy on a device; with a gradient edge, if gradients are enabled, where it is one to train."""
     source = tensor if trains else tensor.detach()
-    return source.clone() if source.device == device else source.to(device)
+    copy = source.clone() if source.device == device else source.to(device, non_blocking=device.type != "cpu")
+    node: Any = copy.grad_fn
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(BEFORE_ALL_OTHERS)
+    return copy
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
@@ -244,7 +233,12 @@ def data_parallel(
         RuntimeError: If no devices are given and there is no accelerator.
         BaseException: What the first replica that failed raised, after all have ended.
     """
-    targets = _all_accelerators() if devices is None else as_devices(devices)
+    if devices is None and not accelerators():
+        raise RuntimeError(
+            "expected at least one accelerator to be available, as no devices were given, found none; pass devices, "
+            "for example devices=['cpu', 'cpu']"
+        )
+    targets = as_devices(accelerators() if devices is None else devices)
     output_target = targets[0] if output_device is None else as_device(output_device)
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
@@ -274,16 +268,6 @@ def _bring_buffers_home(module: nn.Module, replicas: Replicas, devices: Sequence
     for name, buffer in module.named_buffers():
         if buffer.device not in devices and not buffer.requires_grad and name in first:
             buffer.copy_(first[name])
-
-
-def _all_accelerators() -> tuple[torch.device, ...]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        raise RuntimeError(
-            "expected at least one accelerator to be available, as no devices were given, found none; pass devices, "
-            "for example devices=['cpu', 'cpu']"
-        )
-    return tuple(torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
 
 
 class _Held:

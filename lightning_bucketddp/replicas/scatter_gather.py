@@ -14,6 +14,18 @@ from lightning_bucketddp.replicas.nested import items_of, joined, rebuilt, requi
 Device = torch.device | str | int
 
 
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerators; None if it has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def accelerators() -> list[torch.device]:
+    """This machine's accelerators."""
+    kind = accelerator_type()
+    return [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
 def as_device(device: Device) -> torch.device:
     """``device`` with its index, so that it compares equal to a tensor's: ``"cuda"`` is the current CUDA device.
 
@@ -23,21 +35,19 @@ def as_device(device: Device) -> torch.device:
     Raises:
         ValueError: If an index is given and there is no accelerator.
     """
+    kind = accelerator_type()
     if isinstance(device, int):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
+        if kind is None:
             raise ValueError(
                 f"expected a device by name or as torch.device, as this machine has no accelerator, found the index "
                 f"{device}; the CPU is torch.device('cpu')"
             )
-        return torch.device(accelerator.type, device)
+        return torch.device(kind, device)
     found = torch.device(device)
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
     if found.index is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        mine = accelerator is not None and accelerator.type == found.type
-        return torch.device(found.type, torch.accelerator.current_device_index() if mine else 0)
+        return torch.device(found.type, torch.accelerator.current_device_index() if found.type == kind else 0)
     return found
 
 

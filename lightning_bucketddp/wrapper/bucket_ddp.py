@@ -208,8 +208,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         self._find_module_buffers()
         one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
         self._reducer = Reducer(params, collectives, agreement, options, hook, one_machine)
-        if self._replicated is not None:
-            self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
         for link in self._links:
             link.join(self._reducer.failures, self._reducer.counts, agreement.number)
@@ -318,9 +316,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """Look the module over again, as the last backward took in other parameters."""
         self._followed = self._params.changes
         self._find_module_buffers()
-        if self._replicated is not None:
-            self._replicated.forget()
-            self._replicated.groups = self._reducer.arriving_together
 
     def _find_module_buffers(self) -> None:
         """Look up the module's buffers."""
