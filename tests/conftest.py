@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -5,10 +6,13 @@ import pytest
 
 from tests.pool import Nursery, WorkerPool
 
+# Before torch is imported. Threads of pytest's workers, and of ranks that they start, would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="run this one case of tests/test_fuzz.py")
-    parser.addoption("--fuzz-cases", type=int, default=24, help="how many cases of tests/test_fuzz.py to run")
+    parser.addoption("--fuzz-cases", type=int, help="how many cases of tests/test_fuzz.py to run, on 2 and on 3 ranks")
     parser.addoption("--update-traces", action="store_true", help="write the files of tests/traces/golden anew")
     parser.addoption("--torch-ddp", action="store_true", help="run torch's DDP tests with torch's own class too")
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -92,16 +94,45 @@ def test_a_wrong_option_of_the_lightning_cli_is_refused(
     assert "NoModel" in capsys.readouterr().err
 
 
-def test_a_lightning_cli_runs_on_two_ranks_with_classes_of_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text((ROOT / "tests" / "cli_models.py").read_text())
-    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
-    quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
-    result = run("fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2", *quiet, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-4000:]
-    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
+def own_classes(folder: Path, **options: Any) -> list[str]:
+    """Arguments for training a module of a file in a folder on two ranks."""
+    (folder / "mine.py").write_text((ROOT / "tests" / "cli_models.py").read_text())
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, **options}
+    trainer |= dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    (folder / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
+    return ["fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2"]
+
+
+def assert_trained(output: str) -> None:
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank"))
     assert [line.split(", weight")[0] for line in lines] == [f"rank {rank}: 4 passes, lr 0.2" for rank in (0, 1)]
     assert len({line.split("weight")[1] for line in lines}) == 1
+
+
+def run_main(folder: str, arguments: list[str]) -> str:
+    """What the command prints; in a process that is not used again."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = ["program", *arguments]
+    printed = Path(f"printed by rank {dist.get_rank()}")
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    assert main(arguments) == 0
+    return printed.read_text()
+
+
+def test_a_lightning_cli_runs_on_two_ranks_with_classes_of_the_current_folder(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    arguments = own_classes(tmp_path, plugins=[{"class_path": "tests.lightning_models.PoolEnvironment"}])
+    assert_trained("".join(run_ranks(2, run_main, str(tmp_path), arguments, fresh=True)))
+
+
+@pytest.mark.slow
+def test_a_lightning_cli_starts_the_ranks_itself(tmp_path: Path) -> None:
+    result = run(*own_classes(tmp_path), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert_trained(result.stdout)
 
 
 # -- the strategy's options --------------------------------------------------------------------------

@@ -48,6 +48,7 @@ def test_every_start_method_trains_from_a_script(strategy: str) -> None:  # fork
     assert "process groups alive at exit: 1" not in output
 
 
+@pytest.mark.slow
 def test_finetune_digits() -> None:
     output = run_example("finetune_digits.py", "--devices", "2")
     assert "backbone frozen" in output
@@ -89,6 +90,7 @@ def test_fabric() -> None:
     assert "1 local passes before" in output
 
 
+@pytest.mark.slow
 def test_notebook_two_devices() -> None:
     output = run_example("notebook_two_devices.py", "--devices", "2")
     assert "BucketDPStrategy: 2 x" in output

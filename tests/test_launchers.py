@@ -152,11 +152,13 @@ PLACES = [
     "training_step killed:0",
     "training_step killed:1",
 ]
+SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step killed:0"]
 
 
-def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Path) -> None:
-    ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *PLACES))
-    for place in PLACES:
+@pytest.mark.parametrize("places", [SOME_PLACES, pytest.param(PLACES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
+    ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *places))
+    for place in places:
         ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
         assert ended, f"{place}: {errors[-2000:]}"
         assert float(ended[1]) < 15, place

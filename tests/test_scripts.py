@@ -1,13 +1,31 @@
-"""Scripts in plain PyTorch, in fresh processes: they print no warnings, and gradients exist once in memory."""
+"""In processes of their own: scripts in plain PyTorch print no warnings, and gradients exist once in memory."""
 
+import ctypes
+import gc
 import os
 import re
+import resource
+import statistics
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_bucketddp import BucketDDP
+from tests.models import MODELS
+from tests.plain_script import train
+
+PARAMETERS = 24
+ELEMENTS = 1024 * 1024  # of fp32: 4 MiB each
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,6 +52,19 @@ def run_processes(commands: list[list[str]], **environment: str) -> list[tuple[s
     return outputs
 
 
+def train_all() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in MODELS:
+            train(name, dist.get_rank())
+    return len(MODELS)
+
+
+def test_plain_training_warns_of_nothing(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(2, train_all) == [len(MODELS)] * 2
+
+
+@pytest.mark.slow
 def test_a_script_trains_without_warnings(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     outputs = run_processes([["-W", "error", "-m", "tests.plain_script", str(rank), "2", store] for rank in (0, 1)])
@@ -42,21 +73,51 @@ def test_a_script_trains_without_warnings(tmp_path: Path) -> None:
         assert errors == ""
 
 
-def memory(kind: str, tmp_path: Path) -> list[tuple[float, float]]:
-    """Per rank, the growth of the process and the storages that can be reached, both in parts of the parameters."""
-    store = str(tmp_path / kind)
+class Wide(nn.Module):
+    """Much memory and little compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.full((ELEMENTS,), 0.5) for _ in range(PARAMETERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row.mean() * x for row in self.rows]).sum()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def memory(kind: str) -> tuple[float, float]:
+    """The growth of this process by gradients, and the storages that can be reached, in parts of the parameters."""
     # Without this, glibc may keep freed blocks of several MiB, and the growth would not be what is in use.
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    commands = [["-m", "tests.memory_script", kind, str(rank), store] for rank in (0, 1)]
-    found = [re.search(r"grown ([\d.]+) reachable ([\d.]+)", out) for out, _ in run_processes(commands, **environment)]
-    assert all(found)
-    return [(float(match[1]), float(match[2])) for match in found if match]
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    wrap = BucketDDP if kind == "bucketddp" else DistributedDataParallel
+    small = wrap(nn.Linear(1, 1))  # brings in the code, and starts the threads
+    small(torch.ones(1, 1)).backward()
+    module = Wide()
+    size = PARAMETERS * ELEMENTS * 4
+    before = resident_bytes()
+    model = wrap(module)
+    grown = []
+    for step in range(4):
+        model.zero_grad()
+        model(torch.tensor(float(step + dist.get_rank()))).backward()
+        assert module.rows[0].grad[0].item() == torch.tensor((step + 0.5) / ELEMENTS).item()
+        if step >= 2:  # by then both have found their order
+            grown.append((resident_bytes() - before) / size)
+    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in module.parameters()}
+    if isinstance(model, BucketDDP):
+        for view in model._reducer.views().values():
+            storages[view.untyped_storage().data_ptr()] = view.untyped_storage().nbytes()
+    return statistics.median(grown), sum(storages.values()) / size
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
-def test_gradients_exist_once_where_ddp_has_them_twice(tmp_path: Path) -> None:
-    for grown, reachable in memory("bucketddp", tmp_path):
+def test_gradients_exist_once_where_ddp_has_them_twice(run_ranks: Callable[..., list[Any]]) -> None:
+    for grown, reachable in run_ranks(2, memory, "bucketddp", fresh=True):
         assert 0.95 < grown < 1.1
         assert 0.99 < reachable < 1.01
-    for grown, _ in memory("ddp", tmp_path):
+    for grown, _ in run_ranks(2, memory, "ddp", fresh=True):
         assert 1.9 < grown < 2.2

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy
-from lightning_bucketddp.trainer.common import WrapperCalls
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
 from tests.test_fabric import start
@@ -115,6 +114,6 @@ def test_fabrics_strategy_does_so_for_its_one_module(run_ranks: RunRanks) -> Non
 
 
 @pytest.mark.parametrize("strategy", [BucketDDPStrategy, BucketDDPFabricStrategy])
-def test_calls_have_the_arguments_of_the_wrappers(strategy: type[WrapperCalls]) -> None:
+def test_calls_have_the_arguments_of_the_wrappers(strategy: type) -> None:
     for name in CALLS:
         assert inspect.signature(getattr(strategy, name)) == inspect.signature(getattr(BucketDDP, name))

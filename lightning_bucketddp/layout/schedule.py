@@ -21,8 +21,6 @@ trees are the usual ones (Thakur, Rabenseifner and Gropp 2005; Sanders, Speck an
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -218,16 +216,11 @@ def plan_boundaries(
 ) -> tuple[int, ...]:
     """The bucket boundaries with which the last collective is through first.
 
-    A bucket of parameters ``i`` to ``j - 1`` ends at ``max(ready[j - 1], end[i]) + cost(i..j)``, where ``end[i]`` is
-    the earliest end of all before it, and the best ``i`` is found for each ``j``. Ends never fall with ``j`` (leave
-    the last parameter of a plan out, and it is a plan for those before), so that the buckets before ``i`` may as well
-    end as early as they can. Of the ``i`` whose predecessors are through when the gradients are ready, the last is
-    best: it has least to send. Of the others the one with the least ``end[i]``, less the time of the bytes before
-    ``i``: a minimum over a window that only moves forward. Hence the time is all but linear in the number of
-    parameters.
-
-    Where two beginnings of a bucket end it at the same time, the larger bucket is taken; the same input gives the same
-    plan on every rank.
+    A dynamic programme over the number of parameters: the last bucket of the first ``stop`` parameters begins where it
+    ends earliest. Those before it may as well end as early as they can: ends never fall with ``stop``, as a plan
+    without its last parameter is a plan for the others. Beginnings are tried from the last one on, until the bytes
+    alone take too long. Where two end the bucket at the same time, the larger bucket is taken; the same input gives
+    the same plan on every rank.
 
     Args:
         ready: When each gradient is ready, in launch order, in seconds.
@@ -247,32 +240,19 @@ def plan_boundaries(
     before = [0.0, *accumulate(nbytes)]
     end = [0.0]  # per number of parameters, the earliest end of all of them
     best = [0]  # where the bucket that ends there begins
-    window: deque[int] = deque()  # beginnings that would have to wait for the wire, best first
-
-    def waiting(begin: int) -> float:
-        return end[begin] - before[begin] * cost.seconds_per_byte
-
-    lowest = 0  # the earliest beginning that the cap allows
     for stop in range(1, count + 1):
-        newest = stop - 1
-        while window and waiting(window[-1]) >= waiting(newest):
-            window.pop()
-        window.append(newest)
-        if cap is not None:
-            while lowest < newest and before[stop] - before[lowest] > cap:
-                lowest += 1
         at = complete[stop - 1]
-        # The first beginning whose predecessors are not through yet when this bucket is complete.
-        late = bisect_left(end, math.nextafter(at, math.inf), lowest, stop)
-        while window and window[0] < max(late, lowest):
-            window.popleft()
-        candidates = [late - 1] if late > lowest else []
-        if window:
-            candidates.append(window[0])
-        ends = {begin: max(at, end[begin]) + cost.seconds(before[stop] - before[begin]) for begin in candidates}
-        begin = min(candidates, key=lambda begin: (ends[begin], begin))
-        end.append(ends[begin])
-        best.append(begin)
+        earliest, first = math.inf, stop - 1
+        for begin in reversed(range(stop)):
+            size = before[stop] - before[begin]
+            too_large = cap is not None and size > cap and begin < stop - 1
+            if too_large or at + cost.seconds(size) > earliest:
+                break
+            finish = max(at, end[begin]) + cost.seconds(size)
+            if finish <= earliest:
+                earliest, first = finish, begin
+        end.append(earliest)
+        best.append(first)
     boundaries: list[int] = []
     stop = count
     while stop:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -39,6 +41,7 @@ def save_parts(
     module: pl.LightningModule,
     wrapper: BucketDDP | None,
     optimizers: Sequence[Optimizer],
+    storage_options: Any = None,
 ) -> None:
     """Saves what the Trainer has collected. All ranks must call this.
 
@@ -48,11 +51,18 @@ def save_parts(
         module: The module.
         wrapper: The module's wrapper, which may be closed; None if it has not been wrapped.
         optimizers: The Trainer's.
+        storage_options: What a ``CheckpointIO`` would get.
 
     Raises:
+        TypeError: If there are options for a ``CheckpointIO``.
         ValueError: If somebody has put other weights into the checkpoint, which are not in parts.
         RuntimeError: If anything else went wrong on some rank; says where and what.
     """
+    if storage_options is not None:
+        raise TypeError(
+            f'expected no storage_options with state_dict_type="sharded", found {storage_options!r}: no CheckpointIO '
+            "is used"
+        )
     checkpoint = dict(checkpoint)
     _require_own(checkpoint.pop("state_dict"), module)
     resumable = "optimizer_states" in checkpoint
@@ -61,7 +71,9 @@ def save_parts(
     _parts_of(module, wrapper).save(path, optimizers if resumable else (), checkpoint, overwrite=True)
 
 
-def load_weights(path: Path, module: pl.LightningModule, wrapper: BucketDDP | None) -> dict[str, Any]:
+def load_weights(
+    path: Path, module: pl.LightningModule, wrapper: BucketDDP | None, weights_only: bool | None = None
+) -> dict[str, Any]:
     """Loads a module's weights; gives what the Trainer had collected, with the weights that have been loaded.
 
     All ranks must call this.
@@ -70,11 +82,18 @@ def load_weights(path: Path, module: pl.LightningModule, wrapper: BucketDDP | No
         path: The directory.
         module: The module.
         wrapper: Its wrapper; None if it has not been wrapped yet, or will not be.
+        weights_only: Whether nothing is to be unpickled, which is not possible here.
 
     Raises:
-        ValueError: If names or shapes differ, or the directory was not written by a Trainer.
+        ValueError: If names or shapes differ, the directory was not written by a Trainer, or nothing is to be
+            unpickled.
         RuntimeError: If anything else went wrong on some rank; says where and what.
     """
+    if weights_only:
+        raise ValueError(
+            f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: what is not a "
+            "tensor is pickled there"
+        )
     checkpoint = _parts_of(module, wrapper).load(path, (), module.strict_loading)
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
@@ -87,6 +106,22 @@ def load_weights(path: Path, module: pl.LightningModule, wrapper: BucketDDP | No
 def load_optimizers(path: Path, wrapper: BucketDDP, optimizers: Sequence[Optimizer]) -> None:
     """Loads the optimizers' states, each rank its own parts. All ranks must call this."""
     wrapper.sharded_checkpoint().load(path, optimizers, strict=True, with_module=False)
+
+
+def whole_state(wrapper: BucketDDP, optimizer: Optimizer, interrupted: bool) -> dict[str, Any]:
+    """The whole state of an optimizer whose state is in shards, on rank 0; empty on the others.
+
+    All ranks must call this, unless an exception is being handled: then it is this rank's part.
+    """
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    if interrupted:
+        rank_zero_warn(
+            "a checkpoint that is saved while an exception is handled has this rank's part of the optimizers' state, "
+            "as the other ranks may not be there: weights can be loaded from it, but training cannot be resumed"
+        )
+        return optimizer.state_dict()
+    return wrapper.optimizer_state_dict(optimizer) or {}
 
 
 def _require_own(state_dict: Mapping[str, Any], module: pl.LightningModule) -> None:

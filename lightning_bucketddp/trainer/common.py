@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_bucketddp.layout.require import require
-from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -33,43 +36,17 @@ REGISTERED: dict[str, dict[str, Any]] = {
 """The names that are registered, as those of ``ddp``, and the options that they stand for."""
 
 
-class WrapperCalls:
-    """Calls of :class:`BucketDDP` that a strategy passes on to the module that it has wrapped.
+def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """A strategy's method that makes a call of :class:`BucketDDP`, with its name and its arguments.
 
-    Each raises RuntimeError where there is no such module. Gradients are as optimizers see them in
-    ``on_before_optimizer_step``; in ``on_after_backward`` fp16 mixed precision has them scaled.
+    The strategy's ``_wrapper_for(name)`` finds the wrapper, or raises where there is none.
     """
 
-    def _wrapper_for(self, call: str) -> BucketDDP:
-        """The wrapper, for a call of that name."""
-        raise NotImplementedError
+    @wraps(call)
+    def method(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return getattr(self._wrapper_for(call.__name__), call.__name__)(*args, **kwargs)
 
-    def count_tokens(self, tokens: int | Tensor) -> None:
-        """Adds to what gradients will be divided by; see :meth:`BucketDDP.count_tokens`."""
-        self._wrapper_for("count_tokens").count_tokens(tokens)
-
-    def last_pass(self) -> PassRecord | None:
-        """What happened in the last synchronised pass; see :meth:`BucketDDP.last_pass`."""
-        return self._wrapper_for("last_pass").last_pass()
-
-    def full_grad(self, param: Tensor) -> Tensor | None:
-        """A copy of a parameter's whole gradient; None if it has none. All ranks must call this."""
-        return self._wrapper_for("full_grad").full_grad(param)
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        parameters: Iterable[Tensor] | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Clips gradients by their norm, on all ranks; see :meth:`BucketDDP.clip_grad_norm_`."""
-        wrapper = self._wrapper_for("clip_grad_norm_")
-        return wrapper.clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
-
-    def clip_grad_value_(self, clip_value: float, parameters: Iterable[Tensor] | None = None) -> None:
-        """Clips each gradient's values, on all ranks; see :meth:`BucketDDP.clip_grad_value_`."""
-        self._wrapper_for("clip_grad_value_").clip_grad_value_(clip_value, parameters)
+    return method
 
 
 def require_start_method(start_method: object) -> None:
@@ -101,6 +78,12 @@ def looks_at_loss(optimizer: Optimizer) -> bool:
     """Whether the loss may decide what an optimizer does: torch's look at none, but for LBFGS; others may."""
     kind = type(getattr(optimizer, "optimizer", optimizer))
     return kind is LBFGS or not kind.__module__.startswith("torch.")
+
+
+def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[None]:
+    """A context for ``optimizer.step``, which is made on masters or on this rank's shard where there are any."""
+    masters = wrapper.prepare_optimizer(optimizer)
+    return nullcontext() if masters is None else masters.restored_after()
 
 
 def _end_group() -> None:

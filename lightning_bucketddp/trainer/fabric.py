@@ -26,11 +26,12 @@ from typing_extensions import override
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.trainer.common import (
     StartMethod,
-    WrapperCalls,
     end_group_at_exit,
+    forwarded,
     looks_at_loss,
     register_names,
     require_start_method,
+    stepping,
 )
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
@@ -42,7 +43,7 @@ _behind: weakref.WeakKeyDictionary[Optimizer, BucketDDP] = weakref.WeakKeyDictio
 """Wrappers of parameters that the optimizers step on."""
 
 
-class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
+class BucketDDPFabricStrategy(DDPStrategy):
     """Data-parallel training with Fabric, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
@@ -115,7 +116,13 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
                 return wrapper
         raise ValueError(f"expected a module that fabric.setup() was given or returned, found {type(module).__name__}")
 
-    @override
+    # Of the one module that was set up.
+    count_tokens = forwarded(BucketDDP.count_tokens)
+    last_pass = forwarded(BucketDDP.last_pass)
+    full_grad = forwarded(BucketDDP.full_grad)
+    clip_grad_norm_ = forwarded(BucketDDP.clip_grad_norm_)
+    clip_grad_value_ = forwarded(BucketDDP.clip_grad_value_)
+
     def _wrapper_for(self, call: str) -> BucketDDP:
         wrappers = self._open_wrappers()
         if len(wrappers) != 1:
@@ -205,8 +212,7 @@ class BucketDDPFabricStrategy(WrapperCalls, DDPStrategy):
         if closure is not None and looks_at_loss(optimizer):
             # Line searches then take the same steps on all ranks.
             kwargs["closure"] = lambda: wrapper.average_loss(closure())
-        masters = wrapper.prepare_optimizer(optimizer)
-        with nullcontext() if masters is None else masters.restored_after():
+        with stepping(wrapper, optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
     # -- gradients -----------------------------------------------------------------------------------

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,33 +29,27 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require_choice
 from lightning_bucketddp.peers.abort_listener import CommonEnd
-from lightning_bucketddp.trainer.checkpoints import (
-    is_checkpoint_directory,
-    load_optimizers,
-    load_weights,
-    save_parts,
-)
+from lightning_bucketddp.trainer import checkpoints, finetuning
 from lightning_bucketddp.trainer.common import (
     StartMethod,
-    WrapperCalls,
     end_group_at_exit,
+    forwarded,
     looks_at_loss,
     register_names,
     require_start_method,
+    stepping,
 )
-from lightning_bucketddp.trainer.finetuning import Trainable, add_trainable, restore_trainable, trainable_state
+from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
-from lightning_bucketddp.trainer.shard_clipping import clip_shards
+from lightning_bucketddp.trainer.precision import adapt_precision
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
-from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, evened
+from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, evened_for_training
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.join import tell
 from lightning_bucketddp.wrapper.runtime import group_of, require_fit_group
 
-_WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
 
-
-class BucketDDPStrategy(WrapperCalls, DDPStrategy):
+class BucketDDPStrategy(DDPStrategy):
     """Data-parallel training in one process per device, with gradients averaged by :class:`BucketDDP`.
 
     Registered as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and ``bucketddp_notebook`` by importing
@@ -120,9 +109,8 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
         **options: Any,
     ) -> None:
-        self._options = Options(timeout=timeout, **options)  # raises here, before ranks are started
-        self._options = _with_ddp_hook(self._options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
-        hook, hook_state = self._options.comm_hook, self._options.comm_hook_state
+        checked = Options(timeout=timeout, **options)  # raises here, before ranks are started
+        self._options = with_ddp_hook(checked, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         require_start_method(start_method)
         require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
@@ -131,14 +119,15 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
                 "divided by"
             )
-        _require_averaging_possible(model_averaging_period, hook_state, self._options)
+        require_averaging_possible(model_averaging_period, self._options)
+        hook = self._options.comm_hook
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            ddp_comm_state=hook_state,
+            ddp_comm_state=self._options.comm_hook_state,
             ddp_comm_hook=hook if callable(hook) else None,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
@@ -151,9 +140,8 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         self._evened_loader: EvenedLoader | None = None
         self._common_end: CommonEnd | None = None
         self._ended: BucketDDP | None = None
-        self._undo = ExitStack()
-        """Gives the precision plugin its own methods back."""
-        self._trainable_at_setup: Trainable | None = None
+        self._restore_precision: Callable[[], None] | None = None
+        self._trainable_at_setup: finetuning.Trainable | None = None
         self._warned_of_none = False
 
     @property
@@ -191,15 +179,9 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
         self._ended = None
-        self._trainable_at_setup = trainable_state(self.model)
+        self._trainable_at_setup = finetuning.trainable_state(self.model)
         self.model = self._setup_model(self.model)
-        plugin = self.precision_plugin
-        own = {"backward": plugin.backward} if "backward" in vars(plugin) else {}
-        self._undo.callback(vars(plugin).update, own)
-        self._undo.callback(vars(plugin).pop, "backward")  # the last one comes first
-        vars(plugin)["backward"] = partial(self._run_as_pass, plugin.backward)
-        if self._options.shard_optimizer:
-            self._undo.callback(clip_shards(plugin, self.model))
+        self._restore_precision = adapt_precision(self.precision_plugin, self.model, self._options.shard_optimizer)
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
@@ -222,9 +204,12 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
-            self._undo.close()
-            if self._in_parts():
-                self._ended = wrapper  # the Trainer's optimizers are still looked at, by trainer.save_checkpoint()
+            if self._restore_precision is not None:
+                self._restore_precision()
+                self._restore_precision = None
+            in_parts = self._options.shard_optimizer or self._state_dict_type == "sharded"
+            if in_parts and not self._interrupted():
+                self._ended = wrapper  # trainer.save_checkpoint() may still look at the optimizers
         self._evened_loader = None
         if self._common_end is not None:
             self._common_end.close()
@@ -249,43 +234,12 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return obj if self._interrupted() else super().broadcast(obj, src)
 
-    def _in_parts(self) -> bool:
-        """Whether a wrapper is needed to save what is in parts, or in the form of parts, when training has ended."""
-        in_parts = self._options.shard_optimizer or self._state_dict_type == "sharded"
-        return in_parts and not self._interrupted()
-
     def _interrupted(self) -> bool:
         """Whether callbacks are being told of an exception; where they save a checkpoint the other ranks may not be."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
     # -- each step -----------------------------------------------------------------------------------
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: the pass is opened later, around the precision plugin's ``backward``."""
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: gradients are final when the precision plugin's ``backward`` returns."""
-
-    def _run_as_pass(
-        self, backward: Callable[..., None], loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        """Runs the precision plugin's ``backward`` as a pass.
-
-        The strategy's own ``backward`` stays Lightning's, so that whoever patches or wraps that one sees each call.
-        Gradients are averaged when the plugin's returns: ``on_after_backward`` follows.
-        """
-        wrapper = self.bucket_ddp
-        assert wrapper is not None
-        if wrapper.is_replaying:
-            loss = _zero_loss(loss)
-        with wrapper.backward_pass(loss):
-            backward(loss, module, *args, **kwargs)
-        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(module)):
-            # What goes into an average or a checkpoint is to be the same on every rank, and to count.
-            wrapper.synchronise_module_buffers()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -300,18 +254,15 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         elif output is None and self.world_size > 1:
             # This rank takes part with a loss that reaches no parameter, as others may have one that does.
             output = torch.zeros((), device=self.root_device, requires_grad=True)
-            self._warn_of_none()
+            if not self._warned_of_none:
+                self._warned_of_none = True
+                warnings.warn(
+                    f"rank {self.global_rank}: `training_step` returned None, which counts as zero in the mean over "
+                    "the ranks; where all of them return None, nothing is updated. If this is on purpose, ignore this "
+                    "warning; it is not repeated",
+                    stacklevel=1,
+                )
         return output
-
-    def _warn_of_none(self) -> None:
-        if not self._warned_of_none:
-            self._warned_of_none = True
-            warnings.warn(
-                f"rank {self.global_rank}: `training_step` returned None, which counts as zero in the mean over the "
-                "ranks; where all of them return None, nothing is updated. If this is on purpose, ignore this warning; "
-                "it is not repeated",
-                stacklevel=2,
-            )
 
     @override
     def optimizer_step(
@@ -326,8 +277,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if closure is not do_nothing_closure:  # which stands for none
             closure = partial(self._closure, wrapper, optimizer, closure)
-        masters = wrapper.prepare_optimizer(optimizer)
-        with nullcontext() if masters is None else masters.restored_after():
+        with stepping(wrapper, optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -339,26 +289,15 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             return None  # no rank had a loss: a scaler would miss the gradients, and skips the step of a None
         return loss
 
-    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
-        """The norm of all gradients together, as if they were one vector; for logging. All ranks must call this.
+    # Of the wrapper, during ``fit``. Gradients are as optimizers see them in ``on_before_optimizer_step``; in
+    # ``on_after_backward`` fp16 mixed precision has them scaled.
+    count_tokens = forwarded(BucketDDP.count_tokens)
+    last_pass = forwarded(BucketDDP.last_pass)
+    full_grad = forwarded(BucketDDP.full_grad)
+    grad_norm = forwarded(BucketDDP.grad_norm)
+    clip_grad_norm_ = forwarded(BucketDDP.clip_grad_norm_)
+    clip_grad_value_ = forwarded(BucketDDP.clip_grad_value_)
 
-        With ``shard_optimizer`` there is no other way to it: Lightning's utility ``grad_norm`` looks at gradients. As
-        that, it is what optimizers see in ``on_before_optimizer_step``; in ``on_after_backward`` fp16 mixed precision
-        has gradients scaled.
-
-        Args:
-            norm_type: Which; ``inf`` for the largest absolute value.
-            parameters: Whose gradients; the module's if None.
-
-        Returns:
-            An fp32 tensor without a dimension, the same on every rank.
-
-        Raises:
-            RuntimeError: Outside of ``fit``.
-        """
-        return self._wrapper_for("grad_norm").grad_norm(norm_type, parameters)
-
-    @override
     def _wrapper_for(self, call: str) -> BucketDDP:
         if (wrapper := self.bucket_ddp) is None:
             raise RuntimeError(f"expected {call}() to be called during fit, found no wrapped module")
@@ -368,10 +307,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         wrapper = self.bucket_ddp
-        if wrapper is None:
-            yield
-            return
-        with wrapper.no_sync():
+        with nullcontext() if wrapper is None else wrapper.no_sync():
             yield
 
     # -- ranks that run out of batches ---------------------------------------------------------------
@@ -381,17 +317,8 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         module = self.lightning_module
         if self._uneven_inputs is None or module is None or not module.trainer.training:
             return dataloader
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-            raise ValueError(
-                "expected a training_step that gets batches where uneven_inputs is given, found one that takes them "
-                "from `dataloader_iter`, so that nobody knows which of them count"
-            )
-        if self._evened_loader is not None and not self._evened_loader.started:
-            raise ValueError(
-                "expected one training dataloader where uneven_inputs is given, found several; combine them in one "
-                "dataset"
-            )
-        self._evened_loader = evened(cast("Iterable[Any]", dataloader), self._exchange, self.global_rank)
+        before = self._evened_loader
+        self._evened_loader = evened_for_training(dataloader, module, before, self._exchange, self.global_rank)
         return self._evened_loader
 
     def _exchange(self, value: int) -> list[int]:
@@ -426,23 +353,15 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         quieten_sigterm()
-        self._wait_for_parameters()
-        self._synchronise_module_buffers()
+        if (wrapper := self.bucket_ddp) is not None:
+            wrapper.wait_for_parameters()
+            wrapper.synchronise_module_buffers()
 
     @override
     def on_train_end(self) -> None:
-        self._wait_for_parameters()
-        if (wrapper := self.bucket_ddp) is not None:
-            wrapper.end_training()  # first: ranks that have more batches are not there to synchronise with
-        self._synchronise_module_buffers()
-
-    def _wait_for_parameters(self) -> None:
-        # Uses of parameters wait by themselves, but for those in compiled functions that are not the module's own.
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.wait_for_parameters()
-
-    def _synchronise_module_buffers(self) -> None:
-        if (wrapper := self.bucket_ddp) is not None:
+            wrapper.end_training()  # first: ranks that have more batches are not there to synchronise with
             wrapper.synchronise_module_buffers()
 
     # -- checkpoints ---------------------------------------------------------------------------------
@@ -454,66 +373,48 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         Called on all ranks, as Lightning does for each checkpoint. Where ranks handle an exception, they may not all
         have come here: then it is what this rank has.
         """
-        wrapper = self.bucket_ddp or self._ended
-        if self._state_dict_type == "sharded" and not self._interrupted():
+        if self._saves_parts():
             return {}
+        wrapper = self.bucket_ddp or self._ended
         if wrapper is None or not self._options.shard_optimizer:
             return super().optimizer_state(optimizer)
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if self._interrupted():
-            rank_zero_warn(
-                "a checkpoint that is saved while an exception is handled has this rank's part of the optimizers' "
-                "state, as the other ranks may not be there: weights can be loaded from it, but training cannot be "
-                "resumed"
-            )
-            return optimizer.state_dict()
-        return wrapper.optimizer_state_dict(optimizer) or {}
+        return checkpoints.whole_state(wrapper, optimizer, self._interrupted())
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self.lightning_module is not None:
-            add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
-        if self._state_dict_type == "sharded" and not self._interrupted():  # then the others may not be there
-            if storage_options is not None:
-                raise TypeError(
-                    f'expected no storage_options with state_dict_type="sharded", found {storage_options!r}: no '
-                    "CheckpointIO is used"
-                )
-            assert self.lightning_module is not None
-            wrapper = self.bucket_ddp or self._ended
-            path = Path(self.broadcast(filepath))
-            save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers)
+            finetuning.add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
+        if not self._saves_parts():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        assert self.lightning_module is not None
+        path, wrapper = Path(self.broadcast(filepath)), self.bucket_ddp or self._ended
+        checkpoints.save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers, storage_options)
+
+    def _saves_parts(self) -> bool:
+        """Whether each rank saves its own parts; where an exception is handled, the others may not be there."""
+        return self._state_dict_type == "sharded" and not self._interrupted()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._resumed_from = None
         path = Path(self.broadcast(checkpoint_path))
-        if not is_checkpoint_directory(path):
+        self._resumed_from = path if checkpoints.is_checkpoint_directory(path) else None
+        if self._resumed_from is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if weights_only:
-            raise ValueError(
-                f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: what is not a "
-                "tensor is pickled there"
-            )
         assert self.lightning_module is not None
-        checkpoint = load_weights(path, self.lightning_module, self.bucket_ddp)
-        self._resumed_from = path
-        return checkpoint
+        return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
-            restore_trainable(checkpoint, self.lightning_module)
+            finetuning.restore_trainable(checkpoint, self.lightning_module)
         if self._resumed_from is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self.bucket_ddp is not None
-        load_optimizers(self._resumed_from, self.bucket_ddp, self.optimizers)
+        checkpoints.load_optimizers(self._resumed_from, self.bucket_ddp, self.optimizers)
 
     # -- registry ------------------------------------------------------------------------------------
 
@@ -522,65 +423,6 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Adds the names to a registry; the ones that are there already are left alone."""
         register_names(cls, strategy_registry)
-
-
-def _with_ddp_hook(
-    options: Options,
-    ddp_hook: Callable[..., Any] | None,
-    ddp_state: Any,
-    ddp_wrapper: Callable[..., Any] | None,
-) -> Options:
-    """The options with one communication hook and its state, whichever way they were spelled.
-
-    Raises:
-        ValueError: If one was given in both ways, or what belongs to a hook without one.
-    """
-    hook, state = options.comm_hook, options.comm_hook_state
-    if hook is not None and ddp_hook is not None:
-        raise ValueError("expected comm_hook or ddp_comm_hook, found both; they mean the same")
-    if state is not None and ddp_state is not None:
-        raise ValueError("expected comm_hook_state or ddp_comm_state, found both; they mean the same")
-    hook = ddp_hook if hook is None else hook
-    state = ddp_state if state is None else state
-    if ddp_wrapper is not None:
-        if not callable(hook):
-            raise ValueError(
-                f"expected a function as communication hook where ddp_comm_wrapper is given, found {hook!r}; for "
-                "torch's wrappers around an all-reduce pass torch's allreduce_hook"
-            )
-        hook = ddp_wrapper(hook)
-    if state is not None and hook is None:
-        raise ValueError("expected no state of a communication hook without the hook, found one; pass the hook too")
-    return replace(options, comm_hook=hook, comm_hook_state=state)
-
-
-def _require_averaging_possible(period: int | None, hook_state: Any, options: Options) -> None:
-    averages = isinstance(hook_state, PostLocalSGDState)
-    if averages is not (period is not None):
-        found = f"model_averaging_period={period!r} with a state of {type(hook_state).__name__}"
-        raise ValueError(
-            f"expected model_averaging_period together with a PostLocalSGDState as the hook's state, found {found}"
-        )
-    if averages and options.shard_optimizer:
-        raise ValueError(
-            "expected model averaging or shard_optimizer=True, found both: ranks whose models differ between averages "
-            "cannot share an optimizer; leave out model_averaging_period, or pass shard_optimizer=False"
-        )
-    if averages and options.master_params:
-        raise ValueError(
-            "expected model averaging or fp32 master parameters, found both: what would be averaged are the rounded "
-            "parameters; leave out model_averaging_period, or pass master_params=False"
-        )
-
-
-def _averages_weights(module: pl.LightningModule) -> bool:
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(callback, _WEIGHT_AVERAGING) for callback in callbacks)
-
-
-def _zero_loss(loss: Tensor) -> Tensor:
-    """A loss that reaches no parameter."""
-    return torch.zeros_like(loss, requires_grad=True)
 
 
 def _has_no_gradient(optimizer: Optimizer) -> bool:

@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
 _ENDED = object()
 _NO_LENGTH = -1
 _NOTHING, _AGAIN, _OWN, _PAUSE = range(4)
@@ -142,3 +145,35 @@ def evened(loader: Iterable[Any], exchange: Callable[[int], list[int]], rank: in
     """The loader as one that ends on all ranks together; see :class:`EvenedLoader`."""
     is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (StatefulEvenedLoader if is_stateful else EvenedLoader)(loader, exchange, rank)
+
+
+def evened_for_training(
+    loader: Any,
+    module: pl.LightningModule,
+    before: EvenedLoader | None,
+    exchange: Callable[[int], list[int]],
+    rank: int,
+) -> EvenedLoader:
+    """A Trainer's training dataloader as one that ends on all ranks together.
+
+    Args:
+        loader: The dataloader.
+        module: The LightningModule that is trained.
+        before: What this gave for the dataloader before, if there was one.
+        exchange: As for :class:`EvenedLoader`.
+        rank: This rank.
+
+    Raises:
+        ValueError: If nobody would know which batches count: ``training_step`` takes them itself, or there are several
+            dataloaders at once.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "expected a training_step that gets batches where uneven_inputs is given, found one that takes them from "
+            "`dataloader_iter`, so that nobody knows which of them count"
+        )
+    if before is not None and not before.started:
+        raise ValueError(
+            "expected one training dataloader where uneven_inputs is given, found several; combine them in one dataset"
+        )
+    return evened(loader, exchange, rank)

@@ -6,15 +6,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from typing_extensions import override
 
-from lightning_bucketddp.replicas.module_copies import require_copyable
+from lightning_bucketddp.replicas.module_copies import require_copyable, require_no_collectives
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.trainer.dp.batch_division import ScatterBatch, divide
 from lightning_bucketddp.trainer.dp.step import ReplicaSteps
@@ -56,23 +53,8 @@ class BucketDPStrategy(ParallelStrategy):
         ValueError: If there are several nodes or processes, or an option of the Trainer cannot be honoured.
     """
 
-    def __init__(
-        self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        *,
-        scatter_batch: ScatterBatch | None = None,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+    def __init__(self, *args: Any, scatter_batch: ScatterBatch | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._scatter_batch = scatter_batch
         self._share = True
         self._steps: ReplicaSteps | None = None
@@ -198,12 +180,7 @@ def _require_replicable(module: pl.LightningModule, fitting: bool) -> None:
                 f"expected {hook} as a method of {type(module).__name__}, found one that was set on the instance, "
                 "which replicas could not be given; define it in the class"
             )
-    for name, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            raise ValueError(
-                f"expected layers that work in one process, found SyncBatchNorm {name!r}, which synchronises "
-                'processes; use BatchNorm, which normalises each replica\'s samples, or strategy="bucketddp"'
-            )
+    require_no_collectives(module)
 
 
 def register() -> None:
