@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Pending
-from lightning_bucketddp.optim import sharding
+from lightning_bucketddp.optim import sharded_params
+from lightning_bucketddp.optim.masters import master_params
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
 
@@ -93,7 +94,7 @@ def close_after_step() -> tuple[int, float]:
     loss_of(ours, 0, dist.get_rank()).backward()
     optimizer.step()
     assert ours._sharding is not None
-    arrivals = list(ours._sharding._arrivals.values())
+    arrivals = list(ours._sharding.params._arrivals.values())
     ours.close()
     assert all(arrival._wait is None for arrival in arrivals), "they were waited for"
     assert all(type(param) is nn.Parameter for param in ours.module.parameters())
@@ -162,10 +163,10 @@ def test_parity_with_one_process(run_ranks: RunRanks, optimizer: str) -> None:
 def in_stages(optimizer: str) -> None:
     """What forward needs first is on its way while the rest is stepped on; the bits are those of one step."""
     trained = []
-    cut = sharding.Sharding.in_stages
+    cut = sharded_params.ShardedParams.in_stages
     for most in (1, 3):
-        sharding.MAX_STAGES = most
-        sharding.Sharding.in_stages = cut if most > 1 else lambda self, params: []  # type: ignore[method-assign]
+        sharded_params.MAX_STAGES = most
+        sharded_params.ShardedParams.in_stages = cut if most > 1 else lambda self, params: []  # type: ignore[method-assign]
         ours = BucketDDP(seeded(MODELS["mlp"]), shard_optimizer=True, bucket_cap_mb=TINY)
         stepper = OPTIMIZERS[optimizer](two_groups(ours.module))
         scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.9)
@@ -174,8 +175,8 @@ def in_stages(optimizer: str) -> None:
         for step in range(4):
             loss_of(ours, step, dist.get_rank()).backward()
             sent: list[int] = []
-            shards = ours._sharding
-            assert shards is not None
+            assert ours._sharding is not None
+            shards = ours._sharding.params
             send = shards._send
             shards._send = lambda *given, sent=sent, send=send: (sent.append(len(given[0])), send(*given))  # type: ignore[method-assign]
             stepper.step()
@@ -252,3 +253,35 @@ def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         pending.wait()
     assert not done
+
+
+def beside_sharded_ones() -> None:
+    ours = BucketDDP(seeded(MODELS["mlp"]).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32)
+    other = nn.Parameter(torch.full((3,), 0.5, dtype=torch.bfloat16))
+    other.grad_dtype = torch.float32
+    plain = nn.Parameter(other.detach().float())
+    optimizers = [torch.optim.AdamW([*ours.parameters(), other], lr=0.01), torch.optim.AdamW([plain], lr=0.01)]
+    for step in range(3):
+        ours(batch(step, dist.get_rank())[0].bfloat16()).square().mean().backward()
+        other.grad = torch.full((3,), 0.1 + step)
+        plain.grad = other.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    swap = ours.prepare_optimizer(optimizers[0])
+    assert torch.equal(swap.master(other), plain.detach())
+    assert not torch.equal(plain, plain.bfloat16().float())
+    parts = [swap.master(param) for param in ours.parameters()]
+    assert 0 < sum(part.numel() for part in parts if part is not None) < sum(it.numel() for it in ours.parameters())
+    state = ours.optimizer_state_dict(optimizers[0], every_rank=True)
+    assert torch.equal(state["master_params"][len(parts)], plain.detach())
+    assert [state["master_params"][at].shape for at in range(len(parts))] == [it.shape for it in ours.parameters()]
+    with pytest.raises(ValueError, match="or has whole master parameters"):
+        prepared = torch.optim.SGD(ours.parameters(), lr=0.1)
+        master_params(prepared)
+        ours.prepare_optimizer(prepared)
+    ours.close()
+
+
+def test_a_parameter_that_is_not_sharded_has_a_master_of_all_of_it(run_ranks: RunRanks) -> None:
+    run_ranks(2, beside_sharded_ones, fresh=True)

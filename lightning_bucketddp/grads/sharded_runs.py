@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,47 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import TrainableSet
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import parts_of
+
+
+class LayoutObserver(Protocol):
+    """Hears of new layouts, and carries what has to move between ranks then."""
+
+    def before_layout(self, layout: Layout) -> None:
+        """Buckets are about to be laid out anew."""
+
+    def on_layout(self, layout: Layout) -> None:
+        """Buckets have been laid out anew."""
+
+    def gather(self, flat: Tensor) -> None:
+        """Replace all shards of a tensor by those of the ranks that have them, and wait for it."""
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's list of numbers, by rank."""
+
+
+class _NobodyObserves:
+    """Carries what moves, and tells nobody.
+
+    Args:
+        groups: Among whom shards are divided.
+    """
+
+    def __init__(self, groups: ShardGroups) -> None:
+        self._groups = groups
+
+    def before_layout(self, layout: Layout) -> None:
+        """Nothing."""
+
+    def on_layout(self, layout: Layout) -> None:
+        """Nothing."""
+
+    def gather(self, flat: Tensor) -> None:
+        """Gather the shards."""
+        self._groups.inside.all_gather_shards(flat).wait()
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Exchange numbers with the ranks among which shards are divided."""
+        return self._groups.inside.exchange_objects(numbers)
 
 
 class ShardedRuns(BucketRuns):
@@ -30,18 +72,11 @@ class ShardedRuns(BucketRuns):
 
     Attributes:
         groups: Among whom shards are divided.
-        before_layout: Called with the new layout when buckets are about to be laid out anew.
-        on_layout: Called when they have been.
-        exchange: Gives every rank's list of numbers, by rank.
-        gather: Replaces all shards of a tensor by those of the ranks that have them, and waits for it.
         parts: This rank's part of each slot.
     """
 
     def __init__(self, groups: ShardGroups, keep_shards: bool, *args: object, **options: object) -> None:
-        self.before_layout: Callable[[Layout], None] = lambda layout: None
-        self.on_layout: Callable[[Layout], None] = lambda layout: None
-        self.gather: Callable[[Tensor], None] = lambda flat: groups.inside.all_gather_shards(flat).wait()
-        self.exchange: Callable[[list[int]], list[list[int]]] = lambda mine: self._collectives.exchange_objects(mine)
+        self._observer: LayoutObserver = _NobodyObserves(groups)
         self.groups = groups
         self._keep_shards = keep_shards
         self._away = False
@@ -50,6 +85,10 @@ class ShardedRuns(BucketRuns):
         self._local_versions: dict[int, int] = {}  # by slot, of views to which a local pass has added since
         self._settled = 0  # how many of the active buckets have been summed
         super().__init__(*args, **options)  # type: ignore[arg-type]
+
+    def observe(self, observer: LayoutObserver) -> None:
+        """Tell somebody of new layouts from now on."""
+        self._observer = observer
 
     def _make_runs(self) -> None:
         super()._make_runs()
@@ -325,7 +364,7 @@ class ShardedRuns(BucketRuns):
     def relayout(self) -> None:
         """Lays the buffers out by what the slot table knows now. All ranks must call this at the same point."""
         layout = self._slots.plan()
-        self.before_layout(layout)
+        self._observer.before_layout(layout)
         self.before_gradients()
         whole = self._whole_aside() if layout != self.layout else None
         super().relayout()
@@ -336,20 +375,20 @@ class ShardedRuns(BucketRuns):
                 if part.bucket not in self._set_aside:
                     self._set_aside[part.bucket] = torch.zeros_like(self._shard(self._runs[part.bucket]))
                 self._aside_part(slot).copy_(values[part.start : part.stop])
-        self.on_layout(self.layout)
+        self._observer.on_layout(self.layout)
 
     def _whole_aside(self) -> dict[int, Tensor]:
         """By slot, all of what was set aside, 1-D in the order of memory."""
         found: dict[int, Tensor] = {}
         # Of all ranks: one that has cleared its gradients alone has to help the others with theirs.
-        everywhere = set().union(*self.exchange(sorted(self._set_aside)))
+        everywhere = set().union(*self._observer.exchange(sorted(self._set_aside)))
         for index in sorted(everywhere):
             run = self._runs[index]
             whole = torch.zeros_like(run.flat)
             aside = self._set_aside.get(index)
             if aside is not None:
                 self.groups.shard(whole).copy_(aside)
-            self.gather(whole)
+            self._observer.gather(whole)
             if aside is None:
                 continue
             for slot in run.slots:

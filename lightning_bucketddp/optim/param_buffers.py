@@ -7,22 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.layout.plan import Bucket, Layout, ParamSpec
-from lightning_bucketddp.layout.shards import Part
-
-
-def in_memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """The elements of a tensor with a parameter's shape, as a 1-D tensor in the order of that parameter's memory."""
-    if tensor.stride() == spec.strides or tensor.numel() < 2:
-        return tensor.as_strided((tensor.numel(),), (1,))
-    flat = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
-    flat.as_strided(spec.shape, spec.strides).copy_(tensor)
-    return flat
-
-
-def in_shape(flat: Tensor, spec: ParamSpec) -> Tensor:
-    """The tensor with a parameter's shape and strides whose elements lie in ``flat``."""
-    return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+from lightning_bucketddp.layout.plan import Bucket, Layout
 
 
 def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
@@ -105,10 +90,6 @@ class ParamBuffers:
             view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
         view.copy_(param.data)
         param.data = view
-
-    def part(self, part: Part) -> Tensor:
-        """The memory of a part, 1-D."""
-        return self.flats[part.bucket][part.at : part.at + part.stop - part.start]
 
     @torch.no_grad()
     def release(self, params: Sequence[nn.Parameter]) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
@@ -26,10 +25,10 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, BucketCap, Optio
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
-from lightning_bucketddp.optim.masters import MasterParams, holders_of_masters, prepare_at_first_step
+from lightning_bucketddp.optim.masters import holders_of_masters, prepare_at_first_step
 from lightning_bucketddp.optim.masters import master_params as masters_of
-from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.sharding import Sharding
+from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.reducer.record import PassRecord
@@ -221,7 +220,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             runs = self._reducer.runs
             assert isinstance(runs, ShardedRuns)
             self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
-            self._preparing.append(_shard_at_first_step(self._sharding, bool(options.master_params)))
+            self._preparing.append(self._sharding.prepare_at_first_step(bool(options.master_params)))
         elif options.master_params:
             self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
         self._graph_cuts = _graph_cuts(options, self._reducer.layout, collectives.world_size, one_machine)
@@ -548,7 +547,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
                 "the later one. Train through that"
             )
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
         """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
 
         With ``master_params`` or ``shard_optimizer`` that happens by itself in an optimizer's first step. Before
@@ -668,21 +667,6 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(self.module, "module"):
             state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _shard_at_first_step(sharding: Sharding, with_masters: bool) -> RemovableHandle:
-    """Shards every optimizer that steps on some of the parameters, in its first step if it was not before."""
-    ref = weakref.ref(sharding)
-
-    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        live = ref()
-        if live is None or live.sharded(optimizer) is not None:
-            return
-        if any(live.find(param) is not None for group in optimizer.param_groups for param in group["params"]):
-            live.shard(optimizer, with_masters)
-
-    return register_optimizer_step_pre_hook(look)
 
 
 def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:

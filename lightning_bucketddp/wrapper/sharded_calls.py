@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
-from lightning_bucketddp.optim.sharded_params import SHARD_KEY
+from lightning_bucketddp.optim.state_dicts import SHARD_KEY, STATE_DICT_KEY, params_of
 
 if TYPE_CHECKING:
     from lightning_bucketddp.comm.collectives import Collectives
