@@ -160,6 +160,20 @@ def test_parity_with_one_process(run_ranks: RunRanks, optimizer: str) -> None:
     run_ranks(3, parity, "mlp", optimizer, 30, {"bucket_cap_mb": TINY}, None)
 
 
+def counted_sends(ours: BucketDDP) -> list[int]:
+    """How many buckets go with each send from now on."""
+    assert ours._sharding is not None
+    params, sent = ours._sharding.params, []
+    send = params.send
+
+    def count(given: list[Tensor], complete: bool = True) -> None:
+        sent.append(len({params.find(param).part.bucket for param in given}))
+        send(given, complete)
+
+    params.send = count  # type: ignore[method-assign]
+    return sent
+
+
 def in_stages(optimizer: str) -> None:
     """What forward needs first is on its way while the rest is stepped on; the bits are those of one step."""
     trained = []
@@ -174,18 +188,9 @@ def in_stages(optimizer: str) -> None:
         stepper.register_step_post_hook(lambda *_, counted=counted: counted.append(len(counted)))
         for step in range(4):
             loss_of(ours, step, dist.get_rank()).backward()
-            sent: list[int] = []
-            assert ours._sharding is not None
-            shards = ours._sharding.params
-            send = shards.send
-
-            def counted(params: list[Tensor], complete: bool = True, sent: Any = sent, send: Any = send) -> None:
-                sent.append(len({shards.find(param).part.bucket for param in params}))
-                send(params, complete)
-
-            shards.send = counted  # type: ignore[method-assign]
+            sent = counted_sends(ours)
             stepper.step()
-            shards.send = send  # type: ignore[method-assign]
+            del ours._sharding.params.send
             stepper.zero_grad()
             scheduler.step()
             assert len(ours.layout.buckets) > 3
