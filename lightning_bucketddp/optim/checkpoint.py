@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -71,14 +72,9 @@ class _Contents:
             value = stream
         self.values[key] = value
 
-    def get(self, *path: Any) -> Any:
-        """A tensor, this rank's elements of one, or an object; None if there is none."""
-        value = self.values.get(".".join(map(str, path)))
-        if isinstance(value, io.BytesIO):
-            # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
-            value.seek(0)
-            return torch.load(value, map_location="cpu", weights_only=False)
-        return value.flat if isinstance(value, Chunks) else value
+    def nested(self) -> Any:
+        """The nested dict, of tensors, of this rank's elements of tensors, and of objects."""
+        return unflatten_state_dict({key: _plain(value) for key, value in self.values.items()}, self.paths)
 
 
 class ShardedCheckpoint:
@@ -259,40 +255,29 @@ class ShardedCheckpoint:
 
     def _apply(self, contents: _Contents, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Hand over what has been read into tensors of its own; give what the caller had added."""
+        read = contents.nested()
         for number, optimizer in enumerate(optimizers):
-            described = optimizer.state_dict().get(SHARD_KEY)
+            mine = {"state": {}, STATE_DICT_KEY: {}, **read["optimizers"][number]}
+            others = mine.get("others", {"state": {}, "entries": {}})
             index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
-            state: dict[Any, dict[str, Any]] = {}
-            masters: dict[int, Tensor] = {}
-            for path in contents.paths.values():
-                if path[:3] == ("optimizers", number, "state"):
-                    state.setdefault(index_of[path[3]], {})[path[4]] = contents.get(*path)
-                elif path[:3] == ("optimizers", number, STATE_DICT_KEY):
-                    masters[index_of[path[3]]] = contents.get(*path)
-            groups = contents.get("optimizers", number, "param_groups")
-            others = contents.get("optimizers", number, "others") or {"state": {}, "entries": {}}
-            loaded: dict[str, Any] = {
-                **others["entries"],
-                "state": {**dict(sorted(state.items())), **others["state"]},
-                "param_groups": [
-                    {**group, "params": [index_of[name] for name in names]}
-                    for group, names in zip(groups, contents.groups[number], strict=True)
-                ],
+            by_index = {
+                part: dict(sorted((index_of[name], it) for name, it in mine[part].items()))
+                for part in ("state", STATE_DICT_KEY)
             }
-            if described is not None:
-                loaded[SHARD_KEY] = described
-            if masters:
-                loaded[STATE_DICT_KEY] = masters
-            optimizer.load_state_dict(loaded)
+            groups = [
+                {**group, "params": [index_of[name] for name in names]}
+                for group, names in zip(mine["param_groups"], contents.groups[number], strict=True)
+            ]
+            described = optimizer.state_dict().get(SHARD_KEY)
+            loaded = {**others["entries"], **by_index, "param_groups": groups}
+            loaded["state"].update(others["state"])
+            optimizer.load_state_dict(loaded if described is None else {**loaded, SHARD_KEY: described})
         present = self._module.state_dict(keep_vars=True)
-        extra_state = {
-            path[1]: contents.get(*path)
-            for path in contents.paths.values()
-            if path[0] == "model" and _is_extra(path[1], present[path[1]])
-        }
+        read_model = read.get("model", {})
+        extra_state = {name: value for name, value in read_model.items() if _is_extra(name, present[name])}
         if extra_state:  # which modules take in themselves
             self._module.load_state_dict(extra_state, strict=False)
-        return contents.get("extra") or {}
+        return read.get("extra", {})
 
     # -- parts ---------------------------------------------------------------------------------------
 
@@ -344,6 +329,15 @@ class ShardedCheckpoint:
 def _is_extra(name: str, value: Any) -> bool:
     """Whether an entry of a state dict is what a module's ``get_extra_state`` gave, which may be a tensor."""
     return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
+
+
+def _plain(value: Any) -> Any:
+    """What a checkpoint's value stands for."""
+    if isinstance(value, io.BytesIO):
+        value.seek(0)
+        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
+        return torch.load(value, map_location="cpu", weights_only=False)
+    return value.flat if isinstance(value, Chunks) else value
 
 
 def _empty(stored: Any) -> Tensor | None:

@@ -85,9 +85,9 @@ class ParamBuffers:
                 f"{tuple(view.shape)}, {view.dtype} on {view.device}, found {tuple(param.shape)}, {param.dtype} on "
                 f"{param.device}; change the module before it is wrapped"
             )
-        if view.data_ptr() != self._addresses[slot]:  # its storage went elsewhere, into memory shared with a process
-            index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
-            view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
+        # Made anew, as the view's storage may have gone elsewhere too, into memory shared with a process.
+        index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
+        view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
         view.copy_(param.data)
         param.data = view
 
