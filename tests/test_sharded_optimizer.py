@@ -295,3 +295,23 @@ def beside_sharded_ones() -> None:
 
 def test_a_parameter_that_is_not_sharded_has_a_master_of_all_of_it(run_ranks: RunRanks) -> None:
     run_ranks(2, beside_sharded_ones, fresh=True)
+
+
+def masters_in_stages() -> None:
+    ours = BucketDDP(
+        seeded(MODELS["mlp"]).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32, bucket_cap_mb=TINY
+    )
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    for step in range(3):
+        ours(batch(step, dist.get_rank())[0].bfloat16()).square().mean().backward()
+        sent = counted_sends(ours)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(sent) > 2
+    assert any(ours.prepare_optimizer(optimizer).master(param) is not None for param in ours.parameters())
+    assert not any(flat.requires_grad for flat in ours._sharding.params._buffers.flats)
+    ours.close()
+
+
+def test_masters_that_are_stepped_on_in_stages_leave_no_graph(run_ranks: RunRanks) -> None:
+    run_ranks(2, masters_in_stages, fresh=True)
