@@ -807,6 +807,28 @@ def test_masters_follow_loaded_weights() -> None:
         assert torch.equal(masters.master(param).bfloat16(), param)
 
 
+def test_masters_follow_parameters_that_a_hook_of_the_step_changes() -> None:
+    module = low(model=Branches)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    weight = module.right.weight
+
+    @torch.no_grad()
+    def halve(*_: Any) -> None:
+        if weight.grad is None:
+            weight.mul_(0.5)
+
+    optimizer.register_step_post_hook(halve)  # before the masters' own
+    masters = master_params(optimizer)
+    for take in ("both", "left", "left"):
+        module.zero_grad()
+        inputs, target = batch(0, 0)
+        loss_of(module(inputs.bfloat16(), take).float(), target).backward()
+        before = weight.detach().clone()
+        optimizer.step()
+    assert torch.equal(weight, before / 2)
+    assert torch.equal(masters.master(weight), before.float()), "as it was when the last step began"
+
+
 @pytest.mark.parametrize("seen", [True, False], ids=["versions", "without versions"])
 def test_elements_that_did_not_change_keep_their_master(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:

@@ -49,7 +49,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
 
 
 def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
-    """Says that an optimizer class may be sharded; usable as a decorator.
+    """Say that an optimizer class may be sharded; usable as a decorator.
 
     That is so if what happens to an element of a parameter depends on that element, its gradient and its state alone,
     and state is made in ``step``, of the parameter's shape or of one element. No other method may touch parameters
@@ -67,7 +67,7 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def require_element_wise(optimizer: Optimizer) -> None:
-    """Requires that an optimizer can work on parts of parameters.
+    """Require that an optimizer can work on parts of parameters.
 
     Raises:
         TypeError: If it is no torch optimizer, but a wrapper around one.

@@ -42,7 +42,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def lay_out(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
-        """Moves parameters into flat tensors of their own, which follow ``layout``.
+        """Move parameters into flat tensors of their own, which follow ``layout``.
 
         Args:
             layout: The layout. Parameters in one bucket have one dtype.
@@ -71,7 +71,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def bring_back(self, slot: int, param: nn.Parameter) -> None:
-        """Takes a parameter in again whose data were replaced (``param.data = tensor``, ``share_memory_()``).
+        """Take a parameter in again whose data were replaced (``param.data = tensor``, ``share_memory_()``).
 
         Raises:
             RuntimeError: If what it has now does not fit into its place.
@@ -93,7 +93,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def release(self, params: Sequence[nn.Parameter]) -> None:
-        """Gives every parameter memory of its own."""
+        """Give every parameter memory of its own."""
         for view, param in zip(self._views, params, strict=False):
             if param.data_ptr() == view.data_ptr():
                 param.data = torch.empty_like(view).copy_(view)

@@ -97,7 +97,7 @@ class Stepped:
                 for key, value in state[param].items():
                     state[param][key] = in_fp32(value, value, param.dtype)
             entry = self._masters[param] = _Master(nn.Parameter(memory.detach().float()), version_of(param))
-        elif entry.param_version is None or entry.param_version != version_of(param):
+        elif not self._is_current(param):
             self._follow(param, entry)
         return entry.tensor
 
@@ -112,14 +112,19 @@ class Stepped:
 
     def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
         """All ranks have stepped on these parameters: send this rank's parts of them."""
+        current = [param for param in params if self._is_current(param)]  # others were changed by hooks of the step
         self.parts.updated(params)
-        self._note_versions(params)
+        self._note_versions(current)
         self.parts.send(params, complete)
+
+    def _is_current(self, param: Tensor) -> bool:
+        """Whether a parameter has a master, and was not changed since the two were the same up to rounding."""
+        entry = self._masters.get(param)
+        return entry is not None and entry.param_version is not None and entry.param_version == version_of(param)
 
     def _note_versions(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if (entry := self._masters.get(param)) is not None:
-                entry.param_version = version_of(param)
+            self._masters[param].param_version = version_of(param)
 
     def _follow(self, param: Tensor, entry: _Master) -> None:
         memory = self.parts.param_part(param)
