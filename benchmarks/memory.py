@@ -46,7 +46,6 @@ from wrapped import Wrapping, bucketddp, ddp, fairscale, fsdp2, local_pass, try_
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, MIB
 from lightning_bucketddp.optim.masters import master_params
-from lightning_bucketddp.optim.sharded_params import sharded_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024
@@ -170,7 +169,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, has_masters: bool) -> int:
     state = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer's is inside
     tensors = [value for entry in state.values() for value in entry.values()]
     if has_masters:
-        masters = sharded_params(optimizer) or master_params(optimizer)
+        masters = master_params(optimizer)
         tensors += [masters.master(param) for group in optimizer.param_groups for param in group["params"]]
     return _storage_bytes(tensors)
 

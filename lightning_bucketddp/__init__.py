@@ -8,7 +8,7 @@ import sys
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.layout import schedule
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.optim.sharded_params import declare_element_wise
+from lightning_bucketddp.optim.element_wise import declare_element_wise
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
 from lightning_bucketddp.trainer.dp.strategy import register as _register_dp

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_bucketddp.optim import masters as master_params_file
-from lightning_bucketddp.optim import swap as stepped_params
-from lightning_bucketddp.optim.masters import MasterParams, master_params, prepare_at_first_step
+from lightning_bucketddp.optim import stepped, swap
+from lightning_bucketddp.optim.masters import master_params, prepare_at_first_step
+from lightning_bucketddp.optim.stepped import Stepped
+from lightning_bucketddp.optim.swap import Swap
 from tests.models import Branches, MixedDtypes, Mlp, batch, loss_of
 
 Make = Callable[[Any], Optimizer]
@@ -415,10 +416,10 @@ def test_masters_cost_four_bytes_per_element_and_nothing_else() -> None:
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     masters = master_params(optimizer)
     train(module, optimizer, range(2))
-    kept = [entry.tensor for entry in masters._masters.values()]
+    kept = [entry.tensor for entry in masters.stepped._masters.values()]
     assert sum(t.untyped_storage().nbytes() for t in kept) == 4 * sum(p.numel() for p in module.parameters())
     assert all(t.grad is None for t in kept)
-    assert not masters._swaps
+    assert not masters._swapped
     assert masters._state is None
 
 
@@ -605,7 +606,7 @@ class Failing(torch.optim.AdamW):
         return super().step(closure)
 
 
-def failed_step() -> tuple[nn.Module, Optimizer, MasterParams]:
+def failed_step() -> tuple[nn.Module, Optimizer, Swap]:
     module = low()
     optimizer = Failing(module.parameters(), lr=0.01)
     masters = master_params(optimizer)
@@ -780,6 +781,14 @@ def test_masters_of_another_shape_are_refused() -> None:
         optimizer.load_state_dict(state_dict)
 
 
+def test_one_ranks_part_of_a_sharded_optimizer_is_refused() -> None:
+    optimizer = OPTIMIZERS["sgd_momentum_foreach"](low().parameters())
+    master_params(optimizer)
+    state_dict = {**optimizer.state_dict(), "bucketddp_shard": {0: (0, 5)}}
+    with pytest.raises(ValueError, match=r"expected a whole optimizer state dict.*found one of another shard"):
+        optimizer.load_state_dict(state_dict)
+
+
 # -- parameters changed from outside ---------------------------------------------------------------
 
 
@@ -798,11 +807,33 @@ def test_masters_follow_loaded_weights() -> None:
         assert torch.equal(masters.master(param).bfloat16(), param)
 
 
+def test_masters_follow_parameters_that_a_hook_of_the_step_changes() -> None:
+    module = low(model=Branches)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    weight = module.right.weight
+
+    @torch.no_grad()
+    def halve(*_: Any) -> None:
+        if weight.grad is None:
+            weight.mul_(0.5)
+
+    optimizer.register_step_post_hook(halve)  # before the masters' own
+    masters = master_params(optimizer)
+    for take in ("both", "left", "left"):
+        module.zero_grad()
+        inputs, target = batch(0, 0)
+        loss_of(module(inputs.bfloat16(), take).float(), target).backward()
+        before = weight.detach().clone()
+        optimizer.step()
+    assert torch.equal(weight, before / 2)
+    assert torch.equal(masters.master(weight), before.float()), "as it was when the last step began"
+
+
 @pytest.mark.parametrize("seen", [True, False], ids=["versions", "without versions"])
 def test_elements_that_did_not_change_keep_their_master(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not seen:
-        monkeypatch.setattr(master_params_file, "version_of", lambda _: None)
-        monkeypatch.setattr(stepped_params, "version_of", lambda _: None)
+        monkeypatch.setattr(stepped, "version_of", lambda _: None)
+        monkeypatch.setattr(swap, "version_of", lambda _: None)
     module = low()
     optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
     masters = master_params(optimizer)
@@ -837,13 +868,13 @@ def test_weights_swapped_out_and_back_cost_no_precision() -> None:
 
 def test_masters_are_not_compared_when_nothing_changed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Tensor] = []
-    follow = MasterParams._follow
+    follow = Stepped._follow
 
-    def counted(self: MasterParams, param: Tensor, entry: Any) -> None:
+    def counted(self: Stepped, param: Tensor, entry: Any) -> None:
         compared.append(param)
         follow(self, param, entry)
 
-    monkeypatch.setattr(MasterParams, "_follow", counted)
+    monkeypatch.setattr(Stepped, "_follow", counted)
     module = low()
     optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
     master_params(optimizer)
@@ -878,7 +909,7 @@ def test_attaching_twice_is_the_same() -> None:
     masters = master_params(optimizer)
     assert master_params(optimizer) is masters
     with pytest.raises(ValueError, match="already"):
-        MasterParams(optimizer)
+        Swap(optimizer)
     train(module, optimizer, range(2))
     reference.train(range(2))
     assert_bits(list(module.parameters()), reference.params)
@@ -1062,7 +1093,7 @@ def test_trainers_train_and_resume_bit_for_bit(tmp_path: Any, options: dict[str,
     assert_bits(list(resumed.parameters()), list(through.parameters()))
 
     def fp32(module: LowRegression) -> list[Tensor]:
-        return [entry.tensor.detach() for masters in module.masters for entry in masters._masters.values()]
+        return [entry.tensor.detach() for masters in module.masters for entry in masters.stepped._masters.values()]
 
     assert len(fp32(through)) == 8
     assert_bits(fp32(resumed), fp32(through))

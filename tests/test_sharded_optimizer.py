@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.work import Work
-from lightning_bucketddp.optim import sharding
+from lightning_bucketddp.optim import sharded_params
+from lightning_bucketddp.optim.masters import master_params
 from tests.inside import reducer_of
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks
@@ -94,7 +95,7 @@ def close_after_step() -> tuple[int, float]:
     loss_of(ours, 0, dist.get_rank()).backward()
     optimizer.step()
     assert ours._runtime.optimizers.sharding is not None
-    arrivals = list(ours._runtime.optimizers.sharding._arrivals.values())
+    arrivals = list(ours._runtime.optimizers.sharding.params._arrivals.values())
     ours.close()
     assert all(arrival._wait is None for arrival in arrivals), "they were waited for"
     assert all(type(param) is nn.Parameter for param in ours.module.parameters())
@@ -160,13 +161,27 @@ def test_parity_with_one_process(run_ranks: RunRanks, optimizer: str) -> None:
     run_ranks(3, parity, "mlp", optimizer, 30, {"bucket_cap_mb": TINY}, None)
 
 
+def counted_sends(ours: BucketDDP) -> list[int]:
+    """How many buckets go with each send from now on."""
+    assert ours._runtime.optimizers.sharding is not None
+    params, sent = ours._runtime.optimizers.sharding.params, []
+    send = params.send
+
+    def count(given: list[Tensor], complete: bool = True) -> None:
+        sent.append(len({params.find(param).part.bucket for param in given}))
+        send(given, complete)
+
+    params.send = count  # type: ignore[method-assign]
+    return sent
+
+
 def in_stages(optimizer: str) -> None:
     """What forward needs first is on its way while the rest is stepped on; the bits are those of one step."""
     trained = []
-    cut = sharding.Sharding.in_stages
+    cut = sharded_params.ShardedParams.in_stages
     for most in (1, 3):
-        sharding.MAX_STAGES = most
-        sharding.Sharding.in_stages = cut if most > 1 else lambda self, params: []  # type: ignore[method-assign]
+        sharded_params.MAX_STAGES = most
+        sharded_params.ShardedParams.in_stages = cut if most > 1 else lambda self, params: []  # type: ignore[method-assign]
         ours = BucketDDP(seeded(MODELS["mlp"]), shard_optimizer=True, bucket_cap_mb=TINY)
         stepper = OPTIMIZERS[optimizer](two_groups(ours.module))
         scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1, 0.9)
@@ -174,13 +189,9 @@ def in_stages(optimizer: str) -> None:
         stepper.register_step_post_hook(lambda *_, counted=counted: counted.append(len(counted)))
         for step in range(4):
             loss_of(ours, step, dist.get_rank()).backward()
-            sent: list[int] = []
-            shards = ours._runtime.optimizers.sharding
-            assert shards is not None
-            send = shards._send
-            shards._send = lambda *given, sent=sent, send=send: (sent.append(len(given[0])), send(*given))  # type: ignore[method-assign]
+            sent = counted_sends(ours)
             stepper.step()
-            shards._send = send  # type: ignore[method-assign]
+            del ours._runtime.optimizers.sharding.params.send
             stepper.zero_grad()
             scheduler.step()
             assert len(ours.layout.buckets) > 3
@@ -253,3 +264,55 @@ def test_a_reduction_that_failed_is_left_to_the_end_of_backward() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         pending.wait()
     assert not done
+
+
+def beside_sharded_ones() -> None:
+    ours = BucketDDP(seeded(MODELS["mlp"]).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32)
+    other = nn.Parameter(torch.full((3,), 0.5, dtype=torch.bfloat16))
+    other.grad_dtype = torch.float32
+    plain = nn.Parameter(other.detach().float())
+    optimizers = [torch.optim.AdamW([*ours.parameters(), other], lr=0.01), torch.optim.AdamW([plain], lr=0.01)]
+    for step in range(3):
+        ours(batch(step, dist.get_rank())[0].bfloat16()).square().mean().backward()
+        other.grad = torch.full((3,), 0.1 + step)
+        plain.grad = other.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    swap = ours.prepare_optimizer(optimizers[0])
+    assert torch.equal(swap.master(other), plain.detach())
+    assert not torch.equal(plain, plain.bfloat16().float())
+    parts = [swap.master(param) for param in ours.parameters()]
+    assert 0 < sum(part.numel() for part in parts if part is not None) < sum(it.numel() for it in ours.parameters())
+    state = ours.optimizer_state_dict(optimizers[0], every_rank=True)
+    assert torch.equal(state["master_params"][len(parts)], plain.detach())
+    assert [state["master_params"][at].shape for at in range(len(parts))] == [it.shape for it in ours.parameters()]
+    prepared = torch.optim.SGD(ours.parameters(), lr=0.1)
+    master_params(prepared)
+    with pytest.raises(ValueError, match="or has whole master parameters"):
+        ours.prepare_optimizer(prepared)
+    ours.close()
+
+
+def test_a_parameter_that_is_not_sharded_has_a_master_of_all_of_it(run_ranks: RunRanks) -> None:
+    run_ranks(2, beside_sharded_ones, fresh=True)
+
+
+def masters_in_stages() -> None:
+    ours = BucketDDP(
+        seeded(MODELS["mlp"]).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32, bucket_cap_mb=TINY
+    )
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    for step in range(3):
+        ours(batch(step, dist.get_rank())[0].bfloat16()).square().mean().backward()
+        sent = counted_sends(ours)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(sent) > 2
+    assert any(ours.prepare_optimizer(optimizer).master(param) is not None for param in ours.parameters())
+    assert not any(flat.requires_grad for flat in ours._runtime.optimizers.sharding.params._buffers.flats)
+    ours.close()
+
+
+def test_masters_that_are_stepped_on_in_stages_leave_no_graph(run_ranks: RunRanks) -> None:
+    run_ranks(2, masters_in_stages, fresh=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
-from lightning_bucketddp.optim.sharded_params import _KNOWN, require_element_wise
+from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
 from tests.models import Mlp, batch
 from tests.reference import largest_difference_between_ranks
 

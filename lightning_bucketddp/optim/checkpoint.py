@@ -16,49 +16,65 @@ So a checkpoint loads at any world size and with any buckets, sharded or not, an
 
 from __future__ import annotations
 
-import os
-import shutil
+import io
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.layout.chunks import chunks_of
-from lightning_bucketddp.layout.plan import ParamSpec
-from lightning_bucketddp.layout.shards import Part
-from lightning_bucketddp.optim.checkpoint_planners import (
-    FORMAT_KEY,
-    Chunks,
-    ChunksLoadPlanner,
-    ChunksSavePlanner,
-    Contents,
-    portable,
-)
-from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
-from lightning_bucketddp.optim.sharded_params import SHARD_KEY, is_per_element
+from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner, DirectoryWriter
+from lightning_bucketddp.optim.parts import Parts
 from lightning_bucketddp.optim.sharding import Sharding
+from lightning_bucketddp.optim.state_dicts import SHARD_KEY, STATE_DICT_KEY, is_per_element, params_of
+from lightning_bucketddp.optim.swap import Swap, swap_of
+
+FORMAT_KEY = "lightning_bucketddp"
+"""Entry of the metadata's ``planner_data`` that says who has written it, and which parameters each group has."""
+
+_KEPT = (ValueError, TypeError, FileExistsError, RuntimeError)
+"""Errors that are raised on all ranks as what they are on one."""
+
+_T = TypeVar("_T")
 
 
-def _in_chunks(spec: ParamSpec, part: Part, flat: Tensor) -> Chunks:
-    """A part's memory as the chunks that checkpoints are made of."""
-    if spec.numel == 0:  # of which every rank has all; readers want to see it
-        return Chunks(torch.Size(spec.shape), flat, {torch.Size([0] * len(spec.shape)): flat.view(spec.shape)})
-    found: dict[torch.Size, Tensor] = {}
-    for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
-        at = chunk.at - part.start
-        memory = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
-        order = [chunk.order.index(dim) for dim in range(len(chunk.order))]
-        found[torch.Size(chunk.offsets)] = memory.permute(order)
-    return Chunks(torch.Size(spec.shape), flat, found)
+class _Contents:
+    """What a rank offers to write, or wants to read.
+
+    Attributes:
+        values: By key, a tensor or :class:`Chunks` to write or to read into, or a pickle.
+        paths: By key, where it comes in the nested dict that it is part of.
+        groups: Per optimizer and group, the names of the parameters.
+    """
+
+    def __init__(self, groups: list[list[list[str]]]) -> None:
+        self.groups = groups
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, tuple[Any, ...]] = {}
+
+    def add(self, path: tuple[Any, ...], value: Any) -> None:
+        """Add a tensor, :class:`Chunks`, or an object, which is pickled."""
+        key = ".".join(map(str, path))
+        self.paths[key] = path
+        if not isinstance(value, Tensor | Chunks):
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            value = stream
+        self.values[key] = value
+
+    def nested(self) -> Any:
+        """The nested dict, of tensors, of this rank's elements of tensors, and of objects."""
+        return unflatten_state_dict({key: _plain(value) for key, value in self.values.items()}, self.paths)
 
 
 class ShardedCheckpoint:
@@ -76,11 +92,11 @@ class ShardedCheckpoint:
         module: nn.Module,
         collectives: Collectives,
         sharding: Sharding | None,
-        prepare: Callable[[Optimizer], object],
+        prepare: Callable[[Optimizer], Swap | None],
     ) -> None:
         self._module = module
         self._collectives = collectives
-        self._sharding = sharding
+        self._parts = Parts() if sharding is None else sharding.params
         self._prepare = prepare
         self._names = {
             id(param): name for name, param in reversed(list(module.named_parameters(remove_duplicate=False)))
@@ -91,91 +107,68 @@ class ShardedCheckpoint:
     def save(
         self, path: Path, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None, overwrite: bool
     ) -> None:
-        """Saves into a directory, which comes into being when everything has been written."""
-        partial = path.with_name(f"{path.name}.partial")
+        """Save into a directory, which comes into being when everything has been written."""
+        writer = DirectoryWriter(path)
 
-        def contents() -> Contents:
+        def make() -> _Contents:
             if self._collectives.rank == 0:
                 if path.exists() and not overwrite:
                     raise FileExistsError(
                         f"expected nothing at {path}, found something; pass overwrite=True to replace it"
                     )
-                for left in partial.iterdir() if partial.is_dir() else ():  # of a save that was interrupted
-                    left.unlink()
+                writer.discard()
             return self._contents_to_save(optimizers, extra)
 
         what = f"saving to {path}"
-        writer = FileSystemWriter(partial)
+        contents = self._together(what, make)
+        # By key the path, for tools that put the nested dict together again.
+        planner = ChunksSavePlanner({**contents.paths, FORMAT_KEY: {"version": 1, "groups": contents.groups}})
         group = self._collectives.group
         try:
             self._together(
-                what, lambda: save({}, storage_writer=writer, planner=ChunksSavePlanner(contents), process_group=group)
+                what, lambda: save(contents.values, storage_writer=writer, planner=planner, process_group=group)
             )
         except BaseException:
             if self._collectives.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                writer.discard()
             raise
-        problem: str | None = None
-        try:
-            if self._collectives.rank == 0:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.exists():
-                    path.unlink()
-                os.replace(partial, path)
-        except OSError as error:
-            problem = str(error)
-        self._raise_together(what, problem)
 
-    @portable
-    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> Contents:
-        contents = Contents()
-        contents.groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
+    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> _Contents:
+        contents = _Contents([self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)])
         first = self._collectives.rank == 0
         for name, value in self._module.state_dict(keep_vars=True).items():
-            path = ("model", name)
-            if not isinstance(value, Tensor):
-                if first:
-                    contents.add(path, value)
-            elif first or id(value) in self._names:
-                # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-                contents.add(path, self._own(value))
+            # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
+            if first or id(value) in self._names:
+                contents.add(("model", name), self._own(value))
         for number, optimizer in enumerate(optimizers):
-            self._add_optimizer(contents, number, optimizer, first)
+            self._add_optimizer(contents, number, optimizer)
         if extra is not None and first:
             contents.add(("extra",), dict(extra))
         return contents
 
-    def _add_optimizer(self, contents: Contents, number: int, optimizer: Optimizer, first: bool) -> None:
-        self._prepare(optimizer)
+    def _add_optimizer(self, contents: _Contents, number: int, optimizer: Optimizer) -> None:
+        swap = self._prepare(optimizer) or swap_of(optimizer)  # without hooks, if training has ended
         packed = optimizer.state_dict()
-        packed.pop(SHARD_KEY, None)
-        masters = packed.pop(STATE_DICT_KEY, {})
-        known = self._sharding.sharded(optimizer) if self._sharding is not None else None
-        sharded = known is not None
-        if known is not None:  # whose hooks may be gone, training having ended
-            params = enumerate(params_of(optimizer))
-            masters = {index: master for index, param in params if (master := known.master(param)) is not None}
         state = dict(packed.pop("state"))
+        packed = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
         for index, param in enumerate(params_of(optimizer)):
             name = self._names[id(param)]
-            found = self._find(param) if sharded else None
-            for key, value in state.pop(index, {}).items():
+            found = None if swap is None else swap.stepped.parts.find(param)
+            own: dict[tuple[Any, ...], Any] = {
+                ("state", name, key): value for key, value in state.pop(index, {}).items()
+            }
+            if swap is not None and (master := swap.master(param)) is not None:
+                own[STATE_DICT_KEY, name] = master
+            for path, value in own.items():
                 if isinstance(value, Tensor):
                     value = value.detach()
-                    if found is not None and key != "step" and value.shape == (found[1].stop - found[1].start,):
-                        value = _in_chunks(*found, value)
-                contents.add(("optimizers", number, "state", name, key), value)
-            if index in masters:
-                master = masters[index].detach()
-                value = master if found is None else _in_chunks(*found, master)
-                contents.add(("optimizers", number, STATE_DICT_KEY, name), value)
-        if first:
-            groups = [
-                {**group, "params": names}
-                for group, names in zip(packed.pop("param_groups"), contents.groups[number], strict=True)
-            ]
-            contents.add(("optimizers", number, "param_groups"), groups)
+                    if found is not None and path[2:] != ("step",) and value.shape == (found.numel,):
+                        value = Chunks.of(found, value)
+                contents.add(("optimizers", number, *path), value)
+        groups = zip(packed.pop("param_groups"), contents.groups[number], strict=True)
+        if self._collectives.rank == 0:
+            named = [{**group, "params": names} for group, names in groups]
+            contents.add(("optimizers", number, "param_groups"), named)
             if state or packed:  # of optimizers that keep something of their own
                 contents.add(("optimizers", number, "others"), {"state": state, "entries": packed})
 
@@ -184,173 +177,119 @@ class ShardedCheckpoint:
     def load(
         self, path: Path, optimizers: Sequence[Optimizer], strict: bool, with_module: bool = True
     ) -> dict[str, Any]:
-        """Loads from a directory; gives what the caller had added."""
+        """Load from a directory; give what the caller had added."""
         what = f"loading from {path}"
-        self._raise_together(what, None if path.is_dir() else f"expected a directory, found none: {path}")
-        if self._sharding is not None:
-            self._sharding.wait()
-        planner = ChunksLoadPlanner(lambda metadata: self._contents_to_load(metadata, optimizers, strict, with_module))
-        self._together(
-            what,
-            lambda: load(
-                {}, storage_reader=FileSystemReader(path), planner=planner, process_group=self._collectives.group
-            ),
-        )
-        problem: str | None = None
-        try:
-            self._apply(planner.contents, optimizers)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        self._raise_together(what, problem)
-        if self._sharding is not None:
-            self._sharding.replaced()
-        return planner.contents.values.get("extra", {})
+        self._parts.wait()
+        reader = FileSystemReader(path)
 
-    @portable
+        def make() -> _Contents:
+            if not path.is_dir():
+                raise RuntimeError(f"expected a directory, found none: {path}")
+            return self._contents_to_load(reader.read_metadata(), optimizers, strict, with_module)
+
+        contents = self._together(what, make)
+        planner, group = ChunksLoadPlanner(), self._collectives.group
+        self._together(what, lambda: load(contents.values, storage_reader=reader, planner=planner, process_group=group))
+        extra = self._together(what, lambda: self._apply(contents, optimizers))
+        self._parts.replaced()
+        return extra
+
     def _contents_to_load(
         self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool, with_module: bool
-    ) -> Contents:
-        written = (metadata.planner_data or {}).get(FORMAT_KEY) if isinstance(metadata.planner_data, dict) else None
-        if written is None:
+    ) -> _Contents:
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        if FORMAT_KEY not in paths:
             raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
-        contents = Contents()
-        saved = metadata.state_dict_metadata
-        paths = {key: path for key, path in metadata.planner_data.items() if key != FORMAT_KEY}
+        groups = paths[FORMAT_KEY]["groups"]
+        saved = {paths[key]: stored for key, stored in metadata.state_dict_metadata.items()}
+        contents = _Contents([self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)])
         if with_module:
-            of_module = {key: saved[key] for key, path in paths.items() if path[0] == "model"}
-            self._want_module(contents, of_module, strict)
-        if "extra" in saved:
+            self._want_module(contents, {path[1]: it for path, it in saved.items() if path[0] == "model"}, strict)
+        if ("extra",) in saved:
             contents.add(("extra",), None)
-        if not optimizers:
-            return contents
-        if len(written["groups"]) != len(optimizers):
+        if optimizers and len(groups) != len(optimizers):
             raise ValueError(
-                f"expected as many optimizers as the checkpoint has, {len(written['groups'])}, found "
-                f"{len(optimizers)}; pass none to load the module alone"
+                f"expected as many optimizers as the checkpoint has, {len(groups)}, found {len(optimizers)}; pass none "
+                "to load the module alone"
             )
         for number, optimizer in enumerate(optimizers):
-            _require_same_groups(number, written["groups"][number], self._groups(number, optimizer))
-            mine = {key: path for key, path in paths.items() if path[:2] == ("optimizers", number)}
-            self._want_optimizer(contents, number, optimizer, {path: saved[key] for key, path in mine.items()})
+            _require_same_groups(number, groups[number], contents.groups[number])
+            mine = {path: stored for path, stored in saved.items() if path[:2] == ("optimizers", number)}
+            self._want_optimizer(contents, optimizer, mine)
         return contents
 
-    def _want_module(self, contents: Contents, saved: Mapping[str, Any], strict: bool) -> None:
+    def _want_module(self, contents: _Contents, saved: Mapping[str, Any], strict: bool) -> None:
         present = self._module.state_dict(keep_vars=True)
-        missing = [name for name in present if f"model.{name}" not in saved]
-        unknown = sorted(key.removeprefix("model.") for key in saved.keys() - {f"model.{name}" for name in present})
-        if strict and (missing or unknown):
-            raise ValueError(
-                "expected the checkpoint of a module with the same names, found "
-                + " and ".join(
-                    f"{what} {', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
-                    for what, names in (("without", missing), ("with unknown", unknown))
-                    if names
-                )
-            )
+        missing = [name for name in present if name not in saved]
+        for what, names in (("without", missing), ("with unknown", sorted(saved.keys() - present.keys()))):
+            if strict and names:
+                listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
         wanted: set[int] = set()
         for name, value in present.items():
-            stored = saved.get(f"model.{name}")
-            if stored is None or id(value) in wanted:
-                continue
-            if not isinstance(value, Tensor):
-                contents.add(("model", name), None)
-                continue
-            wanted.add(id(value))  # tied parameters are saved under each name
-            _require_shape(stored, value, f"{name!r}")
-            contents.add(("model", name), self._own(value))
+            if name not in saved or id(value) in wanted:
+                continue  # tied parameters are saved under each name
+            if _is_extra(name, value):
+                contents.add(("model", name), _empty(saved[name]))
+            else:
+                wanted.add(id(value))
+                contents.add(("model", name), self._own(value))
 
-    def _want_optimizer(
-        self, contents: Contents, number: int, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]
-    ) -> None:
-        prepared = self._prepare(optimizer)
-        sharded = prepared is not None and self._sharding is not None
+    def _want_optimizer(self, contents: _Contents, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]) -> None:
+        swap = self._prepare(optimizer) or swap_of(optimizer)
         by_name = {self._names[id(param)]: param for param in params_of(optimizer)}
         for path, stored in saved.items():
             if path[2] not in ("state", STATE_DICT_KEY):
                 contents.add(path, None)
                 continue
-            param = by_name[str(path[3])]
-            found = self._find(param) if sharded else None
-            if found is not None and found[1].empty:
+            param, key = by_name[path[3]], path[4] if path[2] == "state" else STATE_DICT_KEY
+            found = None if swap is None else swap.stepped.parts.find(param)
+            if found is not None and found.part.empty:
                 continue  # what a rank has no part of it has no state of
-            if not isinstance(stored, TensorStorageMetadata):
-                contents.add(path, None)
-                continue
-            if path[2] == STATE_DICT_KEY:
-                _require_shape(stored, param, f"the master parameter of {path[3]!r}")
-                per_element = True
-            else:
-                per_element = path[4] != "step" and stored.size == param.shape
-            dtype = stored.properties.dtype
-            if found is not None:
-                per_element = per_element or is_per_element(
-                    str(path[4]), torch.empty(stored.size, device="meta"), found[0]
-                )
-            if found is not None and per_element:
-                flat = torch.empty(found[1].stop - found[1].start, dtype=dtype, device=param.device)
-                contents.add(path, _in_chunks(*found, flat))
-            elif per_element:
-                contents.add(path, torch.empty_like(param, dtype=dtype, requires_grad=False))
-            else:
-                contents.add(path, torch.empty(stored.size, dtype=dtype))
+            room: Any = _empty(stored)
+            if room is not None and found is not None and is_per_element(key, room.shape, found.spec):
+                room = Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
+            elif room is not None and (key == STATE_DICT_KEY or (key != "step" and room.shape == param.shape)):
+                room = torch.empty_like(param, dtype=room.dtype, requires_grad=False)
+            contents.add(path, room)
 
-    def _apply(self, contents: Contents, optimizers: Sequence[Optimizer]) -> None:
-        """What has been read into tensors of its own gets to where it belongs."""
+    def _apply(self, contents: _Contents, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Hand over what has been read into tensors of its own; give what the caller had added."""
+        read = contents.nested()
         for number, optimizer in enumerate(optimizers):
-            described = optimizer.state_dict().get(SHARD_KEY)
+            mine = {"state": {}, STATE_DICT_KEY: {}, **read["optimizers"][number]}
+            others = mine.get("others", {"state": {}, "entries": {}})
             index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
-            state: dict[Any, dict[str, Any]] = {}
-            masters: dict[int, Tensor] = {}
-            for key, path in contents.paths.items():
-                if path[:2] != ("optimizers", number) or path[2] not in ("state", STATE_DICT_KEY):
-                    continue
-                index = index_of[str(path[3])]
-                value = contents.values[key]
-                value = value.flat if isinstance(value, Chunks) else value
-                if path[2] == STATE_DICT_KEY:
-                    masters[index] = value
-                else:
-                    state.setdefault(index, {})[path[4]] = value
-            groups = contents.values[f"optimizers.{number}.param_groups"]
-            others = contents.values.get(f"optimizers.{number}.others", {"state": {}, "entries": {}})
-            loaded: dict[str, Any] = {
-                **others["entries"],
-                "state": {**dict(sorted(state.items())), **others["state"]},
-                "param_groups": [
-                    {**group, "params": [index_of[name] for name in names]}
-                    for group, names in zip(groups, self._groups(number, optimizer), strict=True)
-                ],
+            by_index = {
+                part: dict(sorted((index_of[name], it) for name, it in mine[part].items()))
+                for part in ("state", STATE_DICT_KEY)
             }
-            if described is not None:
-                loaded[SHARD_KEY] = described
-            if masters:
-                loaded[STATE_DICT_KEY] = masters
-            optimizer.load_state_dict(loaded)
-        objects = {
-            str(path[1]): contents.values[key]
-            for key, path in contents.paths.items()
-            if path[0] == "model" and not isinstance(contents.values[key], Tensor | Chunks)
-        }
-        if objects:  # extra state, which modules take in themselves
-            self._module.load_state_dict(objects, strict=False)
+            groups = [
+                {**group, "params": [index_of[name] for name in names]}
+                for group, names in zip(mine["param_groups"], contents.groups[number], strict=True)
+            ]
+            described = optimizer.state_dict().get(SHARD_KEY)
+            loaded = {**others["entries"], **by_index, "param_groups": groups}
+            loaded["state"].update(others["state"])
+            optimizer.load_state_dict(loaded if described is None else {**loaded, SHARD_KEY: described})
+        present = self._module.state_dict(keep_vars=True)
+        read_model = read.get("model", {})
+        extra_state = {name: value for name, value in read_model.items() if _is_extra(name, present[name])}
+        if extra_state:  # which modules take in themselves
+            self._module.load_state_dict(extra_state, strict=False)
+        return read.get("extra", {})
 
     # -- parts ---------------------------------------------------------------------------------------
 
-    def _find(self, param: Tensor) -> tuple[ParamSpec, Part] | None:
-        """This rank's part of a parameter; None if the parameter is not sharded."""
-        return self._sharding.find(param) if self._sharding is not None else None
-
-    def _own(self, value: Tensor) -> Tensor | Chunks:
-        """What this rank holds of a parameter or module buffer."""
-        found = self._find(value)
-        if found is None:
-            return value.detach()
-        assert self._sharding is not None
-        return _in_chunks(*found, self._sharding.param_part(value).detach())
+    def _own(self, value: Any) -> Any:
+        """What this rank holds of an entry of the module's state dict."""
+        if not isinstance(value, Tensor):
+            return value
+        found, memory = self._parts.find(value), self._parts.param_part(value).detach()
+        return memory if found is None else Chunks.of(found, memory)
 
     def _groups(self, number: int, optimizer: Optimizer) -> list[list[str]]:
         """The names of each group's parameters."""
-        groups: list[list[str]] = []
         for at, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -358,48 +297,61 @@ class ShardedCheckpoint:
                         f"expected optimizer {number} to hold parameters of the module, which are saved by name; found "
                         f"another one of shape {tuple(param.shape)} in its group {at}"
                     )
-            groups.append([self._names[id(param)] for param in group["params"]])
-        return groups
+        return [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
     # -- together ------------------------------------------------------------------------------------
 
-    def _together(self, what: str, run: Callable[[], object]) -> None:
+    def _together(self, what: str, run: Callable[[], _T]) -> _T:
+        """Run something on every rank.
+
+        Raises:
+            RuntimeError: If it raised on some rank, on all of them; or another error, if that is for callers.
+        """
+        problem: BaseException | None = None
         try:
-            run()
-        except CheckpointException as error:  # on every rank, whoever has failed
-            failures = [(rank, failure[0]) for rank, failure in sorted(error.failures.items())]
-            kind = type(failures[0][1]) if failures else RuntimeError
-            if kind not in (ValueError, TypeError, FileExistsError):
-                kind = RuntimeError
-            first = failures[0][1] if failures else error
-            ranks = ", ".join(str(rank) for rank, _ in failures)
-            raise kind(f"{what} failed on rank {ranks}: {first}") from first
-
-    def _raise_together(self, what: str, problem: str | None) -> None:
-        found = self._collectives.exchange_objects(problem)
-        failed = [rank for rank, it in enumerate(found) if it is not None]
+            result = run()
+        except CheckpointException as error:  # torch's, on every rank, whoever has failed
+            failure = error.failures.get(self._collectives.rank)
+            problem = None if failure is None else failure[0]
+        except Exception as error:
+            problem = error
+        told = None
+        if problem is not None:  # not the error itself, which might not be unpickled
+            kept = next((kind for kind in _KEPT if isinstance(problem, kind)), None)
+            told = kept or RuntimeError, str(problem) if kept else f"{type(problem).__name__}: {problem}"
+        failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(told)) if it is not None}
         if failed:
-            raise RuntimeError(f"{what} failed on rank {', '.join(map(str, failed))}: {found[failed[0]]}")
+            kind, message = next(iter(failed.values()))
+            raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem
+        return result
 
 
-def _require_shape(stored: Any, value: Tensor, what: str) -> None:
-    size = stored.size if isinstance(stored, TensorStorageMetadata) else None
-    if size != value.shape:
-        found = "no tensor" if size is None else f"shape {tuple(size)}"
-        raise ValueError(f"expected {what} to have shape {tuple(value.shape)} in the checkpoint, found {found}")
+def _is_extra(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state`` gave, which may be a tensor."""
+    return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
+
+
+def _plain(value: Any) -> Any:
+    """What a checkpoint's value stands for."""
+    if isinstance(value, io.BytesIO):
+        value.seek(0)
+        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
+        return torch.load(value, map_location="cpu", weights_only=False)
+    return value.flat if isinstance(value, Chunks) else value
+
+
+def _empty(stored: Any) -> Tensor | None:
+    """What is read into where nothing but the checkpoint tells what it is."""
+    return (
+        torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+    )
 
 
 def _require_same_groups(number: int, saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    if len(saved) != len(mine):
-        raise ValueError(
-            f"expected the checkpoint of an optimizer with {len(mine)} parameter groups, as optimizer {number} has, "
-            f"found {len(saved)}"
-        )
-    for at, (theirs, ours) in enumerate(zip(saved, mine, strict=True)):
-        missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        if missing or unknown:
-            name, where = (missing[0], "the optimizer") if missing else (unknown[0], "the checkpoint")
+    for at, (theirs, ours) in enumerate(zip_longest(saved, mine, fillvalue=())):
+        if odd := sorted(set(theirs) ^ set(ours)):
+            where = "the optimizer" if odd[0] in ours else "the checkpoint"
             raise ValueError(
                 f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, found "
-                f"{name!r} in {where} only"
+                f"{odd[0]!r} in {where} only"
             )

@@ -1,37 +1,32 @@
-"""torch's planners for ``torch.distributed.checkpoint``, for tensors of which each rank holds a part."""
+"""torch's planners and writer for ``torch.distributed.checkpoint``, for tensors of which each rank holds a part."""
 
 from __future__ import annotations
 
-import functools
 import io
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import find_tensor_shard
 
-FORMAT_KEY = "lightning_bucketddp"
-"""Entry of the metadata's ``planner_data`` that says who has written it, and which parameters each group has."""
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from lightning_bucketddp.layout.chunks import chunks_of
+from lightning_bucketddp.optim.parts import ParamPart
 
 
 @dataclass(frozen=True)
 class Chunks:
     """A tensor of which this rank holds some elements.
 
-    torch's planners ask the methods with underscores, as they ask a DTensor's (``torch.distributed._checkpointable``).
+    torch asks the methods with underscores, as it asks a DTensor's (``torch.distributed._checkpointable``).
 
     Attributes:
         shape: The whole tensor's shape.
@@ -42,6 +37,20 @@ class Chunks:
     shape: torch.Size
     flat: Tensor
     chunks: Mapping[torch.Size, Tensor]
+
+    @classmethod
+    def of(cls, found: ParamPart, flat: Tensor) -> Chunks:
+        """A part's memory as the chunks that checkpoints are made of."""
+        spec, part = found
+        shape = torch.Size(spec.shape)
+        if spec.numel == 0:  # of which every rank has all; readers want to see it
+            return cls(shape, flat, {torch.Size([0] * len(shape)): flat.view(shape)})
+        chunks: dict[torch.Size, Tensor] = {}
+        for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
+            at = chunk.at - part.start
+            memory = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
+            chunks[torch.Size(chunk.offsets)] = memory.permute([chunk.order.index(dim) for dim in range(len(shape))])
+        return cls(shape, flat, chunks)
 
     def size(self) -> torch.Size:
         """The whole tensor's shape."""
@@ -61,99 +70,74 @@ class Chunks:
             for chunk in self.__create_chunk_list__()
         ]
 
-
-@dataclass
-class Contents:
-    """What a rank offers to write, or wants to read.
-
-    Attributes:
-        values: By key, a tensor or :class:`Chunks` to write or to read into, or what is pickled.
-        paths: By key, where it comes in the nested dict that it is part of.
-        groups: Per optimizer and group, the names of the parameters.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    groups: list[list[list[str]]] = field(default_factory=list)
-
-    def add(self, path: tuple[Any, ...], value: Any) -> None:
-        """Adds a value under the key of its path."""
-        key = ".".join(str(step) for step in path)
-        self.values[key] = value
-        self.paths[key] = path
-
-    def memory(self, index: MetadataIndex) -> Any:
-        """The value, or the chunk of it, at an index."""
-        value = self.values[index.fqn]
-        return value.chunks[index.offset or torch.Size([])] if isinstance(value, Chunks) else value
-
-
-def portable(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has what a method raises be of a class that the other ranks can unpickle, or they would wait for it for ever."""
-
-    @functools.wraps(method)
-    def raising(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            if type(error).__module__ == "builtins":
-                raise
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    return raising
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.chunks[index.offset]
 
 
 class ChunksSavePlanner(DefaultSavePlanner):
-    """Offers what a rank has. What several ranks offer is written by the one that has least to write."""
+    """Offers tensors, :class:`Chunks` and pickles. What several ranks offer is written by the one with least to write.
 
-    def __init__(self, contents: Callable[[], Contents]) -> None:
+    Args:
+        data: Saved with the checkpoint's metadata.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
         super().__init__()
-        self._make = contents
+        self._data = data
 
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Makes what this rank offers; here, so that all ranks hear of it if that fails."""
-        self._contents = self._make()
-        self.state_dict = self._contents.values
-        # By key the path, for tools that put the nested dict together again.
-        written = {"version": 1, "groups": self._contents.groups}
-        self.mappings = {**self._contents.paths, FORMAT_KEY: written}  # type: ignore[dict-item]
-        self.is_coordinator = is_coordinator
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Take the state dict as it is."""
+        self.state_dict, self.mappings, self.is_coordinator = state_dict, self._data, is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The memory at an index."""
-        return self._contents.memory(index)
+        return find_tensor_shard(self.state_dict[index.fqn], index)
 
-    @portable
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What is written for an item."""
-        return super().resolve_data(write_item)
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Nothing: objects are pickled already."""
+        return object
 
 
 class ChunksLoadPlanner(DefaultLoadPlanner):
-    """Has read what overlaps with a rank's parts, into their memory."""
+    """Has read what overlaps with a rank's parts, into their memory; pickles stay so."""
 
-    def __init__(self, contents: Callable[[Metadata], Contents]) -> None:
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
-        self._make = contents
-        self.contents = Contents()
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Makes what this rank wants; here, so that all ranks hear of it if that fails."""
-        assert metadata is not None
-        self.metadata = metadata
-        self.contents = self._make(metadata)
-        self.state_dict = self.contents.values
+        """Take the state dict as it is."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The memory at an index."""
-        memory: Tensor = self.contents.memory(index)
-        return memory
+        return find_tensor_shard(self.state_dict[index.fqn], index)
 
-    @portable
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickles an object, whose tensors stay on the CPU."""
-        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
-        key = read_item.dest_index.fqn
-        self.contents.values[key] = torch.load(value, map_location="cpu", weights_only=False)
+        """Keep a pickle."""
+        self.state_dict[read_item.dest_index.fqn] = value
+
+
+class DirectoryWriter(FileSystemWriter):
+    """Writes a directory beside the one that it replaces when everything has been written.
+
+    Args:
+        path: What it replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._place = path
+        super().__init__(path.with_name(f"{path.name}.partial"))
+
+    def discard(self) -> None:
+        """Remove what has been written, also by a save that was interrupted."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Write the metadata, and let the directory take its place; on one rank."""
+        super().finish(metadata, results)
+        if self._place.is_dir() and not self._place.is_symlink():
+            shutil.rmtree(self._place)
+        else:
+            self._place.unlink(missing_ok=True)
+        os.replace(self.path, self._place)

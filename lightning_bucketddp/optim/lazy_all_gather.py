@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
 
@@ -25,27 +25,10 @@ _waits: dict[int, Callable[[], None]] = {}
 """By id of the parameter: waits for it, and for those that come with it, and makes them what they were."""
 
 
-_CALLS_ABOUT = frozenset(
-    [
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "get_device",
-        "storage_offset",
-        "is_contiguous",
-        "is_same_size",
-        "__len__",
-    ]
-)
+_SIZES = {"size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__"}
+_KINDS = {"is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device"}
+_CALLS_ABOUT = _SIZES | _KINDS | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+"""Methods that tell nothing of a tensor's values."""
 
 
 class GatheredLater(nn.Parameter):
@@ -53,8 +36,7 @@ class GatheredLater(nn.Parameter):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A parameter that has: others, made like this one (``type(param)(data)``), do not wait for anything."""
-        _arrive(args)
-        _arrive(kwargs.values())
+        _arrive(args, kwargs)
         kind = next(it for it in cls.__mro__ if issubclass(it, nn.Parameter) and not issubclass(it, GatheredLater))
         return kind(*args, **kwargs)
 
@@ -67,20 +49,19 @@ class GatheredLater(nn.Parameter):
         if _is_about(func):
             with torch._C.DisableTorchFunctionSubclass():  # torch's documentation names it, for this
                 return func(*args, **kwargs)
-        _arrive(args)
-        _arrive(kwargs.values())
+        _arrive(args, kwargs)
         return func(*args, **kwargs)
 
     # A parameter makes its copy of its own class before torch asks anybody.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Waits; the copy has arrived."""
-        _arrive([self])
+        _arrive(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Waits; what is pickled has arrived."""
-        _arrive([self])
+        _arrive(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -91,15 +72,15 @@ def _is_about(func: Any) -> bool:
     return name in _CALLS_ABOUT
 
 
-def _arrive(values: Iterable[Any]) -> None:
+def _arrive(*values: Any) -> None:
+    """Wait for all parameters in some values and in containers of them."""
     for value in values:
-        if isinstance(value, Tensor):
-            if isinstance(value, GatheredLater):
-                _waits[id(value)]()
+        if isinstance(value, GatheredLater):
+            _waits[id(value)]()
         elif isinstance(value, Mapping):
-            _arrive(value.values())
+            _arrive(*value.values())
         elif isinstance(value, list | tuple | set | frozenset):
-            _arrive(value)
+            _arrive(*value)
 
 
 @cache
@@ -111,7 +92,7 @@ def _later(kind: type) -> type:
 
 
 class Arrival:
-    """What comes together, in one collective.
+    """Parameters that come together, in one collective.
 
     Args:
         params: The parameters.
@@ -132,14 +113,14 @@ class Arrival:
             _waits[id(param)] = self.wait
 
     def wait(self) -> None:
-        """Waits, and makes the parameters what they were; in any call but the first that got through, nothing."""
+        """Wait, and make the parameters what they were; in any call but the first that got through, nothing."""
         if self._wait is not None:
             self._wait()
             self._wait = None
         self.forget()
 
     def forget(self) -> None:
-        """Makes the parameters what they were, arrived or not."""
+        """Make the parameters what they were, arrived or not."""
         for param, kind in self._kinds:
             param.__class__ = kind
             _waits.pop(id(param), None)

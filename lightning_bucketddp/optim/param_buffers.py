@@ -7,22 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.layout.plan import Bucket, Layout, ParamSpec
-from lightning_bucketddp.layout.shards import Part
-
-
-def in_memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """The elements of a tensor with a parameter's shape, as a 1-D tensor in the order of that parameter's memory."""
-    if tensor.stride() == spec.strides or tensor.numel() < 2:
-        return tensor.as_strided((tensor.numel(),), (1,))
-    flat = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
-    flat.as_strided(spec.shape, spec.strides).copy_(tensor)
-    return flat
-
-
-def in_shape(flat: Tensor, spec: ParamSpec) -> Tensor:
-    """The tensor with a parameter's shape and strides whose elements lie in ``flat``."""
-    return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+from lightning_bucketddp.layout.plan import Bucket, Layout
 
 
 def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
@@ -57,7 +42,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def lay_out(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
-        """Moves parameters into flat tensors of their own, which follow ``layout``.
+        """Move parameters into flat tensors of their own, which follow ``layout``.
 
         Args:
             layout: The layout. Parameters in one bucket have one dtype.
@@ -86,7 +71,7 @@ class ParamBuffers:
 
     @torch.no_grad()
     def bring_back(self, slot: int, param: nn.Parameter) -> None:
-        """Takes a parameter in again whose data were replaced (``param.data = tensor``, ``share_memory_()``).
+        """Take a parameter in again whose data were replaced (``param.data = tensor``, ``share_memory_()``).
 
         Raises:
             RuntimeError: If what it has now does not fit into its place.
@@ -100,19 +85,15 @@ class ParamBuffers:
                 f"{tuple(view.shape)}, {view.dtype} on {view.device}, found {tuple(param.shape)}, {param.dtype} on "
                 f"{param.device}; change the module before it is wrapped"
             )
-        if view.data_ptr() != self._addresses[slot]:  # its storage went elsewhere, into memory shared with a process
-            index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
-            view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
+        # Made anew, as the view's storage may have gone elsewhere too, into memory shared with a process.
+        index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
+        view = self._views[slot] = self._view(self.layout, self.layout.buckets[index], slot, self.flats[index])
         view.copy_(param.data)
         param.data = view
 
-    def part(self, part: Part) -> Tensor:
-        """The memory of a part, 1-D."""
-        return self.flats[part.bucket][part.at : part.at + part.stop - part.start]
-
     @torch.no_grad()
     def release(self, params: Sequence[nn.Parameter]) -> None:
-        """Gives every parameter memory of its own."""
+        """Give every parameter memory of its own."""
         for view, param in zip(self._views, params, strict=False):
             if param.data_ptr() == view.data_ptr():
                 param.data = torch.empty_like(view).copy_(view)

@@ -1,449 +1,185 @@
-"""A sharded optimizer: each rank's steps on its parts of the parameters, and has state for those only."""
+"""Parameters in buffers like those of their gradients: this rank's parts, and when new values are gathered."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn, optim
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lightning_bucketddp.layout.plan import ParamSpec
-from lightning_bucketddp.layout.require import require
-from lightning_bucketddp.layout.shards import Part
-from lightning_bucketddp.optim.masters import STATE_DICT_KEY, _in_fp32, _Master, params_of, wants_master
-from lightning_bucketddp.optim.param_buffers import in_memory_order
-from lightning_bucketddp.optim.swap import LEFT_OUT, SteppedParams, Swap, refuse_dcp, version_of
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import Work
+from lightning_bucketddp.grads.sharded import Sharded
+from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.optim.lazy_all_gather import Arrival
+from lightning_bucketddp.optim.param_buffers import ParamBuffers
+from lightning_bucketddp.optim.parts import ParamPart, Parts
+from lightning_bucketddp.peers.agreement import PeerFailureError
+from lightning_bucketddp.peers.failures import Failures
 
-SHARD_KEY = "bucketddp_shard"
-"""Entry of a sharded optimizer's own ``state_dict()``: which part of each parameter its state is for."""
-
-_TORCHS: frozenset[type] = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Adamax,
-        optim.ASGD,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.RMSprop,
-        optim.Rprop,
-    }
-)
-"""Element-wise, and steps are counted by parameter."""
-
-_ELEMENT_WISE: set[type] = set(_TORCHS)
-_KNOWN = frozenset(
-    {
-        "lion_pytorch.foreach.Lion",
-        "lion_pytorch.lion_pytorch.Lion",
-        "timm.optim.adamw.AdamWLegacy",
-        "timm.optim.adopt.Adopt",
-        "timm.optim.lion.Lion",
-        "timm.optim.nadamw.NAdamW",
-        "timm.optim.sgdw.SGDW",
-        "torch_optimizer.adabelief.AdaBelief",
-        "torch_optimizer.adabound.AdaBound",
-        "torch_optimizer.adamod.AdaMod",
-        "torch_optimizer.diffgrad.DiffGrad",
-        "torch_optimizer.qhadam.QHAdam",
-        "torch_optimizer.sgdw.SGDW",
-        "torch_optimizer.yogi.Yogi",
-    }
-)
-"""Element-wise optimizers of other packages, which need not be installed."""
-
-_NOT_ELEMENT_WISE: dict[str, str] = {
-    "LBFGS": "its directions are products of the whole gradient with earlier ones",
-    "Adafactor": "it keeps sums over rows and columns of each parameter",
-    "Muon": "it orthogonalises each parameter's matrix",
-    "Shampoo": "it multiplies by matrices of each parameter's rows and columns",
-    "SOAP": "it multiplies by matrices of each parameter's rows and columns",
-    "LAMB": "it scales by the norm of each parameter",
-    "LARS": "it scales by the norm of each parameter",
-    "NovoGrad": "it divides by the norm of each parameter's gradient",
-    "SparseAdam": "it is for sparse gradients, which are not sharded",
-    "Prodigy": "it estimates a step size from products over all parameters",
-    "DAdaptAdam": "it estimates a step size from products over all parameters",
-}
+MAX_STAGES = 8
+"""In how many stages an optimizer steps at most, each of which is sent while the next is stepped on."""
 
 
-def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
-    """Says that an optimizer class may be sharded; usable as a decorator.
-
-    That is so if what happens to an element of a parameter depends on that element, its gradient and its state alone,
-    and state is made in ``step``, of the parameter's shape or of one element. No other method may touch parameters
-    together with their state.
+class ShardedParams(Parts):
+    """The parameters that are sharded.
 
     Args:
-        kind: The class itself; subclasses are not included.
+        slots: The slots.
+        runs: The gradients' buckets.
+        collectives: The group of all ranks that train together.
+        failures: What is known of failures.
 
-    Raises:
-        TypeError: If it is no class of optimizers.
+    Attributes:
+        slot_of: By id of each sharded parameter, its slot.
     """
-    require("kind", kind, "a class of torch.optim.Optimizer", type(Optimizer))
-    _ELEMENT_WISE.add(kind)
-    return kind
 
+    swap_before_closure = False  # element-wise optimizers call it first; forward then waits for what it needs alone
 
-def require_element_wise(optimizer: Optimizer) -> None:
-    """Requires that an optimizer can work on parts of parameters.
+    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, failures: Failures) -> None:
+        self._slots = slots
+        self._runs = runs
+        self._collectives = collectives
+        self._failures = failures
+        self.slot_of: dict[int, int] = {}
+        self._buffers = ParamBuffers()
+        self._arrivals: dict[int, Arrival] = {}
+        self.lay_out(runs.layout)
 
-    Raises:
-        TypeError: If it is no torch optimizer, but a wrapper around one.
-        ValueError: If it looks at more than one element at a time, if it is not known whether it does, or if it changes
-            parameters outside of ``step``.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the optimizer that it wraps"
-        )
-    kind = type(optimizer)
-    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        raise ValueError(
-            f"expected an optimizer that changes parameters in step() alone with shard_optimizer=True, found "
-            f"{kind.__name__} with train() and eval(), as schedule-free ones have: outside of step() they would find "
-            "whole parameters, and state for this rank's part only. Use shard_optimizer=False with it"
-        )
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if any(group.get("caution") for group in optimizer.param_groups):  # timm's
-        raise ValueError(
-            f"expected an element-wise optimizer with shard_optimizer=True, found {name} with caution=True: it takes a "
-            "mean over each parameter, and each rank would see a part only. Use caution=False"
-        )
-    if kind in _ELEMENT_WISE or name in _KNOWN:
-        return
-    for base in kind.__mro__:
-        if (why := _NOT_ELEMENT_WISE.get(base.__name__)) is not None:
-            raise ValueError(
-                f"expected an element-wise optimizer with shard_optimizer=True, found {kind.__name__}: {why}, and each "
-                "rank would see a part only. Use shard_optimizer=False with it"
-            )
-    raise ValueError(
-        f"expected an optimizer known to be element-wise with shard_optimizer=True, found {name}. If what it does to "
-        "an element depends on that element, its gradient and its state alone, say so: "
-        "lightning_bucketddp.declare_element_wise(its class)"
-    )
+    # -- parts ---------------------------------------------------------------------------------------
 
-
-class Shards(Protocol):
-    """What a sharded optimizer asks of the buffers."""
-
-    def find(self, param: Tensor) -> tuple[ParamSpec, Part] | None:
-        """A parameter's specification and this rank's part of it; None if the parameter is not sharded."""
+    def find(self, param: Tensor) -> ParamPart | None:
+        """This rank's part of a parameter; None if the parameter is not sharded."""
+        slot = self.slot_of.get(id(param))
+        return None if slot is None else ParamPart(self._slots.specs[slot], self._runs.parts[slot])
 
     def param_part(self, param: Tensor) -> Tensor:
-        """The memory of this rank's part of a parameter, 1-D."""
+        """The memory of this rank's part of a parameter, 1-D; a copy of it when parameters have left the buffers."""
+        found = self.find(param)
+        if found is None:
+            return param
+        if self._buffers.flats:
+            return found.in_bucket(self._buffers.flats[found.part.bucket])
+        return found.of(param.detach()).clone()
+
+    def sharded_grad(self, param: Tensor) -> Tensor | None:
+        """This rank's part of a gradient that is sharded, 1-D; None if the parameter's is not."""
+        slot = self.slot_of.get(id(param))
+        return None if slot is None or not self._runs.is_sharded(slot) else self._runs.part(slot)
 
     def grad_part(self, param: Tensor) -> Tensor | None:
-        """This rank's part of a parameter's gradient, 1-D; None if the parameter has no gradient."""
+        """The gradient of this rank's part of a parameter, 1-D; None if the parameter has no gradient."""
+        part = self.sharded_grad(param)
+        if part is not None:
+            return part
+        found = self.find(param)
+        return param.grad if found is None or param.grad is None else found.of(param.grad.detach())
+
+    # -- steps ---------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Parameters are about to be updated: nothing may be on its way from them."""
+        """Parameters are about to be updated: wait for those that are on their way.
+
+        Raises:
+            PeerFailureError: If the ranks cannot go on together.
+        """
+        if self._failures.message:
+            raise PeerFailureError(self._failures.message)
+        self.wait()
+        # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
+        for slot, param in enumerate(self._slots.params):
+            self._buffers.bring_back(slot, param)
 
     def half_updated(self) -> None:
-        """A step raised, and has changed some of this rank's parts."""
+        """A step raised after it had changed some of this rank's parts: nobody else will get them."""
+        if self._collectives.world_size == 1 or self._failures.message:
+            return
+        cause = f"raised in optimizer.step() before pass {self._failures.pass_number}, with some parameters updated"
+        self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
 
-    def updated(self, params: Iterable[Tensor], complete: bool = True) -> None:
-        """This rank's parts of all these parameters have their new values; all ranks do this together."""
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """Let graphs that have saved parameters notice their new values, also where this rank has no part of them."""
+        for param in params:
+            if id(param) in self.slot_of and param.grad is not None:
+                torch.autograd.graph.increment_version(param)
+
+    @torch.no_grad()
+    def send(self, params: Iterable[Tensor], complete: bool = True) -> None:
+        """Send the new values of parameters; whoever uses one waits for it. All ranks must call this alike."""
+        chosen = {found.part.bucket for param in params if (found := self.find(param)) is not None}
+        if not chosen:
+            return
+        buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
+        self._failures.note_update(buckets, complete)
+        groups = self._runs.groups
+        for index in buckets if groups.shards > 1 else ():
+            pending = groups.gathering.all_gather_shards(self._buffers.flats[index])
+            arriving = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
+            self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, pending))
 
     def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters in the order in which forward needs them, cut where they may be sent one after the other."""
+        """The parameters in the order in which forward needs them, cut where they may be sent one after the other.
 
-
-_attached: weakref.WeakKeyDictionary[Optimizer, ShardedParams] = weakref.WeakKeyDictionary()
-
-
-def sharded_params(optimizer: Optimizer) -> ShardedParams | None:
-    """What makes an optimizer a sharded one; None if it is not."""
-    return _attached.get(optimizer)
-
-
-class ShardedParams(SteppedParams):
-    """Has an optimizer step on this rank's parts of its parameters, and keep state for those only.
-
-    Outside of ``step`` the optimizer holds the module's parameters, and as its state, by parameter, that of the part:
-    1-D tensors. A parameter of which this rank has no part has no state here.
-
-    Low-precision parameters whose gradients are fp32 have fp32 masters, of the part as well.
-
-    Args:
-        optimizer: An element-wise optimizer.
-        shards: The buffers.
-        with_masters: Whether low-precision parameters have masters.
-    """
-
-    def __init__(self, optimizer: Optimizer, shards: Shards, with_masters: bool) -> None:
-        require_element_wise(optimizer)
-        super().__init__(optimizer)
-        self._shards = shards
-        self._with_masters = with_masters
-        self._masters: dict[Tensor, _Master] = {}
-        self._stand_ins: dict[Tensor, tuple[Tensor, nn.Parameter]] = {}  # by parameter: the memory, and the stand-in
-        self._loading: dict[str, Any] = {}
-        self._sent: set[int] = set()  # ids of the parameters that are on their way while the others are stepped on
-        self._hooks += [
-            optimizer.register_state_dict_post_hook(self._mark_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
-        for param in params_of(optimizer):
-            self.take_in(optimizer, param)
-        _attached[optimizer] = self
-
-    def master(self, param: Tensor) -> Tensor | None:
-        """The fp32 master of this rank's part of a parameter, 1-D; None if it has none (yet)."""
-        entry = self._masters.get(param)
-        return None if entry is None else entry.tensor.detach()
-
-    def set_master(self, param: Tensor, values: Tensor | None) -> None:
-        """Sets or forgets the master of this rank's part of a parameter."""
-        self._masters.pop(param, None)
-        if values is not None:
-            # Without a version: the parameter may have been changed since the master was made.
-            self._masters[param] = _Master(nn.Parameter(values), param_version=None)
-
-    def forget_memory(self) -> None:
-        """The parameters have moved to other memory, or this rank's parts are others."""
-        self._stand_ins.clear()
-
-    def close(self) -> None:
-        """Removes the hooks. State and masters remain those of this rank's parts."""
-        super().close()
-        for optimizer, sharded in list(_attached.items()):
-            if sharded is self:
-                del _attached[optimizer]
-
-    # -- around a step -------------------------------------------------------------------------------
-
-    def restore(self) -> None:
-        """As for any optimizer; if the step that raised has changed something, the ranks cannot go on together."""
-        changed = any((now := version_of(swap.stand_in)) is None or now != swap.version for swap in self._swaps)
-        super().restore()
-        if changed:
-            self._shards.half_updated()
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        by_name = len(args) < 2  # args[0] is the optimizer
-        closure = kwargs.get("closure") if by_name else args[1]
-        if not callable(closure):
-            return super()._before_step(optimizer, args, kwargs)
-        # Element-wise optimizers call it first; forward then waits for what it needs, and nobody for all of it.
-        self.restore()
-        closure = self._outside(optimizer, closure)
-        return (args, {**kwargs, "closure": closure}) if by_name else ((args[0], closure, *args[2:]), kwargs)
-
-    def _swap_in(self, optimizer: Optimizer) -> None:
-        self._shards.before_update()
-        self._sent.clear()
-        super()._swap_in(optimizer)
-        if self._stepping:
-            self._step_on_first_stages(optimizer)
-
-    def _step_on_first_stages(self, optimizer: Optimizer) -> None:
-        """Steps on what forward needs first, so that it is on its way while the rest is stepped on.
-
-        Only where it is known that a step on some parameters, and then on the others, is a step on all of them: torch's
-        optimizers count steps by parameter. The step that was called goes on with what is left in the groups.
+        Each stage has some buckets, the first has one, so that it leaves soon. Parameters that are not sharded are in
+        none.
         """
-        hooked = type(optimizer).step
-        step = getattr(hooked, "__wrapped__", None)  # functools' name for what the hooks are around
-        if step is None or not getattr(hooked, "hooked", False) or type(optimizer) not in _TORCHS:
-            return
-        stages = self._shards.in_stages([param for _, belonging in self._groups for param in belonging])
-        present = [list(group["params"]) for group in optimizer.param_groups]
-        by_param = {id(swap.param): swap for swap in self._swaps}
-        for stage in stages[:-1]:
-            swaps = [by_param[id(param)] for param in stage if id(param) in by_param]
-            chosen = {id(swap.stand_in) for swap in swaps}
-            for group, stand_ins in zip(optimizer.param_groups, present, strict=True):
-                group["params"][:] = [it for it in stand_ins if id(it) in chosen]
-            if chosen:
-                step(optimizer)
-            self._write_back(swaps)
-            self._sent.update(id(param) for param in stage)
-            self._shards.updated(stage, complete=False)
-        gone = {id(by_param[at].stand_in) for at in self._sent if at in by_param}
-        for group, stand_ins in zip(optimizer.param_groups, present, strict=True):
-            group["params"][:] = [it for it in stand_ins if id(it) not in gone]
+        if self._runs.groups.shards == 1:
+            return []
+        by_bucket: dict[int, list[Tensor]] = {}
+        for param in params:
+            if (found := self.find(param)) is not None:
+                by_bucket.setdefault(found.part.bucket, []).append(param)
+        order = sorted(by_bucket, reverse=True)
+        at_least = -(-len(order) // MAX_STAGES)
+        stages = [order[:1], *(order[at : at + at_least] for at in range(1, len(order), at_least))]
+        return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._groups:
-            return  # around a step within it, which has seen to everything
-        super()._after_step(optimizer, args, kwargs)
-        sent, self._sent = self._sent, set()
-        self._shards.updated([param for param in params_of(optimizer) if id(param) not in sent])
+    def replaced(self) -> None:
+        """Send all parameters, of which each rank has written its own parts. All ranks must call this alike."""
+        self.wait()
+        for slot, param in enumerate(self._slots.params):
+            self._buffers.bring_back(slot, param)
+            torch.autograd.graph.increment_version(param)  # masters follow, in the next step
+        self.send(self._slots.params)
 
-    def _stand_in(self, param: Tensor, state: Any) -> Tensor | object | None:
-        found = self._shards.find(param)
-        if found is None:
+    # -- the lazy all-gather -------------------------------------------------------------------------
+
+    def _wait_for(self, index: int, pending: Work) -> None:
+        names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
+        what = f"the parameters {names[0]!r} to {names[-1]!r}"
+        with self._failures.waiting_for(f"(gathering) {what}"):
+            pending.wait(partial(self._failures.look_from_update, what))
+        self._arrivals.pop(index, None)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether parameters are on their way."""
+        return bool(self._arrivals)
+
+    def wait(self) -> None:
+        """Wait for all parameters that are on their way."""
+        for arrival in list(self._arrivals.values()):
+            arrival.wait()
+
+    # -- layout --------------------------------------------------------------------------------------
+
+    def lay_out(self, layout: Layout) -> Sequence[Tensor] | None:
+        """Move the parameters to where a layout has them.
+
+        Returns:
+            The parameters that were not sharded before; None if nothing has moved.
+        """
+        known, self.slot_of = self.slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
+        if layout == self._buffers.layout:
             return None
-        _, part = found
-        if part.empty:
-            return LEFT_OUT
-        memory = self._shards.param_part(param)
-        if self._with_masters and (param in self._masters or wants_master(param)):
-            stand_in = self._master_of(param, memory, state)
-        else:
-            known = self._stand_ins.get(param)
-            if known is None or known[0].data_ptr() != memory.data_ptr() or known[0].dtype is not memory.dtype:
-                known = self._stand_ins[param] = (memory, nn.Parameter(memory))
-            stand_in = known[1]
-        grad = self._shards.grad_part(param)
-        stand_in.grad = None if grad is None else grad.to(stand_in.dtype)
-        return stand_in
+        self._buffers.lay_out(layout, self._slots.params)
+        return [param for param in self._slots.params if id(param) not in known]
 
-    def _master_of(self, param: Tensor, memory: Tensor, state: Any) -> Tensor:
-        entry = self._masters.get(param)
-        if entry is None:
-            if param in state:
-                for key, value in state[param].items():
-                    state[param][key] = _in_fp32(value, value, param.dtype)
-            entry = self._masters[param] = _Master(nn.Parameter(memory.float()), version_of(param))
-        elif entry.param_version is None or entry.param_version != version_of(param):
-            # Changed from outside: an element whose master rounds to the parameter keeps its master.
-            kept = entry.tensor.to(param.dtype) == memory
-            entry.tensor.copy_(torch.where(kept, entry.tensor, memory))
-            entry.param_version = version_of(param)
-        return entry.tensor
-
-    def _write_back(self, swaps: Sequence[Swap]) -> None:
-        stepped = [swap for swap in swaps if id(swap.param) not in self._sent and self._was_stepped(swap)]
-        rounded = [swap for swap in stepped if swap.param in self._masters]
-        by_dtype: dict[tuple[torch.dtype, torch.device], list[Swap]] = {}
-        for swap in rounded:
-            by_dtype.setdefault((swap.param.dtype, swap.param.device), []).append(swap)
-        for same in by_dtype.values():
-            parts = [self._shards.param_part(swap.param) for swap in same]
-            torch._foreach_copy_(parts, [swap.stand_in for swap in same])
-        # Graphs that have saved the parameters must notice, on every rank: those without a part of one as well.
-        for swap in rounded:
-            self._masters[swap.param].param_version = None
-
-    def synchronised(self, param: Tensor) -> None:
-        """A parameter has its new values, which are those of its master, on every rank."""
-        entry = self._masters.get(param)
-        if entry is not None:
-            entry.param_version = version_of(param)
-
-    # -- state dicts ---------------------------------------------------------------------------------
-
-    def take_in(self, optimizer: Optimizer, param: Tensor) -> None:
-        """Has a parameter sharded: state and master of the whole become those of this rank's part."""
-        found = self._shards.find(param)
-        if found is None:
-            return
-        state, master = part_of_whole(*found, optimizer.state.pop(param, None), self.master(param))
-        if state is not None:
-            optimizer.state[param] = state
-        self.set_master(param, master)
-
-    def _described(self, optimizer: Optimizer) -> dict[int, tuple[int, int]]:
-        found = {index: self._shards.find(param) for index, param in enumerate(params_of(optimizer))}
-        return {index: (it[1].start, it[1].stop) for index, it in found.items() if it is not None}
-
-    def _mark_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        refuse_dcp(
-            "optimizer_state_dict() of the BucketDDP, or its save_sharded(), for a sharded optimizer, of whose state "
-            "each rank has a part"
-        )
-        state_dict[SHARD_KEY] = self._described(optimizer)
-        masters = {
-            index: self._masters[param].tensor.detach()
-            for index, param in enumerate(params_of(optimizer))
-            if param in self._masters
-        }
-        if masters:
-            state_dict[STATE_DICT_KEY] = masters
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A whole state dict becomes this rank's part of it, before anything is moved to the device."""
-        described = state_dict.get(SHARD_KEY)
-        mine = self._described(optimizer)
-        params = list(params_of(optimizer))
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        loaded = dict(state_dict)
-        if described is not None:
-            if {int(index): tuple(part) for index, part in described.items()} != mine:
-                raise ValueError(
-                    "expected a whole optimizer state dict, or one of this rank's with the same buckets, found one of "
-                    "another shard; save what BucketDDP.optimizer_state_dict() gives, which loads anywhere"
-                )
-        elif len(indices) == len(params):
-            state, masters = dict(state_dict["state"]), dict(state_dict.get(STATE_DICT_KEY, {}))
-            for index, param in zip(indices, params, strict=True):
-                found = self._shards.find(param)
-                if found is None:
-                    continue
-                own, master = part_of_whole(*found, state.pop(index, None), masters.pop(index, None))
-                if own is not None:
-                    state[index] = own
-                if master is not None:
-                    masters[index] = master
-            loaded["state"], loaded[STATE_DICT_KEY] = state, masters
-        self._loading = loaded
-        return loaded
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        loaded, self._loading = self._loading, {}
-        masters = loaded.get(STATE_DICT_KEY, {})
-        self._masters.clear()
-        indices = [index for group in loaded["param_groups"] for index in group["params"]]
-        for index, param in zip(indices, params_of(optimizer), strict=True):
-            if not self._with_masters or not (index in masters or wants_master(param)):
-                continue
-            if param in optimizer.state and index in loaded["state"]:
-                optimizer.state[param] = _in_fp32(optimizer.state[param], loaded["state"][index], param.dtype)
-            if index in masters:
-                values = masters[index].to(param.device, torch.float32, copy=True)
-                self._masters[param] = _Master(nn.Parameter(values), param_version=None)
-
-
-def part_of_whole(
-    spec: ParamSpec, part: Part, state: Mapping[str, Any] | None, master: Tensor | None
-) -> tuple[dict[str, Any] | None, Tensor | None]:
-    """The state and master of a part, from those of a whole parameter; copies, and None where there is nothing.
-
-    Raises:
-        ValueError: If a tensor of the state has neither the parameter's shape nor one element, or the master another.
-    """
-    if part.empty:
-        return None, None
-
-    def own(value: Tensor) -> Tensor:
-        return in_memory_order(value, spec)[part.start : part.stop].clone()
-
-    if master is not None and tuple(master.shape) != spec.shape:
-        raise ValueError(
-            f"expected a master parameter of {spec.name!r} to have shape {spec.shape}, found {tuple(master.shape)}"
-        )
-    found: dict[str, Any] = {}
-    for key, value in (state or {}).items():
-        if isinstance(value, Tensor):
-            found[key] = own(value) if is_per_element(key, value, spec) else value.clone()
-        else:
-            found[key] = value
-    return None if state is None else found, None if master is None else own(master)
-
-
-def is_per_element(key: str, value: Tensor, spec: ParamSpec) -> bool:
-    """Whether a tensor of a parameter's state has a value for each of its elements.
-
-    Raises:
-        ValueError: If it has neither that nor one element.
-    """
-    if key != "step" and tuple(value.shape) == spec.shape:
-        return True
-    if value.numel() == 1:
-        return False
-    raise ValueError(
-        f"expected optimizer state {key!r} of parameter {spec.name!r} to have the parameter's shape {spec.shape}, or "
-        f"one element, found {tuple(value.shape)}: it cannot be sharded, or is another model's"
-    )
+    def release(self) -> None:
+        """Give parameters memory of their own, arrived or not."""
+        for arrival in list(self._arrivals.values()):
+            arrival.forget()
+        self._arrivals.clear()
+        self._buffers.release(self._slots.params)

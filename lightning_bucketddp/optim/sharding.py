@@ -1,400 +1,196 @@
-"""A sharded optimizer's buffers: who has which part, when parameters are gathered, whole state from its parts."""
+"""Sharded optimizers: who has which part, whose state moves when buckets are laid out anew, norms of gradients."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.layout.plan import Layout, ParamSpec
-from lightning_bucketddp.layout.shards import Part, parts_of
-from lightning_bucketddp.optim.lazy_all_gather import Arrival
-from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
-from lightning_bucketddp.optim.param_buffers import ParamBuffers, in_memory_order, in_shape
-from lightning_bucketddp.optim.sharded_params import ShardedParams, part_of_whole, sharded_params
-from lightning_bucketddp.peers.agreement import PeerFailureError
+from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.layout.shards import parts_of
+from lightning_bucketddp.optim.element_wise import require_element_wise
+from lightning_bucketddp.optim.masters import prepare_at_first_step
+from lightning_bucketddp.optim.parts import ParamPart
+from lightning_bucketddp.optim.sharded_params import ShardedParams
+from lightning_bucketddp.optim.state_dicts import STATE_DICT_KEY, params_of
+from lightning_bucketddp.optim.swap import Swap, swap_of
 from lightning_bucketddp.peers.failures import Failures
 
 _log = logging.getLogger("lightning_bucketddp")
 
-
-MAX_STAGES = 8
-"""In how many stages an optimizer steps at most, each of which is sent while the next is stepped on."""
-
-
-@dataclass(frozen=True)
-class _Described:
-    """What is in one rank's state of one parameter, for all ranks to know.
-
-    Attributes:
-        dtypes: Of the tensors with a value per element, by key.
-        others: Everything else, by key.
-        master: Whether there is an fp32 master.
-    """
-
-    dtypes: dict[str, torch.dtype]
-    others: dict[str, Any]
-    master: bool
+_Described = tuple[dict[str, torch.dtype], dict[str, Any]]
+"""What a rank has of one parameter's state: the dtypes of its tensors with a value per element, and everything else."""
 
 
 class Sharding:
-    """The parameters in buffers like those of their gradients, and the optimizers that step on shards of them.
+    """The optimizers that step on shards of a module's parameters. Observes the gradients' buckets.
 
     Args:
         slots: The slots.
         runs: The gradients' buckets.
         collectives: The group of all ranks that train together.
         failures: What is known of failures.
+
+    Attributes:
+        params: The parameters.
     """
 
     def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, failures: Failures) -> None:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
-        self._groups = runs.groups
-        ending = weakref.finalize(self, self._groups.end)
-        ending.atexit = False
         self._failures = failures
-        self._slot_of: dict[int, int] = {}
-        self._buffers = ParamBuffers()
-        self._devices: list[torch.device] = []
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, ShardedParams] = weakref.WeakKeyDictionary()
-        self._number_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.params = ShardedParams(slots, runs, collectives, failures)
+        # By optimizer, how many were sharded before it, and its swap, which is closed when training has ended.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Swap]] = weakref.WeakKeyDictionary()
         self._sharded_ever = 0
-        self._arrivals: dict[int, Arrival] = {}
-        self.on_layout(runs.layout)
+        weakref.finalize(self, runs.groups.end).atexit = False
         runs.observe(self)
 
-    # -- what a sharded optimizer asks ---------------------------------------------------------------
-
-    def find(self, param: Tensor) -> tuple[ParamSpec, Part] | None:
-        """A parameter's specification and this rank's part of it; None if the parameter is not sharded."""
-        slot = self._slot_of.get(id(param))
-        return None if slot is None else (self._slots.specs[slot], self._runs.parts[slot])
-
-    def param_part(self, param: Tensor) -> Tensor:
-        """The memory of this rank's part of a parameter, 1-D; a copy of it when parameters have left the buffers."""
-        slot = self._slot_of[id(param)]
-        part = self._runs.parts[slot]
-        if self._buffers.flats:
-            return self._buffers.part(part)
-        return in_memory_order(param.detach(), self._slots.specs[slot])[part.start : part.stop].clone()
-
-    def grad_part(self, param: Tensor) -> Tensor | None:
-        """This rank's part of a parameter's gradient, 1-D; None if the parameter has no gradient."""
-        slot = self._slot_of[id(param)]
-        if self._runs.is_sharded(slot):
-            return self._runs.part(slot)
-        grad = param.grad
-        if grad is None:
-            return None
-        part = self._runs.parts[slot]
-        return in_memory_order(grad.detach(), self._slots.specs[slot])[part.start : part.stop]
-
-    def before_update(self) -> None:
-        """Parameters are about to be updated: nothing may be on its way from them.
-
-        Raises:
-            PeerFailureError: If the ranks cannot go on together.
-        """
-        if self._failures.message:
-            raise PeerFailureError(self._failures.message)
-        self.wait()
-        # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
-        for slot, param in enumerate(self._slots.params):
-            self._buffers.bring_back(slot, param)
-
-    def look_for_raised_steps(self) -> None:
-        """Finds steps that raised, of optimizers that somebody goes on with."""
-        for sharded in list(self._optimizers.values()):
-            sharded.restore()
-
-    def half_updated(self) -> None:
-        """An optimizer's step raised after it had changed some of this rank's parts: nobody else will get them."""
-        if self._collectives.world_size == 1 or self._failures.message:
-            return
-        cause = f"raised in optimizer.step() before pass {self._failures.pass_number}, with some parameters updated"
-        self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
-
-    @torch.no_grad()
-    def updated(self, params: Iterable[Tensor], complete: bool = True) -> None:
-        """Sends the new values of parameters; whoever uses one waits for it. All ranks must call this alike.
-
-        Args:
-            params: The parameters.
-            complete: Whether nothing more comes of the same step.
-        """
-        changed = [slot for param in params if (slot := self._slot_of.get(id(param))) is not None]
-        if not changed:
-            return
-        buckets = {self._runs.parts[slot].bucket for slot in changed}
-        for index in sorted(buckets & self._arrivals.keys()):
-            self._arrivals[index].wait()
-        for slot in changed:
-            if self._runs.parts[slot].empty:  # else done before the step
-                self._buffers.bring_back(slot, self._slots.params[slot])
-            if self._slots.params[slot].grad is not None:
-                torch.autograd.graph.increment_version(self._slots.params[slot])
-                for sharded in self._optimizers.values():
-                    sharded.synchronised(self._slots.params[slot])
-        self._send(buckets, complete)
-
-    def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters in the order in which forward needs them, cut where they may be sent one after the other.
-
-        Each stage has some buckets, the first has one, so that it leaves soon. Parameters that are not sharded are in
-        none.
-        """
-        if self._groups.shards == 1:
-            return []
-        by_bucket: dict[int, list[Tensor]] = {}
-        for param in params:
-            if (slot := self._slot_of.get(id(param))) is not None:
-                by_bucket.setdefault(self._runs.parts[slot].bucket, []).append(param)
-        order = sorted(by_bucket, reverse=True)
-        at_least = -(-len(order) // MAX_STAGES)
-        stages = [order[:1], *(order[at : at + at_least] for at in range(1, len(order), at_least))]
-        return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
-
-    def replaced(self) -> None:
-        """Sends all parameters, of which each rank has written its own parts. All ranks must call this alike."""
-        self.wait()
-        for slot, param in enumerate(self._slots.params):
-            self._buffers.bring_back(slot, param)
-            torch.autograd.graph.increment_version(param)  # masters follow, in the next step
-        self._send(range(len(self._runs.layout.buckets)))
-
-    @torch.no_grad()
-    def _send(self, chosen: Iterable[int], complete: bool = True) -> None:
-        # The last bucket of backward is the first of forward.
-        buckets = sorted(chosen, reverse=True)
-        self._failures.note_update(buckets, complete)
-        if self._groups.shards == 1:
-            return
-        for index in buckets:
-            pending = self._groups.gathering.all_gather_shards(self._buffers.flats[index])
-            params_here = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
-            self._arrivals[index] = Arrival(params_here, partial(self._wait_for, index, pending))
-
-    def _wait_for(self, index: int, pending: Work) -> None:
-        names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
-        what = f"the parameters {names[0]!r} to {names[-1]!r}"
-        with self._failures.waiting_for(f"(gathering) {what}"):
-            pending.wait(partial(self._failures.look_from_update, what))
-        self._arrivals.pop(index, None)
+    def find(self, param: Tensor) -> ParamPart | None:
+        """This rank's part of a parameter; None if the parameter is not sharded."""
+        return self.params.find(param)
 
     @property
     def gathering(self) -> bool:
         """Whether parameters are on their way."""
-        return bool(self._arrivals)
+        return self.params.gathering
 
     def wait(self) -> None:
-        """Waits for all parameters that are on their way."""
-        for arrival in list(self._arrivals.values()):
-            arrival.wait()
+        """Wait for all parameters that are on their way."""
+        self.params.wait()
 
     # -- optimizers ----------------------------------------------------------------------------------
 
-    def shard(self, optimizer: Optimizer, with_masters: bool) -> ShardedParams:
-        """Makes an optimizer a sharded one.
+    def shard(self, optimizer: Optimizer, with_masters: bool) -> Swap:
+        """Make an optimizer a sharded one.
 
         Raises:
             TypeError: If it is no torch optimizer, but a wrapper around one.
             ValueError: If it is not known to be element-wise, or steps on another wrapper's parameters too.
         """
-        if isinstance(optimizer, Optimizer) and sharded_params(optimizer) is not None:
+        require_element_wise(optimizer)
+        if swap_of(optimizer) is not None:
             raise ValueError(
                 f"expected an optimizer over the parameters of one BucketDDP with shard_optimizer=True, found a "
-                f"{type(optimizer).__name__} that is sharded by another one. Give each its own, or close() the other"
+                f"{type(optimizer).__name__} that is sharded by another one, or has whole master parameters. Give each "
+                "its own, or close() the other"
             )
-        sharded = self._optimizers[optimizer] = ShardedParams(optimizer, self, with_masters)
-        self._number_of[optimizer] = self._sharded_ever
+        swap = Swap(optimizer, self.params, with_masters)
+        self._optimizers[optimizer] = self._sharded_ever, swap
         self._sharded_ever += 1
-        return sharded
+        return swap
+
+    def prepare_at_first_step(self, with_masters: bool) -> RemovableHandle:
+        """Shard every optimizer that steps on some of the parameters, in its first step if it was not before."""
+        return prepare_at_first_step(
+            lambda: self.params.slot_of,
+            lambda optimizer: self.sharded(optimizer) or self.shard(optimizer, with_masters),
+        )
 
     def optimizers(self) -> list[Optimizer]:
         """The sharded optimizers that somebody still holds."""
         return list(self._optimizers)
 
-    def sharded(self, optimizer: Optimizer) -> ShardedParams | None:
+    def sharded(self, optimizer: Optimizer) -> Swap | None:
         """What makes an optimizer a sharded one; None if it is not."""
-        return self._optimizers.get(optimizer)
+        known = self._optimizers.get(optimizer)
+        return None if known is None else known[1]
 
-    # -- layout --------------------------------------------------------------------------------------
-
-    def on_layout(self, layout: Layout) -> None:
-        """Buckets have changed."""
-        known, self._slot_of = self._slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
-        if layout == self._buffers.layout:
-            return
-        self._buffers.lay_out(layout, self._slots.params)
-        self._devices = [flat.device for flat in self._buffers.flats]
-        for optimizer, sharded in self._optimizers.items():
-            sharded.forget_memory()
-            for param in params_of(optimizer):
-                if id(param) not in known:  # unfrozen, perhaps after its state was loaded
-                    sharded.take_in(optimizer, param)
-
-    def before_layout(self, layout: Layout) -> None:
-        """Buckets are about to change: what optimizers know of their parts has to move to other ranks."""
-        if layout == self._buffers.layout:
-            return
-        self.wait()
-        self._require_same_updates()
-        parts = parts_of(layout, self._groups.shards, self._groups.index)
-        for optimizer in self._known_everywhere():
-            sharded = self._optimizers[optimizer]
-            for param, state, master in self.whole_state(optimizer):
-                slot = self._slot_of[id(param)]
-                spec, part = self._slots.specs[slot], parts[slot]
-                optimizer.state.pop(param, None)
-                own, master = part_of_whole(spec, part, state or None, master)
-                if own is not None:
-                    optimizer.state[param] = own
-                sharded.set_master(param, master)
-
-    def _known_everywhere(self) -> list[Optimizer]:
-        """The optimizers that nobody has dropped on any rank, in the order in which they were sharded."""
-        mine = {number: optimizer for optimizer, number in self._number_of.items()}
-        everywhere = set.intersection(*map(set, self.exchange(list(mine))))
-        return [mine[number] for number in sorted(everywhere)]
-
-    def exchange(self, mine: list[int]) -> list[list[int]]:
-        """Every rank's list of numbers, by rank."""
-        with self._failures.waiting_for("what is laid out anew"):
-            return self._collectives.exchange_objects(mine, self._failures.look_from_opening)
-
-    def _require_same_updates(self) -> None:
-        """Requires that all ranks know the same optimizers, whose state is about to move."""
-        mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._slots.all_params[0].device)
-        with self._failures.waiting_for("what ranks have stepped on"):
-            gathered, pending = self._collectives.all_gather(mine)
-            pending.wait(self._failures.look_from_opening)
-            self._failures.require_same_updates(gathered.tolist())
-
-    # -- whole state ---------------------------------------------------------------------------------
+    def look_for_raised_steps(self) -> None:
+        """Find steps that raised, of optimizers that somebody goes on with."""
+        for _, swap in list(self._optimizers.values()):
+            swap.restore()
 
     def whole_state(
         self, optimizer: Optimizer, keep: Callable[[Tensor], Tensor] | None = lambda tensor: tensor
     ) -> Iterator[tuple[Tensor, dict[str, Any], Tensor | None]]:
         """Each sharded parameter's whole state and master, put together from all ranks' parts, a bucket at a time.
 
-        All ranks must call this, and go through to the end.
+        All ranks must call this, and go through to the end. They may after :meth:`close`, for optimizers that are not
+        used any more.
 
         Args:
             optimizer: A sharded optimizer.
             keep: Given each whole tensor, which is valid until the next bucket comes; gives what is to be returned of
                 it. None if this rank only helps the others; states are empty then.
         """
-        sharded = self.sharded(optimizer)
-        assert sharded is not None
-        params = [param for param in params_of(optimizer) if id(param) in self._slot_of]
-        described = self._described(optimizer, sharded, params)
-        by_bucket: dict[int, list[int]] = {}
-        for at, param in enumerate(params):
-            by_bucket.setdefault(self._runs.parts[self._slot_of[id(param)]].bucket, []).append(at)
-        for index in sorted(by_bucket):
-            members = [at for at in by_bucket[index] if described[at] is not None]
-            whole: dict[int, dict[str, Tensor]] = {at: {} for at in members}
-            keys = sorted({(key, dtype) for at in members for key, dtype in described[at].dtypes.items()}, key=repr)
-            if any(described[at].master for at in members):
-                keys.append((STATE_DICT_KEY, torch.float32))
-            for key, dtype in keys:
-                having = [
-                    at
-                    for at in members
-                    if (described[at].master if key == STATE_DICT_KEY else described[at].dtypes.get(key) is dtype)
-                ]
-                for at, tensor in self._gathered(optimizer, sharded, index, key, dtype, having, params):
-                    if keep is not None:
-                        whole[at][key] = keep(tensor)
-            for at in members:
-                master = whole[at].pop(STATE_DICT_KEY, None)
-                yield params[at], ({**described[at].others, **whole[at]} if keep is not None else {}), master
+        swap = self._optimizers[optimizer][1]
+        found = {param: part for param in params_of(optimizer) if (part := self.find(param)) is not None}
+        described = self._described(optimizer, swap, found)
+        for bucket in sorted({part.part.bucket for part in found.values()}):
+            numel = self._runs.layout.buckets[bucket].numel
+            members = {param: it for param, it in described.items() if found[param].part.bucket == bucket}
+            held = {
+                param: _per_element(found[param], optimizer.state.get(param, {}), swap.master(param))
+                for param in members
+            }
+            whole: dict[Tensor, dict[str, Tensor]] = {param: {} for param in members}
+            # In any order that is the same on all ranks.
+            for key, dtype in sorted({item for dtypes, _ in members.values() for item in dtypes.items()}, key=repr):
+                having = [param for param, (dtypes, _) in members.items() if dtypes.get(key) is dtype]
+                mine = [(found[param], held[param].get(key)) for param in having]
+                flat = torch.zeros(numel, dtype=dtype, device=having[0].device)
+                self._gather_parts(flat, mine, f"the optimizer's state {key!r}")
+                if keep is not None:
+                    for param in having:
+                        whole[param][key] = keep(found[param].whole_in_bucket(flat))
+            for param, (_, others) in members.items():
+                master = whole[param].pop(STATE_DICT_KEY, None)
+                yield param, {} if keep is None else {**others, **whole[param]}, master
 
     def _described(
-        self, optimizer: Optimizer, sharded: ShardedParams, params: Sequence[Tensor]
-    ) -> list[_Described | Any]:
-        """Per parameter, what the ranks that have a part of it know of its state; None if there is none."""
+        self, optimizer: Optimizer, swap: Swap, found: Mapping[Tensor, ParamPart]
+    ) -> dict[Tensor, _Described]:
+        """What is known of each parameter's state, by the first rank that has a part of it."""
         mine: list[_Described | None] = []
-        for param in params:
-            state = optimizer.state.get(param)
-            master = sharded.master(param)
-            if not state and master is None:
-                mine.append(None)
-                continue
-            part = self._runs.parts[self._slot_of[id(param)]]
-            numel = part.stop - part.start
-            tensors = {
-                key: value
-                for key, value in (state or {}).items()
-                if isinstance(value, Tensor) and key != "step" and value.shape == (numel,)
-            }
+        for param, part in found.items():
+            state = optimizer.state.get(param, {})
+            tensors = _per_element(part, state, swap.master(param))
             others = {
                 key: value.detach().cpu() if isinstance(value, Tensor) else value
-                for key, value in (state or {}).items()
+                for key, value in state.items()
                 if key not in tensors
             }
             dtypes = {key: value.dtype for key, value in tensors.items()}
-            mine.append(_Described(dtypes, others, master is not None))
-        found: list[_Described | None] = [None] * len(params)
+            mine.append((dtypes, others) if state or tensors else None)
         with self._failures.waiting_for("(gathering) what is in the optimizer's state"):
             everyone = self._collectives.exchange_objects(mine, self._failures.raise_if_published)
-        for of_rank in everyone:
-            for at, it in enumerate(of_rank):
-                found[at] = found[at] or it
-        return found
+        first = [next(filter(None, by_rank), None) for by_rank in zip(*everyone, strict=True)]
+        return {param: it for param, it in zip(found, first, strict=True) if it is not None}
 
-    def _gathered(
-        self,
-        optimizer: Optimizer,
-        sharded: ShardedParams,
-        index: int,
-        key: str,
-        dtype: torch.dtype,
-        having: Sequence[int],
-        params: Sequence[Tensor],
-    ) -> Iterator[tuple[int, Tensor]]:
-        """One tensor of the state of some parameters of one bucket, whole."""
-        bucket = self._runs.layout.buckets[index]
-        flat = torch.zeros(bucket.numel, dtype=dtype, device=self._devices[index])
-        for at in having:
-            part = self._runs.parts[self._slot_of[id(params[at])]]
-            if part.empty:
-                continue
-            value = sharded.master(params[at]) if key == STATE_DICT_KEY else optimizer.state[params[at]][key]
-            assert value is not None
-            flat[part.at : part.at + part.stop - part.start].copy_(value)
-        with self._failures.waiting_for(f"(gathering) the optimizer's state {key!r}"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
-        for at in having:
-            slot = self._slot_of[id(params[at])]
-            place = self._runs.layout.slots[slot]
-            begin = place.offset - bucket.start
-            yield at, in_shape(flat[begin : begin + place.spec.numel], place.spec)
+    def _gather_parts(self, flat: Tensor, mine: Iterable[tuple[ParamPart, Tensor | None]], what: str) -> None:
+        """Fill a tensor like one bucket with all ranks' parts of some parameters.
+
+        Args:
+            flat: The tensor, of zeros.
+            mine: This rank's parts, and their values if there are any.
+            what: What is gathered, for messages.
+        """
+        for part, value in mine:
+            if value is not None:
+                part.in_bucket(flat).copy_(value)
+        with self._failures.waiting_for(f"(gathering) {what}"):
+            self._runs.groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
 
     # -- gradients -----------------------------------------------------------------------------------
 
     def sharded_grads(self, params: Iterable[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of gradients, and gradients that are whole on every rank."""
-        chosen = self._slots.all_params if params is None else list(params)
         parts: list[Tensor] = []
         whole: list[Tensor] = []
-        for param in chosen:
-            slot = self._slot_of.get(id(param))
-            if slot is not None and self._runs.is_sharded(slot):
-                parts.append(self._runs.part(slot))
+        for param in self._slots.all_params if params is None else params:
+            if (part := self.params.sharded_grad(param)) is not None:
+                parts.append(part)
             elif param.grad is not None:
                 whole.append(param.grad)
         return parts, whole
@@ -407,56 +203,94 @@ class Sharding:
             norm_type: Which; ``inf`` for the largest absolute value.
             params: Whose gradients; the module's if None.
         """
-        parts, whole = self.sharded_grads(params)
         device = self._slots.all_params[0].device
-        largest = norm_type == float("inf")
 
-        def together(tensors: list[Tensor]) -> Tensor:
+        def norm_of(tensors: Iterable[Tensor]) -> Tensor:
             tensors = [tensor for tensor in tensors if tensor.numel()]
-            if not tensors:
-                return torch.zeros((), device=device)
-            norms = torch.stack([n.to(device, torch.float32) for n in torch._foreach_norm(tensors, norm_type)])
-            return norms.amax() if largest else norms.pow(norm_type).sum()
+            norms = torch._foreach_norm(tensors, norm_type) if tensors else [torch.zeros(())]
+            together = torch.stack([norm.to(device, torch.float32) for norm in norms])
+            return torch.linalg.vector_norm(together, norm_type)  # the norm of norms is the norm of all
 
-        mine = together(parts).reshape(1)
+        parts, whole = self.sharded_grads(params)
         with self._failures.waiting_for("the norm of the gradients"):
-            gathered, pending = self._groups.inside.all_gather(mine)
+            of_parts, pending = self._runs.groups.inside.all_gather(norm_of(parts))
             pending.wait(self._failures.raise_if_published)
-        both = [gathered.amax() if largest else gathered.sum(), together(whole)]
-        return torch.stack(both).amax() if largest else torch.stack(both).sum().pow(1.0 / norm_type)
+        return norm_of([of_parts, norm_of(whole)])
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """A copy of a parameter's whole gradient. All ranks must call this; None if there is no gradient."""
-        slot = self._slot_of.get(id(param))
-        mine = slot is not None and self._runs.is_sharded(slot)
-        if slot is None or not any(flag for (flag,) in self.exchange([int(mine)])):  # not by what this rank has alone
+        found = self.find(param)
+        mine = self.params.sharded_grad(param)
+        # Not by what this rank has alone.
+        if found is None or not any(flag for (flag,) in self.exchange([int(mine is not None)])):
             return None if param.grad is None else param.grad.detach().clone()
-        part = self._runs.parts[slot]
-        bucket = self._runs.layout.buckets[part.bucket]
-        whole = self._runs.part(slot)
-        flat = torch.zeros(bucket.numel, dtype=whole.dtype, device=whole.device)
-        if mine:
-            flat[part.at : part.at + part.stop - part.start].copy_(whole)
-        with self._failures.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
-        place = self._runs.layout.slots[slot]
-        begin = place.offset - bucket.start
-        return in_shape(flat[begin : begin + place.spec.numel], place.spec).clone()
+        numel = self._runs.layout.buckets[found.part.bucket].numel
+        flat = torch.zeros(numel, dtype=found.spec.dtype, device=param.device)
+        self._gather_parts(flat, [(found, mine)], f"the gradient of {found.spec.name!r}")
+        return found.whole_in_bucket(flat).clone()
+
+    # -- layout: called by the gradients' buckets ----------------------------------------------------
+
+    def before_layout(self, layout: Layout) -> None:
+        """Buckets are about to be laid out anew: move what optimizers know of their parts to other ranks."""
+        if layout == self._runs.layout:
+            return
+        self.wait()
+        updates = torch.tensor(
+            [self._failures.updates, self._failures.updated], device=self._slots.all_params[0].device
+        )
+        with self._failures.waiting_for("what ranks have stepped on"):
+            gathered, pending = self._collectives.all_gather(updates)
+            pending.wait(self._failures.look_from_opening)
+            self._failures.require_same_updates(gathered.tolist())
+        mine = {number: optimizer for optimizer, (number, _) in self._optimizers.items()}
+        known_everywhere = set.intersection(*map(set, self.exchange(list(mine))))  # dropped by nobody
+        parts = parts_of(layout, self._runs.groups.shards, self._runs.groups.index)
+        for number in sorted(known_everywhere):
+            optimizer, swap = mine[number], self._optimizers[mine[number]][1]
+            for param, state, master in self.whole_state(optimizer):
+                slot = self.params.slot_of[id(param)]
+                found = ParamPart(self._slots.specs[slot], parts[slot])
+                swap.dicts.put_part(optimizer, param, found, state or None, master)
+
+    def on_layout(self, layout: Layout) -> None:
+        """Buckets have been laid out anew: the parameters follow their gradients."""
+        new = self.params.lay_out(layout)
+        if new is None:
+            return
+        for optimizer, (_, swap) in self._optimizers.items():
+            swap.stepped.forget_memory()
+            for param in new:  # unfrozen, perhaps after its state was loaded
+                swap.dicts.take_in(optimizer, param)
+
+    def gather(self, flat: Tensor) -> None:
+        """Replace all shards of a tensor by those of the ranks that have them."""
+        with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
+            self._runs.groups.inside.all_gather_shards(flat).wait(self._failures.look_from_opening)
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's list of numbers, by rank."""
+        with self._failures.waiting_for("what is laid out anew"):
+            return self._collectives.exchange_objects(numbers, self._failures.look_from_opening)
 
     def close(self) -> None:
-        """Ends it; parameters get memory of their own. Sends nothing, but waits for what is on its way.
-
-        :meth:`whole_state` still works, for optimizers that are not used any more.
-        """
+        """End it; parameters get memory of their own. Sends nothing, but waits for what is on its way."""
         try:
             if not self._failures.message:
                 self.wait()
-                self._groups.gathering.end()
+                self._runs.groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means
             _log.warning("rank %d: parameters are not those of the last step: %s", self._collectives.rank, error)
-        for arrival in list(self._arrivals.values()):
-            arrival.forget()
-        self._arrivals.clear()
-        for sharded in list(self._optimizers.values()):
-            sharded.close()
-        self._buffers.release(self._slots.params)
+        for _, swap in list(self._optimizers.values()):
+            swap.close()
+        self.params.release()
+
+
+def _per_element(found: ParamPart, state: Mapping[str, Any], master: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of a part's state that have a value per element, the master among them."""
+    tensors = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "step" and value.shape == (found.numel,)
+    }
+    return tensors if master is None else {**tensors, STATE_DICT_KEY: master}

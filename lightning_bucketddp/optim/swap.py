@@ -1,22 +1,21 @@
-"""What an optimizer steps on: tensors that stand in for the module's parameters while a step runs.
+"""The swap: an optimizer steps on other tensors than the parameters that it holds.
 
 Outside of a step ``param_groups`` and ``state`` hold the module's parameters, so that toggling, schedulers,
 ``zero_grad``, clipping, unscaling and state dicts see what they expect::
 
-    step pre-hook     swap in    group["params"][i]: param -> stand-in, state[param] -> state[stand-in]
+    step pre-hook     swap in    group["params"][i]: param -> shard or master, state[param] -> state[shard or master]
       closure         swap out, forward and backward on the module's parameters, swap in again
-      update          of the stand-ins, with the gradients of the parameters
-    step post-hook    swap out   parameters and state back in place, then the parameters are updated from the stand-ins
+      update          of the shards and masters, with the gradients of the parameters
+    step post-hook    swap out   parameters and state back in place; masters are rounded into parameters, shards sent
 
-Hooks are torch's public ones. They do not run when ``step`` raises, hence :meth:`SteppedParams.restored_after`.
+Hooks are torch's public ones. They do not run when ``step`` raises, hence :meth:`Swap.restored_after`.
 """
 
 from __future__ import annotations
 
-import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,114 +24,148 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_bucketddp.optim.element_wise import plain_step
+from lightning_bucketddp.optim.parts import Parts
+from lightning_bucketddp.optim.state_dicts import StateDicts, params_of
+from lightning_bucketddp.optim.stepped import Stepped, version_of
 
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written to in place, as autograd counts it; None if torch no longer tells.
-
-    ``_version`` is private by its name. It misses writes through ``.data`` and those of fused optimizers, so it may
-    only ever add to what is known otherwise.
-    """
-    return getattr(tensor, "_version", None)
+_swaps: weakref.WeakKeyDictionary[Optimizer, Swap] = weakref.WeakKeyDictionary()
 
 
-def refuse_dcp(instead: str) -> None:
-    """Refuses ``optimizer.state_dict()`` to torch's ``get_optimizer_state_dict``, which would drop a part of it.
-
-    Args:
-        instead: What to call.
-
-    Raises:
-        RuntimeError: If it is what calls.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:  # torch names no caller, and its result has the optimizer's state and groups alone
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            raise RuntimeError(f"expected {instead}, found get_optimizer_state_dict() of torch.distributed.checkpoint")
-        frame = frame.f_back
+def swap_of(optimizer: Optimizer) -> Swap | None:
+    """An optimizer's swap; None if it steps on its parameters."""
+    return _swaps.get(optimizer)
 
 
-LEFT_OUT = object()
-"""Instead of a stand-in: the optimizer does not step on the parameter at all."""
+def all_swaps() -> list[tuple[Optimizer, Swap]]:
+    """The optimizers that have a swap, and it."""
+    return list(_swaps.items())
 
 
 @dataclass(slots=True)
-class Swap:
-    """One parameter whose stand-in is in the optimizer now.
+class _Swapped:
+    """One parameter in whose place the optimizer has another tensor now.
 
     Attributes:
         param: The module's parameter.
-        stand_in: What the optimizer steps on.
-        grad: The stand-in's gradient when it was swapped in.
-        version: The stand-in's version when it was swapped in.
+        tensor: What the optimizer steps on.
+        grad: The tensor's gradient when it was swapped in.
+        version: The tensor's version when it was swapped in.
     """
 
     param: Tensor
-    stand_in: Tensor
+    tensor: Tensor
     grad: Tensor | None
     version: int | None
 
+    @property
+    def written(self) -> bool:
+        """Whether the tensor was written to, as far as can be told."""
+        now = version_of(self.tensor)
+        return now is None or now != self.version
 
-class SteppedParams(ABC):
-    """Makes an optimizer step on other tensors than the parameters that it holds.
+
+class Swap:
+    """Has an optimizer step on this rank's parts of its parameters, and on fp32 masters of low-precision ones.
+
+    Adam-type and all fused torch optimizers reject a bf16 parameter with an fp32 gradient, and an update much smaller
+    than a parameter is lost when it is added in bf16. A master is made, from the parameter, in the first step in which
+    a trainable bf16/fp16 parameter has ``grad_dtype`` fp32; from then on the optimizer's state for it is fp32. The
+    update is the optimizer's own on fp32 parameters, bit for bit. Other parameters are stepped on as ever.
+
+    The module's parameters remain what counts: where one was changed from outside (``load_state_dict``, averaged
+    weights), its master follows, element by element, in the next step. Writes through ``param.data`` cannot be
+    noticed: call :meth:`refresh` after them.
+
+    Where parameters are sharded, the optimizer holds the module's parameters outside of ``step``, and as its state, by
+    parameter, that of this rank's part: 1-D tensors. A parameter of which this rank has no part has no state here.
+
+    ``optimizer.state_dict()`` gets an entry ``"master_params"``: {index of the parameter as in ``"param_groups"``: fp32
+    tensor}, references like the state's. With it a resumed training goes on bit for bit; a plain optimizer ignores it.
+    Without it, masters are made from the parameters. ``load_state_dict`` keeps the state in fp32, which torch's
+    casts to the parameters' dtype, so swap before loading.
+
+    Memory: 4 bytes per element of the low-precision parameters, besides the optimizer's state, which is fp32 too.
+
+    After :meth:`close` the state is still fp32, and this rank's part; ``optimizer.load_state_dict(
+    optimizer.state_dict())`` rounds it. Adagrad makes its state in its constructor: an ``initial_accumulator_value``
+    that the parameter's dtype cannot represent stays rounded.
 
     Holds no reference to the optimizer outside of a step, so that both go when the last user lets go of them.
     Copies of the optimizer (``copy.deepcopy``, ``pickle``) are plain: torch leaves the hooks behind.
 
     Args:
-        optimizer: Any torch optimizer.
+        optimizer: Any torch optimizer without a swap; an element-wise one if parameters are sharded.
+        parts: This rank's part of each parameter; all of it if None.
+        with_masters: Whether low-precision parameters have masters.
+
+    Attributes:
+        stepped: What the optimizer steps on.
+        dicts: What reads and writes the optimizer's state dicts.
+
+    Raises:
+        ValueError: If the optimizer has a swap.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._swaps: list[Swap] = []
+    def __init__(self, optimizer: Optimizer, parts: Parts | None = None, with_masters: bool = True) -> None:
+        if optimizer in _swaps:
+            raise ValueError("the optimizer has master parameters already; master_params(optimizer) returns them")
+        self.stepped = Stepped(parts or Parts(), with_masters)
+        self.dicts = StateDicts(self.stepped)
+        self._swapped: list[_Swapped] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # the groups' lists, and what belongs in them
         self._state: Any = None
         # Whether the gradients are those that this step is for; before the closure has run they are the last step's.
         self._stepping = False
+        self._sent: set[int] = set()  # ids of parameters that are on their way while the others are stepped on
+        for param in params_of(optimizer):
+            self.dicts.take_in(optimizer, param)
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(lambda _: self.restore(), prepend=True),
+            optimizer.register_state_dict_post_hook(self.dicts.write),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.restore(), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self.dicts.before_load),
+            optimizer.register_load_state_dict_post_hook(self.dicts.after_load),
         ]
+        _swaps[optimizer] = self
 
-    @abstractmethod
-    def _stand_in(self, param: Tensor, state: Any) -> Tensor | object | None:
-        """What to step on instead of a parameter.
+    def master(self, param: Tensor) -> Tensor | None:
+        """A parameter's fp32 master, of the shape and strides of this rank's part; None if it has none (yet)."""
+        return self.stepped.master(param)
 
-        Args:
-            param: One of the optimizer's parameters.
-            state: The optimizer's state, which holds the parameter's under the parameter.
+    def refresh(self) -> None:
+        """Let masters follow parameters that were changed through ``.data`` since the last step.
 
-        Returns:
-            The stand-in with its gradient bound; None if the optimizer steps on the parameter itself, and
-            :data:`LEFT_OUT` if it does not step on it.
+        An element whose master rounds to the parameter keeps its master; the others take the parameter's value.
         """
-
-    @abstractmethod
-    def _write_back(self, swaps: Sequence[Swap]) -> None:
-        """Updates the parameters from their stand-ins, after the optimizer has got its parameters back."""
+        self.stepped.refresh()
 
     def restore(self) -> None:
-        """Gives the optimizer its parameters back if a step that raised has left the stand-ins in it.
+        """Give the optimizer its parameters back if a step that raised has left other tensors in it.
 
         What that step has changed until then is written back. Does nothing at any other time.
         """
+        changed = any(swapped.written for swapped in self._swapped)
         self._swap_out()
+        if changed:
+            self.stepped.parts.half_updated()
 
-    @contextmanager
-    def restored_after(self) -> Generator[None, None, None]:
+    def restored_after(self) -> AbstractContextManager[object]:
         """For whoever calls ``optimizer.step``: :meth:`restore` also when it raises."""
-        try:
-            yield
-        finally:
-            self.restore()
+        stack = ExitStack()
+        stack.callback(self.restore)
+        return stack
 
     def close(self) -> None:
-        """Removes the hooks, and gives the optimizer its parameters back."""
+        """Remove the hooks, and give the optimizer its parameters back. State remains that of this rank's parts."""
         self.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for optimizer in [it for it, swap in all_swaps() if swap is self]:
+            del _swaps[optimizer]
 
     # -- around a step -------------------------------------------------------------------------------
 
@@ -143,14 +176,18 @@ class SteppedParams(ABC):
         by_name = len(args) < 2  # args[0] is the optimizer
         closure = kwargs.get("closure") if by_name else args[1]
         self._stepping = not callable(closure)
-        self._swap_in(optimizer)
+        if self._stepping or self.stepped.parts.swap_before_closure:
+            self._swap_in(optimizer)
         if not callable(closure):
             return None
         closure = self._outside(optimizer, closure)
         return (args, {**kwargs, "closure": closure}) if by_name else ((args[0], closure, *args[2:]), kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._groups:
+            return  # around a step within it, which has seen to everything
         self._swap_out()
+        self.stepped.updated([param for param in params_of(optimizer) if id(param) not in self._sent])
 
     def _outside(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """The closure, run on the module's parameters."""
@@ -168,6 +205,8 @@ class SteppedParams(ABC):
     def _swap_in(self, optimizer: Optimizer) -> None:
         if self._groups:
             return  # a step that calls another hooked one; the closure that both were given has just been run
+        self.stepped.parts.before_update()
+        self._sent.clear()
         state = self._state = optimizer.state
         for group in optimizer.param_groups:
             params = group["params"]
@@ -175,32 +214,63 @@ class SteppedParams(ABC):
             self._groups.append((params, list(params)))
             present: list[Tensor] = []
             for param in params:
-                stand_in = self._stand_in(param, state)
-                if isinstance(stand_in, Tensor):
-                    self._swaps.append(Swap(param, stand_in, stand_in.grad, version_of(stand_in)))
+                tensor = self.stepped.tensor_for(param, state)
+                if tensor is None:
+                    continue
+                if tensor is not param:
+                    self._swapped.append(_Swapped(param, tensor, tensor.grad, version_of(tensor)))
                     if param in state:
-                        state[stand_in] = state.pop(param)
-                    present.append(stand_in)
-                elif stand_in is None:
-                    present.append(param)
+                        state[tensor] = state.pop(param)
+                present.append(tensor)
             params[:] = present  # in place: LBFGS keeps the list
+        if self._stepping:
+            self._step_on_first_stages(optimizer)
+
+    def _step_on_first_stages(self, optimizer: Optimizer) -> None:
+        """Step on what forward needs first, so that it is on its way while the rest is stepped on.
+
+        The step that was called goes on with what is left in the groups.
+        """
+        step = plain_step(optimizer)
+        if step is None:
+            return
+        stages = self.stepped.parts.in_stages([param for _, belonging in self._groups for param in belonging])
+        if len(stages) < 2:
+            return
+        tensors = {id(tensor): tensor for params, _ in self._groups for tensor in params}
+        tensors |= {id(swapped.param): swapped.tensor for swapped in self._swapped}
+
+        def leave(chosen: Container[int]) -> None:
+            for params, belonging in self._groups:
+                params[:] = [tensors[id(param)] for param in belonging if id(param) in chosen]
+
+        for stage in stages[:-1]:
+            chosen = tensors.keys() & {id(param) for param in stage}
+            if chosen:
+                leave(chosen)
+                step(optimizer)
+            self._write_back([swapped for swapped in self._swapped if id(swapped.param) in chosen])
+            self._sent.update(id(param) for param in stage)
+            self.stepped.updated(stage, complete=False)
+        leave(tensors.keys() - self._sent)
 
     @torch.no_grad()
     def _swap_out(self) -> None:
-        swaps, self._swaps = self._swaps, []
+        swapped, self._swapped = self._swapped, []
         groups, self._groups = self._groups, []
         state, self._state = self._state, None
         for params, belonging in groups:
             params[:] = belonging
-        for swap in swaps:
-            if swap.stand_in in state:
-                state[swap.param] = state.pop(swap.stand_in)
-            if swap.grad is not None and swap.stand_in.grad is None:
+        for swap in swapped:
+            if swap.tensor in state:
+                state[swap.param] = state.pop(swap.tensor)
+            if swap.grad is not None and swap.tensor.grad is None:
                 swap.param.grad = None  # the optimizer has cleared it
-            swap.stand_in.grad = None
-        if swaps:
-            self._write_back(swaps)
+            swap.tensor.grad = None
+        self._write_back([swap for swap in swapped if id(swap.param) not in self._sent])
 
-    def _was_stepped(self, swap: Swap) -> bool:
-        """Whether the optimizer may have changed a stand-in: it had a gradient, or was written to (LBFGS)."""
-        return (self._stepping and swap.grad is not None) or version_of(swap.stand_in) != swap.version
+    def _write_back(self, swapped: Sequence[_Swapped]) -> None:
+        # A fused optimizer's writes are not counted: what had a gradient may have been stepped on.
+        self.stepped.write_back(
+            [swap.param for swap in swapped if (self._stepping and swap.grad is not None) or swap.written]
+        )

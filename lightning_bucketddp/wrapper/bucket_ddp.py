@@ -21,8 +21,7 @@ from lightning_bucketddp.layout.options import BucketCap, Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
-from lightning_bucketddp.optim.masters import MasterParams
-from lightning_bucketddp.optim.sharded_params import ShardedParams
+from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
@@ -400,7 +399,7 @@ class BucketDDP(nn.Module, Joinable):
                 "the later one. Train through that"
             )
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
         """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
 
         With ``master_params`` or ``shard_optimizer`` that happens by itself in an optimizer's first step. Before

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.optim.masters import (
-    STATE_DICT_KEY,
-    MasterParams,
-    holders_of_masters,
-    master_params,
-    params_of,
-    prepare_at_first_step,
-)
-from lightning_bucketddp.optim.sharded_params import SHARD_KEY, ShardedParams
+from lightning_bucketddp.optim.masters import holders_of_masters, master_params, prepare_at_first_step
 from lightning_bucketddp.optim.sharding import Sharding
+from lightning_bucketddp.optim.state_dicts import SHARD_KEY, STATE_DICT_KEY, params_of
+from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import WrapError
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -57,7 +49,7 @@ class Optimizers:
             assert isinstance(reducer.storage, Sharded)
             self.sharding = Sharding(reducer.table, reducer.storage, collectives, passes.failures)
 
-    def prepare(self, optimizer: Optimizer) -> MasterParams | ShardedParams | None:
+    def prepare(self, optimizer: Optimizer) -> Swap | None:
         """Have an optimizer step on fp32 masters, or on this rank's shard, from now on; None if on neither."""
         self._params.optimizers.add(optimizer)
         if self.sharding is not None:
@@ -71,8 +63,7 @@ class Optimizers:
             What ends it; None if there is nothing to prepare.
         """
         if self.sharding is not None:
-            look = partial(_shard_at_first_step, weakref.ref(self.sharding), self._with_masters)
-            return register_optimizer_step_pre_hook(look)
+            return self.sharding.prepare_at_first_step(self._with_masters)
         if not self._with_masters:
             return None
         trains = weakref.WeakMethod(self._passes.upkeep.trains)
@@ -185,13 +176,6 @@ class Optimizers:
         from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
         return ShardedCheckpoint(self._params.module, self._collectives, self.sharding, self.prepare)
-
-
-def _shard_at_first_step(sharding: weakref.ref[Sharding], with_masters: bool, optimizer: Optimizer, *_: Any) -> None:
-    # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-    live = sharding()
-    if live is not None and live.sharded(optimizer) is None and _holds_sharded(optimizer, live):
-        live.shard(optimizer, with_masters)
 
 
 def _holds_sharded(optimizer: Optimizer, sharding: Sharding) -> bool:
