@@ -80,7 +80,7 @@ def looks_at_loss(optimizer: Optimizer) -> bool:
     return kind is LBFGS or not kind.__module__.startswith("torch.")
 
 
-def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[None]:
+def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
     """A context for ``optimizer.step``, which is made on masters or on this rank's shard where there are any."""
     masters = wrapper.prepare_optimizer(optimizer)
     return nullcontext() if masters is None else masters.restored_after()
