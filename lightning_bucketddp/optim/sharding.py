@@ -22,8 +22,8 @@ from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from lightning_bucketddp.optim.masters import STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.param_buffers import ParamBuffers, in_memory_order, in_shape
 from lightning_bucketddp.optim.sharded_params import ShardedParams, part_of_whole, sharded_params
-from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 
 _log = logging.getLogger("lightning_bucketddp")
 
@@ -54,17 +54,17 @@ class Sharding:
         slots: The slots.
         runs: The gradients' buckets.
         collectives: The group of all ranks that train together.
-        failures: What is known of failures.
+        peers: The other ranks.
     """
 
-    def __init__(self, slots: SlotTable, runs: ShardedRuns, collectives: Collectives, failures: Failures) -> None:
+    def __init__(self, slots: SlotTable, runs: ShardedRuns, collectives: Collectives, peers: Peers) -> None:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
         self._groups = runs.groups
         ending = weakref.finalize(self, self._groups.end)
         ending.atexit = False
-        self._failures = failures
+        self._peers = peers
         self._slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
         self._devices: list[torch.device] = []
@@ -110,8 +110,7 @@ class Sharding:
         Raises:
             PeerFailureError: If the ranks cannot go on together.
         """
-        if self._failures.message:
-            raise PeerFailureError(self._failures.message)
+        self._peers.require_usable()
         self.wait()
         # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
         for slot, param in enumerate(self._slots.params):
@@ -124,10 +123,11 @@ class Sharding:
 
     def half_updated(self) -> None:
         """An optimizer's step raised after it had changed some of this rank's parts: nobody else will get them."""
-        if self._collectives.world_size == 1 or self._failures.message:
+        if self._collectives.world_size == 1 or self._peers.message:
             return
-        cause = f"raised in optimizer.step() before pass {self._failures.pass_number}, with some parameters updated"
-        self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
+        number = self._peers.position.pass_number
+        cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
+        self._peers.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
 
     @torch.no_grad()
     def updated(self, params: Iterable[Tensor], complete: bool = True) -> None:
@@ -181,7 +181,7 @@ class Sharding:
     def _send(self, chosen: Iterable[int], complete: bool = True) -> None:
         # The last bucket of backward is the first of forward.
         buckets = sorted(chosen, reverse=True)
-        self._failures.note_update(buckets, complete)
+        self._peers.note_update(buckets, complete)
         if self._groups.shards == 1:
             return
         for index in buckets:
@@ -192,8 +192,8 @@ class Sharding:
     def _wait_for(self, index: int, pending: Pending) -> None:
         names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
-        with self._failures.waiting_for(f"(gathering) {what}"):
-            pending.wait(partial(self._failures.look_from_update, what))
+        with self._peers.waiting_for(f"(gathering) {what}", Phase.UPDATE):
+            pending.wait(self._peers.poll)
         self._arrivals.pop(index, None)
 
     @property
@@ -272,20 +272,20 @@ class Sharding:
         return [mine[number] for number in sorted(everywhere)]
 
     def _exchange(self, mine: list[int]) -> list[list[int]]:
-        with self._failures.waiting_for("what is laid out anew"):
-            return self._collectives.exchange_objects(mine, self._failures.look_from_opening)
+        with self._peers.waiting_for("what is laid out anew", Phase.ROOT):
+            return self._collectives.exchange_objects(mine, self._peers.poll)
 
     def _gather_gradients(self, flat: Tensor) -> None:
-        with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.look_from_opening)
+        with self._peers.waiting_for("(gathering) the gradients of earlier passes", Phase.ROOT):
+            self._groups.inside.all_gather_shards(flat).wait(self._peers.poll)
 
     def _require_same_updates(self) -> None:
         """Requires that all ranks know the same optimizers, whose state is about to move."""
-        mine = torch.tensor([self._failures.updates, self._failures.updated], device=self._runs.device)
-        with self._failures.waiting_for("what ranks have stepped on"):
+        mine = torch.tensor([self._peers.position.update, self._peers.updated], device=self._runs.device)
+        with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
             gathered, pending = self._collectives.all_gather(mine)
-            pending.wait(self._failures.look_from_opening)
-            self._failures.require_same_updates(gathered.tolist())
+            pending.wait(self._peers.poll)
+            self._peers.require_same_updates(gathered.tolist())
 
     # -- whole state ---------------------------------------------------------------------------------
 
@@ -353,8 +353,8 @@ class Sharding:
             dtypes = {key: value.dtype for key, value in tensors.items()}
             mine.append(_Described(dtypes, others, master is not None))
         found: list[_Described | None] = [None] * len(params)
-        with self._failures.waiting_for("(gathering) what is in the optimizer's state"):
-            everyone = self._collectives.exchange_objects(mine, self._failures.raise_if_published)
+        with self._peers.waiting_for("(gathering) what is in the optimizer's state"):
+            everyone = self._collectives.exchange_objects(mine, self._peers.poll)
         for of_rank in everyone:
             for at, it in enumerate(of_rank):
                 found[at] = found[at] or it
@@ -380,8 +380,8 @@ class Sharding:
             value = sharded.master(params[at]) if key == STATE_DICT_KEY else optimizer.state[params[at]][key]
             assert value is not None
             flat[part.at : part.at + part.stop - part.start].copy_(value)
-        with self._failures.waiting_for(f"(gathering) the optimizer's state {key!r}"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
+        with self._peers.waiting_for(f"(gathering) the optimizer's state {key!r}"):
+            self._groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         for at in having:
             slot = self._slot_of[id(params[at])]
             place = self._runs.layout.slots[slot]
@@ -423,9 +423,9 @@ class Sharding:
             return norms.amax() if largest else norms.pow(norm_type).sum()
 
         mine = together(parts).reshape(1)
-        with self._failures.waiting_for("the norm of the gradients"):
+        with self._peers.waiting_for("the norm of the gradients"):
             gathered, pending = self._groups.inside.all_gather(mine)
-            pending.wait(self._failures.raise_if_published)
+            pending.wait(self._peers.poll)
         both = [gathered.amax() if largest else gathered.sum(), together(whole)]
         return torch.stack(both).amax() if largest else torch.stack(both).sum().pow(1.0 / norm_type)
 
@@ -441,8 +441,8 @@ class Sharding:
         flat = torch.zeros(bucket.numel, dtype=whole.dtype, device=whole.device)
         if mine:
             flat[part.at : part.at + part.stop - part.start].copy_(whole)
-        with self._failures.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
-            self._groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
+        with self._peers.waiting_for(f"(gathering) the gradient of {self._slots.specs[slot].name!r}"):
+            self._groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         place = self._runs.layout.slots[slot]
         begin = place.offset - bucket.start
         return in_shape(flat[begin : begin + place.spec.numel], place.spec).clone()
@@ -453,7 +453,7 @@ class Sharding:
         :meth:`whole_state` still works, for optimizers that are not used any more.
         """
         try:
-            if not self._failures.message:
+            if not self._peers.message:
                 self.wait()
                 self._groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means

@@ -6,29 +6,22 @@ from collections.abc import Callable
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.agreement import Agreement, Entry
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.agreement import Entry
+from lightning_bucketddp.peers.peers import Peers
 
 
 class HookRegistration:
     """Has the ranks agree on a communication hook.
 
     Args:
-        agreement: The group's store.
-        failures: What is known of failures; tells which pass is next.
+        peers: The other ranks; tells which pass is next.
         options: What was asked for.
     """
 
-    def __init__(self, agreement: Agreement, failures: Failures, options: Options) -> None:
-        self._agreement = agreement
-        self._failures = failures
+    def __init__(self, peers: Peers, options: Options) -> None:
+        self._peers = peers
         self._options = options
         self._attempts = 0
-
-    def topic(self) -> str:
-        """What ranks that register a hook now agree on, in words."""
-        times = f", attempt {self._attempts + 1}" if self._attempts else ""
-        return f"the communication hook from pass {self._failures.pass_number} on{times}"
 
     def agree(self, make_hook: Callable[[], CommHook], present: CommHook | None, between_passes: bool) -> CommHook:
         """The hook, if all ranks register the same one.
@@ -43,7 +36,8 @@ class HookRegistration:
             ValueError: If gradients travel in a wire dtype.
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
-        topic = self.topic()
+        times = f", attempt {self._attempts + 1}" if self._attempts else ""
+        topic = f"the communication hook from pass {self._peers.position.pass_number} on{times}"
         self._attempts += 1
         problem: Exception | None = None
         entries: list[Entry] = []
@@ -53,7 +47,7 @@ class HookRegistration:
             entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
-        self._agreement.require_same(topic, entries, problem, self._failures.raise_if_published)
+        self._peers.require_same(topic, entries, problem)
         return hook
 
     def _require_acceptable(self, present: CommHook | None, between_passes: bool) -> None:

@@ -42,10 +42,11 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.grads.sparse import SparseGrads
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, Layout
-from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.control import ControlExchange, Report, fingerprint
 from lightning_bucketddp.peers.control_checks import ControlChecks
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.hook_registration import HookRegistration
 from lightning_bucketddp.reducer.params import Params
@@ -89,7 +90,7 @@ class Reducer:
     Args:
         params: The parameters of the module; the same on every rank.
         collectives: The group.
-        agreement: The group's store.
+        peers: The other ranks: where they are, and how this one gives up.
         options: What was asked for.
         comm_hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
         one_machine: Whether the ranks share one machine; agreed between them.
@@ -101,7 +102,6 @@ class Reducer:
         replaying: Whether this rank, which has run out of data, runs its last batch once more to stay in step. Such
             a pass must contribute nothing.
         divisor: What the sum over the ranks is divided by.
-        failures: What is known of failures, and how this rank gives up.
         hooks: What keeps the reducer informed: a hook on each parameter. They keep it alive, so whoever
             drops the reducer removes them.
         in_one_replica: Whether the last forward ran in one replica where others may run in several, each of which
@@ -114,20 +114,19 @@ class Reducer:
         self,
         params: Params,
         collectives: Collectives,
-        agreement: Agreement,
+        peers: Peers,
         options: Options,
         comm_hook: CommHook | None = None,
         one_machine: bool = False,
     ) -> None:
         self._collectives = collectives
-        self._agreement = agreement
+        self.peers = peers
         self._options = options
         self._find_unused = options.find_unused_parameters
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
         self._params, self._one_machine = params, one_machine
-        self.failures = Failures(agreement, self._become_failed)
-        self._registration = HookRegistration(agreement, self.failures, options)
-        self.checks = ControlChecks(self.failures, collectives.rank)
+        self._registration = HookRegistration(peers, options)
+        self.checks = ControlChecks(peers)
         # Each device has its autograd thread, and outputs may be on other devices than parameters.
         self._lock = threading.RLock()
 
@@ -135,7 +134,6 @@ class Reducer:
         self.synchronise = True
         self.uneven = self.in_one_replica = False
         self._out_of_data = self.replaying = self._contributed = False
-        self._passes_begun = self._passes_begun_before_step = 0
         self.early_launches = 0
         self._state = PassState.IDLE
         self._root_synchronises = True
@@ -179,7 +177,7 @@ class Reducer:
         self._sparse = SparseGrads(self._slots, collectives, options.max_abs_grad)
         self._index_of_param = {id(param): index for index, param in enumerate(self._slots.all_params)}
         self.hooks = GradientHooks(self._slots.all_params, self._slots, self._runs, self._on_gradient)
-        self._trainable = TrainableHistory(self._slots, self._agreement)
+        self._trainable = TrainableHistory(self._slots, self.peers)
         self._replan_due = False
         self._without_slot: set[int] = set()  # parameters with a gradient since the last reduction and no slot yet
         self._learner = OrderLearner(self._slots, collectives, enabled=overlap)
@@ -196,12 +194,12 @@ class Reducer:
     @property
     def state(self) -> PassState:
         """Where the reducer is."""
-        return self._state
+        return PassState.FAILED if self.peers.message and self._state is not PassState.CLOSED else self._state
 
     @property
     def pass_number(self) -> int:
         """How many synchronised passes have been completed."""
-        return self.failures.pass_number
+        return self.peers.position.pass_number
 
     @property
     def layout(self) -> Layout:
@@ -258,9 +256,10 @@ class Reducer:
         """Removes the hooks and gives gradients back as plain tensors. Sends nothing; safe in any state."""
         self.hooks.remove()
         if self._runs.under_way():
-            self._collectives.leave_behind(self.failures.message or "it was closed in the middle of a pass")
+            self._collectives.leave_behind(self.peers.message or "it was closed in the middle of a pass")
         self._runs.release()
         self._turns.leave(self)
+        self.peers.close()
         self._enter(PassState.CLOSED)
 
     def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
@@ -282,13 +281,12 @@ class Reducer:
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.checks.steps += 1
-        self._passes_begun_before_step = self._passes_begun
+        self.peers.begin_step()
 
     def end_step(self) -> None:
-        """All backwards of the step have been run: if there was none, ranks that are in one need not wait."""
-        if self._passes_begun == self._passes_begun_before_step and self._state is PassState.IDLE:
-            self._agreement.publish_skip(self.checks.steps)
+        """All backwards of the step have been run: ranks that are in another one need not wait."""
+        if self._state is PassState.IDLE:
+            self.peers.end_step()
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -301,10 +299,9 @@ class Reducer:
         """
         if self._state is PassState.BROKEN:
             self._settle("left backward with an exception")
-        if self._state is PassState.FAILED:
-            raise PeerFailureError(self.failures.message)
         if self._state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
+        self.peers.require_usable()
 
     def note_forward(self) -> None:
         """A training forward has begun. Inside ``no_sync`` its trainable set counts, whatever its backward reaches.
@@ -312,19 +309,19 @@ class Reducer:
         A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
         would differ in what was trainable since the last reduction, should it change before the next.
         """
-        self.checks.forwards += 1
+        self.peers.begin_forward()
         self._runs.require_main_grads()
         if not self.reduces and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
 
     def _agree_on(self, trainable: TrainableSet) -> None:
         try:
-            with self.failures.giving_up_on_errors():
-                changed = self._trainable.agree(trainable, self.pass_number, self.failures.look_from_opening)
+            with self.peers.giving_up_on_errors():
+                changed = self._trainable.agree(trainable)
         except (PeerFailureError, RankMismatchError):
             raise
         except RuntimeError as error:
-            self.failures.give_up(str(error), cause=f"gave up: {error}")
+            self.peers.give_up(str(error), cause=f"gave up: {error}")
             raise
         if not changed:
             return
@@ -426,7 +423,7 @@ class Reducer:
         try:
             self._params.take_in()
         except RuntimeError as error:
-            self.failures.publish(f"raised {type(error).__name__}: {error}")
+            self.peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
             raise
         self._make_tables_again()
 
@@ -469,17 +466,13 @@ class Reducer:
         """
         new = {id(param) for param in self._new_params}
         lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self._params.named if id(param) in new]
-        with self.failures.giving_up_on_errors():
-            self._agreement.require_same(
-                self._params_topic(), [*self._params.entries(), *lines], None, self.failures.look_from_opening
-            )
+        with self.peers.giving_up_on_errors():
+            topic = f"the parameters of pass {self.pass_number} (change {self._agreements + 1})"
+            self.peers.require_same(topic, [*self._params.entries(), *lines])
         self._agreements += 1
         self._changes_agreed = self._params.changes
         if self._trainable.agreed != self._slots.trainable_now():  # was laid out in a local pass, for other ones
             self._make_tables_again()
-
-    def _params_topic(self) -> str:
-        return f"the parameters of pass {self.pass_number} (change {self._agreements + 1})"
 
     def _open(self, synchronised: bool, reachable: set[int] | None = None, accumulating: bool = False) -> None:
         """Opens a pass.
@@ -500,7 +493,6 @@ class Reducer:
             self._agree_on(since)
         if self._replan_due:
             self._relayout()
-        self._passes_begun += 1
         learning = self._learner.learning
         self._runs.begin(trainable, None if learning else reachable, local=not synchronised, in_order=not learning)
         if not synchronised:
@@ -526,7 +518,7 @@ class Reducer:
             if not self._out_of_data:
                 self.divisor.require_counted()
         except RuntimeError as error:
-            self.failures.publish(f"raised RuntimeError: {error}")
+            self.peers.publish_failure(f"raised RuntimeError: {error}", for_good=False)
             raise
         self._runs.marks_only = self._runs.may_only_mark() and not self.replaying
 
@@ -621,11 +613,11 @@ class Reducer:
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        with self.failures.giving_up_on_errors():
+        with self.peers.giving_up_on_errors():
             try:
                 yield
             except GradientError as error:  # the others are to hear the reason, not only that backward raised
-                self.failures.publish(f"raised {type(error).__name__}: {error}")
+                self.peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
                 raise
 
     # -- a reduction without a backward --------------------------------------------------------------
@@ -649,7 +641,7 @@ class Reducer:
             self._runs.contribute_present()
             self._sparse.contribute_present()
             with self._launching():
-                self._runs.launch_rest(self._while_waiting)
+                self._runs.launch_rest(self.peers.poll)
 
     def finish_reduction(self) -> None:
         """Waits for what :meth:`start_reduction` launched, and publishes the gradients.
@@ -719,13 +711,14 @@ class Reducer:
         self.on_backward_end(True)
         self._end_queued = False
         self._turns.leave(self)
+        self._enter(self.state)
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self._state is PassState.SYNCHRONISED and not self._guarded:
             self._enter(PassState.BROKEN)
             awaited = [self._slots.specs[slot].name for slot in self._runs.awaited()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
-            self.failures.publish(f"left backward with an exception{where}")
+            self.peers.publish_failure(f"left backward with an exception{where}", for_good=False)
             # Now, not when the pass is settled: by then `.grad` may hold the first gradient of another backward.
             self._runs.drop()
             self._sparse.drop()
@@ -752,15 +745,16 @@ class Reducer:
         notes.backward_ended = time.perf_counter()
         self.early_launches = runs.launched
         with self._launching():
-            runs.launch_rest(self._while_waiting)
+            runs.launch_rest(self.peers.poll)
             sparse = self._sparse.held(self._trainable.since_reduction)
-        with self.failures.waiting_for(self._describe_awaited):
-            runs.proceed(self._while_waiting)
+        in_pass = partial(self.peers.waiting_for, phase=Phase.PASS)
+        with in_pass(self._describe_awaited):
+            runs.proceed(self.peers.poll)
         exchange = self._start_control(failed=False)
-        with self.failures.waiting_for(self._describe_awaited):
-            runs.wait(self._while_waiting)
-        with self.failures.waiting_for("the control vector"):
-            exchange.wait(self._while_waiting)
+        with in_pass(self._describe_awaited):
+            runs.wait(self.peers.poll)
+        with in_pass("the control vector"):
+            exchange.wait(self.peers.poll)
         factor = self.divisor.factor(exchange)
         if factor is not None:
             runs.rescale(factor)
@@ -774,12 +768,10 @@ class Reducer:
                 runs.publish_unused(slot, control.used_somewhere(slot))
         else:
             self.checks.read_later(exchange)
-        self._sparse.reduce(sparse, self.failures.waiting_for, self._while_waiting, factor)
+        self._sparse.reduce(sparse, in_pass, self.peers.poll, factor)
         if self._learner.learning and not self._by_hand:  # which teaches nothing
-            with self.failures.waiting_for("the order of readiness"):
-                self._replan_due |= self._learner.learn(
-                    runs.device, self.failures.raise_if_published, not self.in_one_replica
-                )
+            with in_pass("the order of readiness"):
+                self._replan_due |= self._learner.learn(runs.device, self.peers.poll, not self.in_one_replica)
         notes.end(
             [(run.index, run.launched_at) for run in runs.active],
             early=self.early_launches,
@@ -798,17 +790,15 @@ class Reducer:
     def _send_new_params(self) -> None:
         """Give new parameters rank 0's values, as wrapping does: the next step starts from the same on all ranks."""
         if self._options.init_sync:
-            with self.failures.waiting_for("the values of new parameters"):
-                broadcast_tensors(self._new_params, self._collectives, self.failures.raise_if_published, hidden=True)
+            with self.peers.waiting_for("the values of new parameters"):
+                broadcast_tensors(self._new_params, self._collectives, self.peers.poll, hidden=True)
         self._new_params = []
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
-            fingerprint(
-                self._agreement.number, self.pass_number, self._trainable.since_reduction, self.failures.updated
-            ),
-            self.checks.steps,
-            self.checks.forwards,
+            fingerprint(self.peers.number, self.pass_number, self._trainable.since_reduction, self.peers.updated),
+            self.peers.position.step,
+            self.peers.position.forward,
             self.divisor.tokens,
             self.divisor.tokens_on_device,
             failed,
@@ -827,7 +817,7 @@ class Reducer:
         self._local_passes = 0
         self._by_hand = self._contributed = False
         self._enter(PassState.IDLE)
-        self.failures.pass_number += 1
+        self.peers.end_pass()
 
     # -- when something is wrong ---------------------------------------------------------------------
 
@@ -835,9 +825,6 @@ class Reducer:
         self._state = state
         self._runs.settled = NONE
         self._runs.marks_only = False
-
-    def _become_failed(self) -> None:
-        self._enter(PassState.FAILED)
 
     def _describe_awaited(self) -> str:
         run = self._runs.awaited_run
@@ -854,24 +841,6 @@ class Reducer:
             self._settle(f"raised {type(error).__name__} in {doing}: {error}")
             raise
 
-    def _while_waiting(self) -> None:
-        """Called now and then while this rank waits for the pass that it is in.
-
-        Only here may it answer for this pass: before it has opened the pass itself, a question is no disagreement.
-        """
-        self.failures.raise_if_published()
-        self.failures.raise_if_missed()
-        self._trainable.answer(self.pass_number)
-        self._agreement.answer_none(self._params_topic(), f"is in pass {self.pass_number} with the ones it had")
-        self._agreement.answer_none(self._registration.topic(), f"is in pass {self.pass_number}")
-        skipper = self._agreement.skipped_by(self.checks.steps)
-        if skipper is not None:
-            raise RankMismatchError(
-                f"rank {self._collectives.rank}: rank {skipper} ran no backward in step {self.checks.steps}, in which "
-                f"this rank is in pass {self.pass_number}: look for a backward in a branch that depends on the rank or "
-                "on its data"
-            )
-
     def _settle(self, cause: str) -> None:
         """Ends a pass in which backward raised on this rank, together with the others.
 
@@ -880,14 +849,15 @@ class Reducer:
         the pass concerned. Otherwise every rank raises.
         """
         self.on_backward_end(True)
+        self._enter(self.state)
         if self._state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         if self._state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
-        message = self.failures.cannot_complete(f"rank {self._collectives.rank} {cause}")
-        self.failures.publish(cause)
+        message = self.peers.cannot_complete(f"rank {self._collectives.rank} {cause}")
+        self.peers.publish_failure(cause, for_good=False)
         if self._control is not None:  # the pass was through; nobody will ask in it any more
-            self.failures.give_up(message, cause)
+            self._give_up(message, cause)
             return
         if self._state is PassState.SYNCHRONISED:  # else that was done when it broke, and what came since is not its
             self._runs.drop()
@@ -906,11 +876,15 @@ class Reducer:
             exchange.wait(raise_when_late)
             control = exchange.read()
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
-            self.failures.give_up(message, cause)
+            self._give_up(message, cause)
             return
         if control.failed_ranks == self._collectives.world_size:
             self._runs.forget_sent()
             self._learner.start_again()
             self._end_reduction()
         else:
-            self.failures.give_up(message, cause)
+            self._give_up(message, cause)
+
+    def _give_up(self, message: str, cause: str) -> None:
+        self.peers.give_up(message, cause)
+        self._enter(self.state)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
-from lightning_bucketddp.peers.agreement import Agreement
+from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.diagnose import other_trainable
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Status
 
 
 class TrainableHistory:
@@ -16,16 +17,16 @@ class TrainableHistory:
 
     Args:
         slots: The module's parameters.
-        agreement: The group's store.
+        peers: The other ranks.
 
     Attributes:
         since_reduction: The union of the sets of all passes since the last reduction; None if there was no pass.
         agreed: The union that the ranks agreed on last.
     """
 
-    def __init__(self, slots: SlotTable, agreement: Agreement) -> None:
+    def __init__(self, slots: SlotTable, peers: Peers) -> None:
         self._slots = slots
-        self._agreement = agreement
+        self._peers = peers
         self.agreed = slots.trainable_now()
         self.since_reduction: TrainableSet | None = None
         self._changes = 0
@@ -42,13 +43,13 @@ class TrainableHistory:
             return trainable
         return tuple([a or b for a, b in zip(before, trainable, strict=True)])
 
-    def agree(self, trainable: TrainableSet, pass_number: int, on_idle: Callable[[], None]) -> bool:
+    def agree(self, trainable: TrainableSet) -> bool:
         """Makes sure that all ranks go from the set agreed last to ``trainable``; asks them if it is another.
+
+        A rank that finds nothing to ask notes its set, so that ranks that ask can be told how they differ.
 
         Args:
             trainable: The union since the last reduction.
-            pass_number: Which synchronised pass.
-            on_idle: Called now and then while waiting; an exception it raises ends the wait.
 
         Returns:
             Whether the set has changed.
@@ -57,23 +58,19 @@ class TrainableHistory:
             RankMismatchError: On every rank, naming the first parameter that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
+        peers, names = self._peers, self._slots.names
+        peers.note_trainable(names, trainable)
         if trainable == self.agreed:
             return False
         self._changes += 1
-        self._agreement.require_same_trainable(pass_number, self._changes, trainable, self._slots.names, on_idle)
+        topic = f"the trainable parameters of pass {peers.position.pass_number} (change {self._changes})"
+        said = peers.exchange(topic, "".join("01"[flag] for flag in trainable))
+        other = next((rank for rank, bits in enumerate(said) if bits != said[0]), None)
+        if other is not None:
+            first, second = (Status(rank, peers.position, trainable=said[rank]) for rank in (0, other))
+            raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second, names)}")
         self.agreed = trainable
         return True
-
-    def answer(self, pass_number: int) -> None:
-        """Tells a rank that asks about a pass, in which this one has found nothing to ask, what is trainable here.
-
-        Args:
-            pass_number: The synchronised pass that this rank is in.
-
-        Raises:
-            RankMismatchError: If a rank asks.
-        """
-        self._agreement.answer_trainable(pass_number, self._changes + 1, self.agreed, self._slots.names)
 
     def reduced(self) -> None:
         """A synchronised pass has ended."""

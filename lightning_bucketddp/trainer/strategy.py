@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require_choice
-from lightning_bucketddp.peers.abort_listener import CommonEnd
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer.checkpoints import (
     is_checkpoint_directory,
     load_optimizers,
@@ -148,7 +148,7 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
         self._resumed_from: Path | None = None  # a directory that optimizers are yet to be loaded from
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
-        self._common_end: CommonEnd | None = None
+        self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None
         self._undo = ExitStack()
         """Gives the precision plugin its own methods back."""
@@ -172,7 +172,8 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             end_group_at_exit()
         else:  # another fit in the same processes: Lightning's own collectives come before the module is wrapped
             require_fit_group(None, self._timeout)
-        self._common_end = CommonEnd(Collectives(None), self._interrupted)
+        self._listener = listen(Collectives(None))
+        self._listener.begin(self._interrupted)
 
     @override
     def _configure_launcher(self) -> None:
@@ -225,19 +226,16 @@ class BucketDDPStrategy(WrapperCalls, DDPStrategy):
             if self._in_parts():
                 self._ended = wrapper  # the Trainer's optimizers are still looked at, by trainer.save_checkpoint()
         self._evened_loader = None
-        if self._common_end is not None:
-            self._common_end.close()
-            self._common_end = None
+        if self._listener is not None:
+            self._listener.end()
+            self._listener = None
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may be waiting for this one in a pass it will never get to, or elsewhere.
-        end, wrapper = self._common_end, self.bucket_ddp
-        if wrapper is not None and not (end is not None and end.heard()):
-            wrapper.publish_failure(exception)
-        if end is not None:
-            end.failed(exception)
+        if self._listener is not None:
+            tell_failure(exception)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

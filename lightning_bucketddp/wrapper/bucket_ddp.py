@@ -22,7 +22,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.grads.sharded_runs import ShardedRuns
-from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, BucketCap, Options
+from lightning_bucketddp.layout.options import BucketCap, Options
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
@@ -30,8 +30,10 @@ from lightning_bucketddp.optim.masters import MasterParams, holders_of_masters, 
 from lightning_bucketddp.optim.masters import master_params as masters_of
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.sharding import Sharding
-from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError, WrapError
+from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -55,7 +57,6 @@ _open_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 _MADE_BY_START = frozenset(
     {
         "_collectives",
-        "_agreement",
         "_reducer",
         "_module_buffers",
         "_params",
@@ -172,8 +173,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         module = self.module
         self._leaf_hooks: list[RemovableHandle] = []
         collectives = self._collectives = Collectives(process_group)
-        timeout = None if problem is not None else self._options.timeout
-        agreement = self._agreement = Agreement(collectives, timeout or DEFAULT_TIMEOUT)
+        peers = Peers(collectives, None if problem is not None else self._options.timeout)
         lines: list[Entry] = []
         hook: CommHook | None = None
         try:
@@ -197,7 +197,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             lines += params.entries()
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
-        agreement.require_same("parameters, module buffers and options", lines, problem)
+        peers.require_same("parameters, module buffers and options", lines, problem)
         options = self._options
         device = params.named[0][1].device
         collectives.probe(device)
@@ -206,13 +206,13 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             tensors = [param for _, param in params.named] + (buffers if options.init_sync_module_buffers else [])
             broadcast_tensors(tensors, collectives)
         self._find_module_buffers()
-        one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
-        self._reducer = Reducer(params, collectives, agreement, options, hook, one_machine)
+        one_machine = options.bucket_cap_mb is None and on_one_machine(peers)
+        self._reducer = Reducer(params, collectives, peers, options, hook, one_machine)
         if self._replicated is not None:
             self._replicated.groups = self._reducer.arriving_together
         self._links = links_of(module)
         for link in self._links:
-            link.join(self._reducer.failures, self._reducer.counts, agreement.number)
+            link.join(peers, self._reducer.counts)
         self._reducer.on_backward_end = partial(_end_backward, self._links)
         self._followed = params.changes
         self._preparing: list[RemovableHandle] = []
@@ -220,7 +220,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         if options.shard_optimizer:
             runs = self._reducer.runs
             assert isinstance(runs, ShardedRuns)
-            self._sharding = Sharding(self._reducer.slots, runs, collectives, self._reducer.failures)
+            self._sharding = Sharding(self._reducer.slots, runs, collectives, peers)
             self._preparing.append(_shard_at_first_step(self._sharding, bool(options.master_params)))
         elif options.master_params:
             self._preparing.append(prepare_at_first_step(partial(_trains, weakref.ref(self._reducer))))
@@ -396,11 +396,11 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         Args:
             active: The ranks whose values count, if not all of them.
         """
-        failures = self._reducer.failures
-        failures.exchanges += 1
-        with failures.waiting_for("the module buffers"):
+        peers = self._reducer.peers
+        peers.begin_exchange()
+        with peers.waiting_for("the module buffers", Phase.EXCHANGE):
             active = self._uneven.active if active is None else active
-            self._module_buffers.synchronise(failures.raise_if_elsewhere, active)
+            self._module_buffers.synchronise(peers.poll, active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -449,7 +449,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
 
     def end_training(self) -> None:
         """Says that this rank runs no further pass: ranks that do raise, instead of waiting for it."""
-        self._reducer.failures.publish_end()
+        self._reducer.peers.end_training()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
@@ -487,8 +487,8 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             if counts:
                 mine[0] = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
         mine[2] = int(counts)
-        with self._reducer.failures.waiting_for("the mean of the losses"):
-            self._collectives.all_reduce_mean(mine).wait(self._reducer.failures.raise_if_published)
+        with self._reducer.peers.waiting_for("the mean of the losses"):
+            self._collectives.all_reduce_mean(mine).wait(self._reducer.peers.poll)
         if loss is None and not mine[1]:
             return None
         mean = mine[0] / mine[2] if self._reducer.divisor.divide_by_active else mine[0]
@@ -504,7 +504,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
         """
         if isinstance(error, PeerFailureError | RankMismatchError):
             return  # the others know, or find the same and say it better
-        self._reducer.failures.publish_for_good(f"raised {type(error).__name__}: {error}")
+        self._reducer.peers.publish_failure(f"raised {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends gradient synchronisation: removes all hooks, gives ``.grad`` back as plain tensors, frees the buffers.
@@ -695,13 +695,13 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
         PeerFailureError: On the other ranks.
     """
     collectives = Collectives(process_group)
-    agreement = Agreement(collectives, timeout if timeout is not None else DEFAULT_TIMEOUT)
+    peers = Peers(collectives, timeout)
     problem: Exception | None = None
     try:
         collectives.require_nothing_left_behind()
     except RuntimeError as error:
         problem = error
-    agreement.require_same("the process group", [], problem)
+    peers.require_same("the process group", [], problem)
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

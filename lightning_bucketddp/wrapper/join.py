@@ -206,8 +206,8 @@ class UnevenRanks(Joinable):
         Raises:
             PeerFailureError: If another rank has failed.
         """
-        with self._reducer.failures.waiting_for("what ranks tell each other"):
-            return self._uneven.tell(value, self._reducer.failures.raise_if_published)
+        with self._reducer.peers.waiting_for("what ranks tell each other"):
+            return self._uneven.tell(value, self._reducer.peers.poll)
 
     def divide_by_active_ranks(self) -> None:
         """Has gradients divided by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
@@ -257,12 +257,12 @@ class UnevenRanks(Joinable):
         if not (self._join_config.enable and self._reducer.uneven):
             return False
         notified = Join.notify_join_context(self)  # waited for behind the exchange, where this rank hears of failures
-        with self._reducer.failures.waiting_for("what ranks with data are about to do"):
+        with self._reducer.peers.waiting_for("what ranks with data are about to do"):
             iteration = self._uneven.exchange(
                 True,
                 trains and self._reducer.reduces,
                 trains and self._module_buffers_due,
-                self._reducer.failures.raise_if_published,
+                self._reducer.peers.poll,
             )
         if notified is not None:
             notified.wait()
@@ -271,8 +271,8 @@ class UnevenRanks(Joinable):
         return True
 
     def _iterate_joined(self) -> None:
-        with self._reducer.failures.waiting_for("what ranks with data are about to do"):
-            iteration = self._uneven.exchange(False, False, False, self._reducer.failures.raise_if_published)
+        with self._reducer.peers.waiting_for("what ranks with data are about to do"):
+            iteration = self._uneven.exchange(False, False, False, self._reducer.peers.poll)
         if iteration.module_buffers:
             self.synchronise_module_buffers(iteration.active)
         if iteration.synchronises:
@@ -281,7 +281,7 @@ class UnevenRanks(Joinable):
             self._reducer.shadow_pass()
 
     def _end_join(self, is_last_joiner: bool) -> None:
-        source = self._uneven.common_rank(is_last_joiner, self._reducer.failures.raise_if_published)
+        source = self._uneven.common_rank(is_last_joiner, self._reducer.peers.poll)
         ignored = names_to_ignore(self.module)
         tensors: list[Tensor] = [param for name, param in self.module.named_parameters() if name not in ignored]
         if self._options.module_buffers != "off":
@@ -293,7 +293,7 @@ class UnevenRanks(Joinable):
     def _leave_join(self) -> None:
         # torch leaves its own flag on, so that every later forward would go on asking who has data.
         self._reducer.uneven = self._reducer.divisor.divide_by_active = False
-        self._reducer.checks.forwards = 0  # they differ between the ranks, as they should
+        self._reducer.peers.forget_forwards()  # they differ between the ranks, as they should
         # Inside the context a joined rank holds the averaged gradients: a ZeroRedundancyOptimizer steps on them there.
         for param, grad in self._own_grads or ():
             param.grad = grad

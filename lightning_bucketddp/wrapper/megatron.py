@@ -70,8 +70,8 @@ class MegatronCalls:
         self._reducer.require_usable()
         ignored = names_to_ignore(self.module)
         params = [param for name, param in self.module.named_parameters() if name not in ignored]
-        with self._reducer.failures.waiting_for("the parameters"):
-            broadcast_tensors(params, self._collectives, self._reducer.failures.raise_if_published)
+        with self._reducer.peers.waiting_for("the parameters"):
+            broadcast_tensors(params, self._collectives, self._reducer.peers.poll)
         restart_masters(params)
 
     def state_dict_for_save_checkpoint(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
