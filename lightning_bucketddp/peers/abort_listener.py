@@ -58,7 +58,7 @@ _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
-_WAIT = timedelta(days=7)
+_WAIT = timedelta(days=365)
 
 _log = logging.getLogger(__name__)
 _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakref.WeakKeyDictionary()
@@ -280,14 +280,11 @@ class AbortListener:
 
     def _wait(self, store: Store, key: str) -> bool:
         """Wait until this rank is to look; False if it need not listen any more."""
-        if _serves(store):
-            while not self._closed.is_set():
-                with suppress(RuntimeError):  # the time is up, or the store is gone: then this raises
-                    store.wait([key], _WAIT)
-                if store.check([key]):
-                    break
+        if _serves(store) and not self._heard.is_set():
+            store.wait([key], _WAIT)
             return not self._closed.is_set()
-        while not self._closed.wait(_LOOK_SECONDS):  # a wait for a file would read it a hundred times a second
+        # A wait for a file reads it a hundred times a second. And who has heard of a failure is to end at any time.
+        while not self._closed.wait(_LOOK_SECONDS):
             if store.check([key]):
                 return True
         return False

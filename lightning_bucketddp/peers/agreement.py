@@ -52,14 +52,16 @@ class Agreement:
     """What the ranks tell each other, topic by topic.
 
     Args:
-        store: The wrapper's part of the store.
+        store: The store.
+        prefix: The wrapper's, before every topic.
         rank: This rank.
         world_size: How many ranks there are.
         timeout: How long a rank waits for the others before it names the silent ones, in seconds.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, world_size: int, timeout: float) -> None:
         self._store = store
+        self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -76,8 +78,9 @@ class Agreement:
         Raises:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
-        keys = [f"{topic}/{rank}" for rank in range(self._world_size)]
-        counter, complete = f"{topic}/said", f"{topic}/complete"
+        name = self._prefix + topic
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        counter, complete = f"{name}/said", f"{name}/complete"
         self._store.set(keys[self._rank], mine)
         if self._store.add(counter, 1) == self._world_size:
             self._store.set(complete, "")

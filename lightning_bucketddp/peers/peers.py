@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from zlib import crc32
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.collectives import POLL_SECONDS, Collectives
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_LOST, Failure, listen
@@ -48,8 +48,8 @@ class Peers:
         self._polls, self._call = 0, 0  # since this wait began; the roll call whose answers are to be looked at
         self._trainable: tuple[Sequence[str], Sequence[bool]] = (), ()
         self._failures: dict[int | None, Failure] = {}  # by pass; None: for good
-        store, seconds = PrefixStore(str(self.number), self._listener.store), (timeout or DEFAULT_TIMEOUT)
-        self._agreement = Agreement(store, collectives.rank, self.world_size, seconds.total_seconds())
+        seconds = (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._agreement = Agreement(self._listener.store, f"{self.number}/", collectives.rank, self.world_size, seconds)
 
     def close(self) -> None:
         """Answer no more roll calls. Sends nothing."""
@@ -183,13 +183,14 @@ class Peers:
             what: What is waited for, in words.
             phase: What kind of thing it is.
         """
-        try:
-            with self._waiting(what, phase), self.giving_up_on_errors():
-                yield
-        except (PeerFailureError, RankMismatchError, CommHookError):
-            raise
-        except RuntimeError as error:
-            self._give_up_lost(what if isinstance(what, str) else what(), error)
+        with self._waiting(what, phase):
+            try:
+                with self.giving_up_on_errors():
+                    yield
+            except (PeerFailureError, RankMismatchError, CommHookError):
+                raise
+            except RuntimeError as error:
+                self._give_up_lost(what if isinstance(what, str) else what(), error)
 
     @contextmanager
     def giving_up_on_errors(self) -> Iterator[None]:
@@ -223,7 +224,7 @@ class Peers:
                 found = diagnose(roll_call.records(self.number, self._call), self._trainable[0])
                 self._call = 0
             elif self._polls > 1 and self._polls & (self._polls - 1) == 0:
-                self._call = roll_call.call()
+                self._call = roll_call.call(since=self._polls * POLL_SECONDS / 2)
         if found is not None and found.kind is not Kind.STUCK:
             mismatch = found.kind in (Kind.SKIPPED, Kind.ELSEWHERE)
             self._listener.publish(Failure(found.text, mismatch))

@@ -46,7 +46,7 @@ class RollCall:
         self._wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
         self._last_words: dict[int, Status] = {}  # of wrappers that were closed or dropped
         self._entered = 0
-        self._number = 0  # of the last call, as far as is known here
+        self._number, self._called_at = 0, 0.0  # the last call, as far as is known here
 
     def enter(self, wrapper: Wrapper) -> int:
         """Have a wrapper answer; its number. Ranks make their wrappers in the same order, so numbers are the same."""
@@ -74,7 +74,7 @@ class RollCall:
             wrapper.look(store)
         called = int(read(store, "call").partition(" ")[0] or 0)
         if called > self._number:
-            self._number = called
+            self._number, self._called_at = called, time.monotonic()
             self.write(store)
 
     def write(self, store: Store, ended: bool = False) -> None:
@@ -91,12 +91,17 @@ class RollCall:
         }
         store.set(f"status/{self.rank}", json.dumps([self._number, words]))
 
-    def call(self) -> int:
-        """Ask all ranks where they are, unless another rank has just done so.
+    def call(self, since: float) -> int:
+        """Ask all ranks where they are, unless another rank has done so.
+
+        Args:
+            since: For how many seconds the others are not to have called.
 
         Returns:
             The call's number; 0 if another rank was first.
         """
+        if time.monotonic() < self._called_at + since:
+            return 0
         before = read(self._store, "call")
         if int(before.partition(" ")[0] or 0) > self._number:
             return 0
