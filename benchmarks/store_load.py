@@ -31,18 +31,18 @@ FIXED_KEYS = 6
 
 
 class CountingStore:
-    """A connection to the store, which counts requests."""
+    """The store, with a prefix before all keys. Counts requests."""
 
-    def __init__(self, port: int, prefix: str, requests: Counter[str]) -> None:
-        self.underlying_store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-        self._made_of = port, prefix, requests
+    def __init__(self, store: TCPStore, prefix: str, requests: Counter[str]) -> None:
+        self.underlying_store = store
+        self._prefix, self._requests = prefix, requests
 
     def clone(self) -> CountingStore:
-        return CountingStore(*self._made_of)
+        return CountingStore(self.underlying_store.clone(), self._prefix, self._requests)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.underlying_store, name)
-        _, prefix, requests = self._made_of
+        prefix, requests = self._prefix, self._requests
 
         def ask(keys: str | list[str], *arguments: Any) -> Any:
             # The client of torch's store waits for a key before it gets it: a second request.
@@ -55,27 +55,21 @@ class CountingStore:
 class Group:
     """Stands for a process group."""
 
-    def __init__(self, port: int, requests: Counter[str]) -> None:
-        self._made_of = port, requests
-
-    def get_group_store(self) -> Any:
-        raise NotImplementedError
-
 
 class Collectives:
     """Stands for the package's, on one simulated rank."""
 
     name = "simulated"
 
-    def __init__(self, rank: int, world_size: int, port: int, requests: Counter[str]) -> None:
+    def __init__(self, rank: int, world_size: int, store: TCPStore, requests: Counter[str]) -> None:
         self.rank, self.world_size = rank, world_size
-        self.group = Group(port, requests)
-        self._made_of = port, requests
+        self.group = Group()
+        self._made_of = store, requests
 
     def store(self, prefix: str) -> CountingStore:
         # Every rank counts the listeners that it has made; here all ranks are in one process.
-        port, requests = self._made_of
-        return CountingStore(port, f"{prefix.rpartition('/')[0]}/", requests)
+        store, requests = self._made_of
+        return CountingStore(store, f"{prefix.rpartition('/')[0]}/", requests)
 
 
 def wait_in_vain(peers: Peers, begin: threading.Barrier, until: list[float], errors: list[BaseException]) -> None:
@@ -93,7 +87,7 @@ def measure(ranks: int, seconds: float) -> tuple[Counter[str], list[int]]:
     """The requests by kind, and how many there were in each second."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
     requests: Counter[str] = Counter()
-    everyone: list[Any] = [Collectives(rank, ranks, master.port, requests) for rank in range(ranks)]
+    everyone: list[Any] = [Collectives(rank, ranks, master, requests) for rank in range(ranks)]
     peers = [Peers(collectives) for collectives in everyone]
     begin, until, errors = threading.Barrier(ranks), [float("inf")], list[BaseException]()
     threads = [threading.Thread(target=wait_in_vain, args=(one, begin, until, errors)) for one in peers[1:]]
