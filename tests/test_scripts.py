@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
+from tests.inside import views_of
 from tests.models import MODELS
 from tests.plain_script import train
 
@@ -109,7 +110,7 @@ def memory(kind: str) -> tuple[float, float]:
             grown.append((resident_bytes() - before) / size)
     storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in module.parameters()}
     if isinstance(model, BucketDDP):
-        for view in model._reducer.views().values():
+        for view in views_of(model).values():
             storages[view.untyped_storage().data_ptr()] = view.untyped_storage().nbytes()
     return statistics.median(grown), sum(storages.values()) / size
 

@@ -380,7 +380,7 @@ def skipping() -> str:
 
 def test_a_skipped_manual_backward_is_noticed(run_ranks: RunRanks) -> None:
     message = run_ranks(2, skipping, fresh=True, may_exit=[1])[0]
-    assert "rank 0: rank 1 ran no backward in step 3, in which this rank is in pass 2" in message
+    assert "rank 0: rank 1 ran no backward in step 3, in which rank 0 is in pass 2" in message
 
 
 def skipping_together() -> int:

@@ -16,8 +16,8 @@ from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from lightning_bucketddp.optim.param_buffers import ParamBuffers
 from lightning_bucketddp.optim.parts import ParamPart, Parts
-from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 
 MAX_STAGES = 8
 """In how many stages an optimizer steps at most, each of which is sent while the next is stepped on."""
@@ -30,7 +30,7 @@ class ShardedParams(Parts):
         slots: The slots.
         runs: The gradients' buckets.
         collectives: The group of all ranks that train together.
-        failures: What is known of failures.
+        peers: The other ranks.
 
     Attributes:
         slot_of: By id of each sharded parameter, its slot.
@@ -38,11 +38,11 @@ class ShardedParams(Parts):
 
     swap_before_closure = False  # element-wise optimizers call it first; forward then waits for what it needs alone
 
-    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, failures: Failures) -> None:
+    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, peers: Peers) -> None:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
-        self._failures = failures
+        self._peers = peers
         self.slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
         self._arrivals: dict[int, Arrival] = {}
@@ -85,8 +85,7 @@ class ShardedParams(Parts):
         Raises:
             PeerFailureError: If the ranks cannot go on together.
         """
-        if self._failures.message:
-            raise PeerFailureError(self._failures.message)
+        self._peers.require_usable()
         self.wait()
         # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
         for slot, param in enumerate(self._slots.params):
@@ -94,10 +93,11 @@ class ShardedParams(Parts):
 
     def half_updated(self) -> None:
         """A step raised after it had changed some of this rank's parts: nobody else will get them."""
-        if self._collectives.world_size == 1 or self._failures.message:
+        if self._collectives.world_size == 1 or self._peers.message:
             return
-        cause = f"raised in optimizer.step() before pass {self._failures.pass_number}, with some parameters updated"
-        self._failures.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
+        number = self._peers.position.pass_number
+        cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
+        self._peers.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """Let graphs that have saved parameters notice their new values, also where this rank has no part of them."""
@@ -112,7 +112,7 @@ class ShardedParams(Parts):
         if not chosen:
             return
         buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
-        self._failures.note_update(buckets, complete)
+        self._peers.note_update(buckets, complete)
         groups = self._runs.groups
         for index in buckets if groups.shards > 1 else ():
             pending = groups.gathering.all_gather_shards(self._buffers.flats[index])
@@ -149,8 +149,8 @@ class ShardedParams(Parts):
     def _wait_for(self, index: int, pending: Work) -> None:
         names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
-        with self._failures.waiting_for(f"(gathering) {what}"):
-            pending.wait(partial(self._failures.look_from_update, what))
+        with self._peers.waiting_for(f"(gathering) {what}", Phase.UPDATE):
+            pending.wait(self._peers.poll)
         self._arrivals.pop(index, None)
 
     @property

@@ -23,7 +23,8 @@ from lightning_bucketddp.optim.parts import ParamPart
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.state_dicts import STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 
 _log = logging.getLogger("lightning_bucketddp")
 
@@ -38,18 +39,18 @@ class Sharding:
         slots: The slots.
         runs: The gradients' buckets.
         collectives: The group of all ranks that train together.
-        failures: What is known of failures.
+        peers: The other ranks.
 
     Attributes:
         params: The parameters.
     """
 
-    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, failures: Failures) -> None:
+    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, peers: Peers) -> None:
         self._slots = slots
         self._runs = runs
         self._collectives = collectives
-        self._failures = failures
-        self.params = ShardedParams(slots, runs, collectives, failures)
+        self._peers = peers
+        self.params = ShardedParams(slots, runs, collectives, peers)
         # By optimizer, how many were sharded before it, and its swap, which is closed when training has ended.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Swap]] = weakref.WeakKeyDictionary()
         self._sharded_ever = 0
@@ -163,8 +164,8 @@ class Sharding:
             }
             dtypes = {key: value.dtype for key, value in tensors.items()}
             mine.append((dtypes, others) if state or tensors else None)
-        with self._failures.waiting_for("(gathering) what is in the optimizer's state"):
-            everyone = self._collectives.exchange_objects(mine, self._failures.raise_if_published)
+        with self._peers.waiting_for("(gathering) what is in the optimizer's state"):
+            everyone = self._collectives.exchange_objects(mine, self._peers.poll)
         first = [next(filter(None, by_rank), None) for by_rank in zip(*everyone, strict=True)]
         return {param: it for param, it in zip(found, first, strict=True) if it is not None}
 
@@ -179,8 +180,8 @@ class Sharding:
         for part, value in mine:
             if value is not None:
                 part.in_bucket(flat).copy_(value)
-        with self._failures.waiting_for(f"(gathering) {what}"):
-            self._runs.groups.inside.all_gather_shards(flat).wait(self._failures.raise_if_published)
+        with self._peers.waiting_for(f"(gathering) {what}"):
+            self._runs.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -212,9 +213,9 @@ class Sharding:
             return torch.linalg.vector_norm(together, norm_type)  # the norm of norms is the norm of all
 
         parts, whole = self.sharded_grads(params)
-        with self._failures.waiting_for("the norm of the gradients"):
+        with self._peers.waiting_for("the norm of the gradients"):
             of_parts, pending = self._runs.groups.inside.all_gather(norm_of(parts))
-            pending.wait(self._failures.raise_if_published)
+            pending.wait(self._peers.poll)
         return norm_of([of_parts, norm_of(whole)])
 
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -237,12 +238,12 @@ class Sharding:
             return
         self.wait()
         updates = torch.tensor(
-            [self._failures.updates, self._failures.updated], device=self._slots.all_params[0].device
+            [self._peers.position.update, self._peers.updated], device=self._slots.all_params[0].device
         )
-        with self._failures.waiting_for("what ranks have stepped on"):
+        with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
             gathered, pending = self._collectives.all_gather(updates)
-            pending.wait(self._failures.look_from_opening)
-            self._failures.require_same_updates(gathered.tolist())
+            pending.wait(self._peers.poll)
+            self._peers.require_same_updates(gathered.tolist())
         mine = {number: optimizer for optimizer, (number, _) in self._optimizers.items()}
         known_everywhere = set.intersection(*map(set, self.exchange(list(mine))))  # dropped by nobody
         parts = parts_of(layout, self._runs.groups.shards, self._runs.groups.index)
@@ -263,20 +264,15 @@ class Sharding:
             for param in new:  # unfrozen, perhaps after its state was loaded
                 swap.dicts.take_in(optimizer, param)
 
-    def gather(self, flat: Tensor) -> None:
-        """Replace all shards of a tensor by those of the ranks that have them."""
-        with self._failures.waiting_for("(gathering) the gradients of earlier passes"):
-            self._runs.groups.inside.all_gather_shards(flat).wait(self._failures.look_from_opening)
-
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's list of numbers, by rank."""
-        with self._failures.waiting_for("what is laid out anew"):
-            return self._collectives.exchange_objects(numbers, self._failures.look_from_opening)
+        with self._peers.waiting_for("what is laid out anew", Phase.ROOT):
+            return self._collectives.exchange_objects(numbers, self._peers.poll)
 
     def close(self) -> None:
         """End it; parameters get memory of their own. Sends nothing, but waits for what is on its way."""
         try:
-            if not self._failures.message:
+            if not self._peers.message:
                 self.wait()
                 self._runs.groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means

@@ -1,37 +1,52 @@
 """What ends training on one rank ends it on all, and every rank can say why.
 
-A rank that raises leaves the others in whatever they wait for: a pass, where they look into the store now and then, or
-a collective of Lightning's, of a metric's or of the user's, which knows nothing of a store. Those end when the
-connection to the rank closes, with an error that tells of a connection; and if the store was served by that rank, the
-reason is gone with it. So a thread of each rank waits for the reason, keeps it and says so at once, and the rank that
-failed stays until all have heard.
+A rank that fails leaves the others in whatever they wait for: a pass, or a collective of Lightning's, of a metric's or
+of the user's, which knows nothing of a store. So one thread per process and group waits for a key of the store. It
+answers roll calls, keeps the reason of a failure, says it at once, and wakes the main thread: by closing this process's
+connections (:func:`abort`), if it does not wake by itself. Nobody asks the store anything while all is well.
 
-Keys, below a prefix of this object's own::
+Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
-    first              the first failure, in words
-    for/<rank>         the same, which the rank's thread waits for; empty when the rank itself wants it to end
-    heard/<rank>       the rank's thread has the reason
+    wake/<rank>                  look! This rank's listener waits for this key alone, and deletes it
+    call                         the last roll call: its number and who calls
+    status/<rank>                the rank's records, one per wrapper, and which roll call they answer
+    failure/<fit>                the first failure that ends all ranks, in words
+    heard/<fit>/<rank>           this rank has the reason
+    end                          the rank that may serve the store ends: nobody may listen any more
+    closed/<fit>/<rank>          this rank does not listen any more
+    <wrapper>/failed             the last pass in which backward raised on some rank, and why
+    <wrapper>/failed for good    the first failure after which the wrapper's ranks cannot go on together
+    <wrapper>/<topic>/<rank>     what a rank says on a topic; everyone reads everyone's
+    <wrapper>/<topic>/said       how many ranks have said something on the topic
+    <wrapper>/<topic>/complete   all have
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
+import json
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from types import TracebackType
+from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+from lightning_bucketddp.comm.abort import abort
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.agreement import PeerFailureError
+from lightning_bucketddp.peers.diagnose import diagnose
+from lightning_bucketddp.peers.roll_call import RollCall, read
 
 LINGER_SECONDS = 2.0
 """How long a rank that failed waits for the others to hear of it."""
@@ -40,168 +55,301 @@ LEAVE_SECONDS = 30.0
 """How long a rank that has heard may go on before its process is ended; what torchrun allows after SIGTERM."""
 
 _OWN_ERROR_SECONDS = 0.3
-_WAIT = timedelta(days=7)
+_ABORT_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
+_WAIT = timedelta(days=365)
 
 _log = logging.getLogger(__name__)
-_ends_per_group: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakref.WeakKeyDictionary()
+_made: Counter[str] = Counter()
 
 
-class CommonEnd:
-    """Tells the other ranks when training fails here, and listens for the others. All ranks must make one.
+class Failure(NamedTuple):
+    """Why ranks cannot go on.
 
-    Args:
-        collectives: The group.
-        is_stopping: Whether this rank is on its way out, and may take its time: for saving a checkpoint, say.
+    Attributes:
+        text: A sentence without its full stop, which begins with the rank.
+        mismatch: Whether ranks are not at the same point of the program, rather than that one of them failed.
     """
 
-    def __init__(self, collectives: Collectives, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-        number = _ends_per_group.get(collectives.group, 0)
-        _ends_per_group[collectives.group] = number + 1
-        self._store = collectives.store(f"lightning_bucketddp/end/{number}")
-        self._is_stopping = is_stopping
-        self._cause = ""
-        self._first = False
-        self._said = False
-        self._saying = threading.Lock()
-        self._heard = threading.Event()
-        self._leaving = threading.Event()
-        self._closed = threading.Event()
+    text: str
+    mismatch: bool = False
+
+
+def listen(collectives: Collectives) -> AbortListener:
+    """The listener of a group, made when first asked for. All ranks must ask at the same point of the program."""
+    listener = _listeners.get(collectives.group)
+    if listener is None:
+        listener = _listeners[collectives.group] = AbortListener(collectives)
+        weakref.finalize(collectives.group, listener.close)  # at exit too
+        _tell_of_uncaught_exceptions()
+    return listener
+
+
+def tell_failure(error: BaseException) -> None:
+    """Tell the ranks of all groups that this one stops, and wait a moment until they have heard.
+
+    If another rank failed before, this one says so, and the error gets a note (Python 3.11 and later).
+
+    Args:
+        error: What was raised here.
+    """
+    for listener in list(_listeners.values()):
+        listener.failed(error)
+
+
+@cache
+def _tell_of_uncaught_exceptions() -> None:
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        with suppress(Exception):  # the exception itself is to be seen
+            tell_failure(error)
+        before(kind, error, traceback)
+        for listener in list(_listeners.values()):
+            listener.abort()
+
+    sys.excepthook = tell
+
+
+class AbortListener:
+    """Hears of failures on other ranks, and tells of this rank's.
+
+    Args:
+        collectives: The group. Not held: when its last user drops it, the listener ends too.
+
+    Attributes:
+        store: The group's namespace.
+        roll_call: Where all ranks are.
+        failure: The first failure that ends all ranks, as far as is known here.
+        store_lost: Whether the process that serves the store has ended without a word.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._group = weakref.ref(collectives.group)
+        name = collectives.name
+        self.store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
+        _made[name] += 1
+        self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
+        self.failure: Failure | None = None
+        self.store_lost = False
+        self._fit = 0
+        self._is_stopping: Callable[[], bool] = _never
+        self._heard, self._leaving, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._said = threading.Lock()  # held when the reason has been said
+        if collectives.world_size == 1:
+            return
+        self.roll_call.write(self.store)
         # A store serves one call at a time, and this thread's lasts until the end: it needs a connection of its own.
         self._thread = threading.Thread(
             target=self._listen,
-            args=(self._store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
-            name="bucketddp-common-end",
+            args=(self.store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
+            name="bucketddp-abort-listener",
             daemon=True,
         )
-        if self._world_size > 1:
-            self._thread.start()
-            atexit.register(self.close)
+        self._thread.start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
 
-    def heard(self) -> bool:
-        """Whether some rank has failed, this one included, as far as is known here."""
-        return self._heard.is_set()
-
-    def failed(self, error: BaseException) -> None:
-        """Tells the others that this rank stops, and waits a moment until they have heard.
-
-        If another rank failed before, this one says so, and the error gets a note (Python 3.11 and later).
+    def begin(self, is_stopping: Callable[[], bool]) -> None:
+        """A fit begins, on all ranks: what failed before has been handled.
 
         Args:
-            error: What was raised here.
+            is_stopping: Whether this rank is on its way out, and may take its time: for saving a checkpoint, say.
         """
+        self._fit += 1
+        self._is_stopping = is_stopping
+        self.failure = None
+        self._said = threading.Lock()
+        self._heard.clear()
+        self._leaving.clear()
+
+    def end(self) -> None:
+        """The fit has ended on this rank."""
+        self._is_stopping = _never
+        self._leaving.set()
+
+    def noticed(self) -> None:
+        """The main thread raises because of the failure: nobody needs to wake it."""
+        self._leaving.set()
+
+    # -- telling -------------------------------------------------------------------------------------
+
+    def publish(self, failure: Failure) -> bool:
+        """Tell all ranks that they cannot go on. The first failure stays.
+
+        Returns:
+            Whether this is the first.
+        """
+        mine = json.dumps(failure)
+        try:
+            first = self.store.compare_set(f"failure/{self._fit}", "", mine).decode()
+            self.failure = self.failure or Failure(*json.loads(first))
+            self.roll_call.wake()
+        except RuntimeError:  # the store is gone
+            self.failure = self.failure or Failure(STORE_LOST if self.store_lost else failure.text, failure.mismatch)
+            return False
+        return first == mine
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this rank stops; see :func:`tell_failure`."""
         for _ in range(2):
             try:
                 self._take_leave(error)
-                self._linger()
                 return
             except RuntimeError:  # Lightning's handler of SIGTERM starts a broadcast, which raises here
                 continue
 
     def _take_leave(self, error: BaseException) -> None:
         self._leaving.set()
-        if self._world_size == 1 or self._closed.is_set():
+        if self.roll_call.world_size == 1 or self._closed.is_set():
             return
+        first = False
         if isinstance(error, PeerFailureError):  # the rank that it tells of says it best, in a moment
             self._heard.wait(1)
-        if not self._heard.is_set():
-            self._tell(f"rank {self._rank} raised {type(error).__name__}: {error}")
-            self._heard.wait(1)
         own = f"raised {type(error).__name__}: {error}"
-        if self._cause and not self._cause.endswith(own):  # with the same error everywhere, nobody needs to be told
+        if self.failure is None:
+            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}{self._silent(error)}"))
+            self._heard.wait(1)
+        assert self.failure is not None
+        if own not in self.failure.text:  # with the same error everywhere, nobody needs to be told
             self._say()
             if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
                 error.add_note(self._reason())
+        if first or self.roll_call.rank == 0:  # the reason may end with this process, and rank 0 may serve the store
+            self._wait_until_all("heard", LINGER_SECONDS)
 
-    def _linger(self) -> None:
-        """Waits until the others have heard, as the reason may end with this process."""
-        if self._world_size == 1 or self._closed.is_set():
-            return
-        if not self._first and self._rank != 0:  # rank 0 serves the store
-            self._thread.join(timeout=1)
-            return
-        keys = [f"heard/{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + LINGER_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                if self._store.check(keys):  # not wait(): torch prints a warning when that runs out of time
-                    return
-                time.sleep(0.02)
-            except dist.DistError:
-                return  # the store is gone
+    def _silent(self, error: BaseException) -> str:
+        """Which ranks are gone, where an error may be the consequence of that."""
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            return ""
         with suppress(RuntimeError):
-            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            _log.error("rank %d: rank(s) %s do not answer: killed, or their machine is gone", self._rank, silent)
+            found = diagnose(self.roll_call.ask(0))
+            return f"; {found.text}" if found is not None else ""
+        return f"; {STORE_LOST}"
 
-    def _tell(self, mine: str) -> None:
-        with suppress(dist.DistError):  # the store is gone
-            first = self._store.compare_set("first", "", mine).decode()
-            self._cause = self._cause or first
-            self._first = first == mine
-            for rank in range(self._world_size):
-                self._store.compare_set(f"for/{rank}", "", first)
+    def _wait_until_all(self, key: str, seconds: float) -> None:
+        """Wait until all ranks have set a key of theirs, or the time is up, or the store is gone."""
+        keys = [f"{key}/{self._fit}/{rank}" for rank in range(self.roll_call.world_size)]
+        deadline = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints when it ends so
+                time.sleep(0.02)
 
     def close(self) -> None:
-        """Stops listening. Sends nothing to the others."""
-        if self._closed.is_set() or self._world_size == 1:
+        """Stop listening, as the group or this process ends."""
+        if self.roll_call.world_size == 1 or self._closed.is_set():
             return
         self._closed.set()
         self._leaving.set()
-        atexit.unregister(self.close)
-        if not self._heard.is_set():  # else the store may be gone, of which torch prints warnings
+        if not self.store_lost and not self._heard.is_set():  # else the store may be gone, of which torch prints
             with suppress(RuntimeError):
-                self._store.set(f"for/{self._rank}", "")
+                self._say_farewell()
         self._thread.join(timeout=5)
 
-    def _listen(self, store: Store) -> None:
-        cause = self._wait_for_cause(store)
-        if self._closed.is_set():
+    def _say_farewell(self) -> None:
+        self.roll_call.write(self.store, ended=True)
+        self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
+        if not _serves(self.store):
             return
-        self._cause = self._cause or cause
-        self._heard.set()
+        if self.roll_call.rank == 0:  # perhaps the store ends with this process: nobody may be in the middle of a call
+            self.store.set("end", "")
+            self.roll_call.wake()
+            self._wait_until_all("closed", LINGER_SECONDS)
+        else:
+            self.store.set(f"wake/{self.roll_call.rank}", "")
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _listen(self, store: Store) -> None:
+        key = f"wake/{self.roll_call.rank}"
+        try:
+            while self._wait(store, key):
+                store.delete_key(key)
+                if store.check(["end"]):
+                    self._closed.set()
+                    store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
+                    return
+                self.roll_call.look(store)
+                failure = read(store, f"failure/{self._fit}")
+                if failure and not self._heard.is_set():
+                    self.failure = self.failure or Failure(*json.loads(failure))
+                    self._heard.set()
+                    self._leave(store)
+        except RuntimeError:
+            self.store_lost = not self._closed.is_set()
+
+    def _wait(self, store: Store, key: str) -> bool:
+        """Wait until this rank is to look; False if it need not listen any more."""
+        if _serves(store) and not self._heard.is_set():
+            store.wait([key], _WAIT)
+            return not self._closed.is_set()
+        # A wait for a file reads it a hundred times a second. And who has heard of a failure is to end at any time.
+        while not self._closed.wait(_LOOK_SECONDS):
+            if store.check([key]):
+                return True
+        return False
+
+    def _leave(self, store: Store) -> None:
+        """See to it that the main thread leaves."""
         if not self._leaving.wait(_OWN_ERROR_SECONDS):  # otherwise the main thread says it, if its error is another
             self._say()
-        with suppress(RuntimeError):
-            store.set(f"heard/{self._rank}", "")
-        deadline = time.monotonic() + LEAVE_SECONDS
+        store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
+        if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
+            self.abort()
+        where, since = _main_thread(), time.monotonic()
         while not self._leaving.wait(0.5) and not self._is_stopping():
-            if time.monotonic() > deadline:
+            if _main_thread() != where:  # it has woken, and does something
+                where, since = _main_thread(), time.monotonic()
+            if time.monotonic() > since + LEAVE_SECONDS:
                 self._end_process()
 
-    def _wait_for_cause(self, store: Store) -> str:
-        key = f"for/{self._rank}"
-        while True:
-            with suppress(RuntimeError):  # the time is up, or the store is gone; which of them is told below
-                store.wait([key], _WAIT)
-            try:
-                if store.check([key]):
-                    return store.get(key).decode()
-            except RuntimeError:
-                return "the process that serves the store, rank 0's or the launcher's, has ended without a word"
+    def abort(self) -> None:
+        """Wake whoever waits in the group, here and elsewhere, if training has failed."""
+        group = self._group()
+        if group is not None and self.failure is not None:
+            Collectives(group).leave_behind(self.failure.text)
+            abort(group)
 
     def _reason(self) -> str:
-        return f"rank {self._rank} stops because {self._cause}"
+        assert self.failure is not None
+        return f"rank {self.roll_call.rank} stops because {self.failure.text}"
 
     def _say(self) -> None:
-        """Says why, now: launchers end this process without mercy, and may do so before its traceback is printed."""
-        with self._saying:
-            if not self._said:
-                _log.error(self._reason())
-            self._said = True
+        """Say why, now: launchers end this process without mercy, and may do so before its traceback is printed."""
+        if self._said.acquire(blocking=False):
+            _log.error(self._reason())
 
     def _end_process(self) -> None:
         """The last resort, for a rank that waits for something which a closed connection does not end."""
+        assert self.failure is not None
         _log.error(
             "rank %d has not stopped in %.0f s, though %s; its process ends here:",
-            self._rank,
+            self.roll_call.rank,
             LEAVE_SECONDS,
-            self._cause,
+            self.failure.text,
         )
         with suppress(Exception):  # stderr may have been replaced by something without a file
             faulthandler.dump_traceback()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
+
+
+def _never() -> bool:
+    return False
+
+
+def _serves(store: Store) -> bool:
+    """Whether a process serves the store, which lets others wait for a key without asking again and again."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
+def _main_thread() -> tuple[int, int] | None:
+    """Where the main thread is: its innermost frame, and the instruction there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)

@@ -7,30 +7,22 @@ from collections import deque
 
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.control import Control, ControlExchange
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
 
 
 class ControlChecks:
     """Reads control vectors, at once or, on accelerators, when they happen to have come to the host.
 
     Args:
-        failures: How this rank gives up.
-        rank: This rank.
-
-    Attributes:
-        steps: How many steps this rank has begun, if the caller tells. Ranks are expected to be in the same step when
-            they are in the same pass.
-        forwards: How many training forwards this rank has run. Where nobody counts steps, ranks that meet in a pass
-            after different numbers of forwards are told so, once: it may be a skipped backward.
+        peers: How this rank gives up, and where it is. Ranks are expected to be in the same step when they are in the
+            same pass. Where nobody counts steps, ranks that meet in a pass after different numbers of forwards are told
+            so, once: it may be a skipped backward.
     """
 
-    def __init__(self, failures: Failures, rank: int) -> None:
-        self._failures = failures
-        self._rank = rank
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False
-        self.steps = 0
-        self.forwards = 0
 
     def require_success(self, control: Control) -> Control:
         """Requires that a pass went well on every rank, and was the same pass.
@@ -39,31 +31,31 @@ class ControlChecks:
             PeerFailureError: If backward raised on some rank.
             RankMismatchError: If ranks met from different places of the program.
         """
-        here = f"rank {self._rank}: ranks"
-        number = self._failures.pass_number
+        peers, at = self._peers, self._peers.position
+        here, number = f"rank {peers.rank}: ranks", at.pass_number
         if control.failed_ranks:
-            cause = self._failures.published() or f"{control.failed_ranks} rank(s) raised in backward"
-            self._failures.give_up(self._failures.cannot_complete(cause))
-            raise PeerFailureError(self._failures.message)
+            cause = peers.failure() or f"{control.failed_ranks} rank(s) raised in backward"
+            peers.give_up(peers.cannot_complete(cause))
+            raise PeerFailureError(peers.message)
         if not control.agreed:
-            self._failures.give_up(
+            peers.give_up(
                 f"{here} took pass {number} for different things: passes of different models, or with different "
                 "trainable parameters, or after different steps of sharded optimizers"
             )
-            raise RankMismatchError(self._failures.message)
+            raise RankMismatchError(peers.message)
         if control.ranks_out_of_data:  # those know nothing of steps and forwards
             return control
         if not control.in_step:
-            self._failures.give_up(
-                f"{here} met in pass {number} from different steps; this rank is in step {self.steps}. Some rank "
+            peers.give_up(
+                f"{here} met in pass {number} from different steps; this rank is in step {at.step}. Some rank "
                 "skipped a backward that the others ran, or ran one more: look for a backward in a branch that depends "
                 "on the rank or on its data"
             )
-            raise RankMismatchError(self._failures.message)
-        if not control.same_forwards and not self.steps and not self._warned_of_forwards:
+            raise RankMismatchError(peers.message)
+        if not control.same_forwards and not at.step and not self._warned_of_forwards:
             self._warned_of_forwards = True
             warnings.warn(
-                f"{here} met in pass {number} after different numbers of training forwards, {self.forwards} on this "
+                f"{here} met in pass {number} after different numbers of training forwards, {at.forward} on this "
                 "rank. If some rank skipped a backward, gradients of different batches are being averaged; a forward "
                 "that only some ranks run belongs under torch.no_grad()",
                 stacklevel=2,

@@ -6,18 +6,18 @@ import os
 import socket
 from collections.abc import Mapping
 
-from lightning_bucketddp.peers.agreement import Agreement
+from lightning_bucketddp.peers.peers import Peers
 
 _NONE = ""
 """What a rank says that knows of ranks on other machines: no machine holds them all."""
 
 
-def on_one_machine(agreement: Agreement) -> bool:
+def on_one_machine(peers: Peers) -> bool:
     """Whether all ranks share one machine; the same on every rank. All ranks must call this.
 
     They do if all have the same host name, unless a launcher has started fewer ranks here than there are.
     """
-    machines = set(agreement.exchange("the machine", machine_of_all(agreement.world_size, os.environ)))
+    machines = set(peers.exchange("the machine", machine_of_all(peers.world_size, os.environ)))
     return len(machines) == 1 and machines != {_NONE}
 
 

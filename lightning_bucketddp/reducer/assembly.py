@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,20 +21,20 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.agreement import Agreement
 from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32
 from lightning_bucketddp.peers.control_checks import ControlChecks
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.participant import Participant
-from lightning_bucketddp.reducer.peers import PassPeers
+from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reductions import AllReduce, HookReduce, ReduceScatter, Reduction
 from lightning_bucketddp.reducer.sparse import SparseGrads
+from lightning_bucketddp.reducer.trainable import TrainableHistory
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Setting:
         collectives: The group.
         options: What was asked for.
         one_machine: Whether the ranks share one machine; agreed between them.
-        failures: What is known of failures.
+        peers: The other ranks.
         changes: The module's parameters.
         divisor: What the sum over the ranks is divided by.
         recorder: Records passes.
@@ -58,7 +58,7 @@ class Setting:
     collectives: Collectives
     options: Options
     one_machine: bool
-    failures: Failures
+    peers: Peers
     changes: ParamChanges
     divisor: GradientDivisor
     recorder: PassRecorder
@@ -75,6 +75,7 @@ class Assembled:
     Attributes:
         reducer: The reducer.
         planner: Plans layouts.
+        trainable: Follows ``requires_grad``.
         learner: Learns the order of gradients.
         sparse: Reduces sparse gradients.
         hooks: The hooks on the parameters. They keep the reducer alive, so whoever drops it removes them.
@@ -83,6 +84,7 @@ class Assembled:
 
     reducer: Reducer
     planner: LayoutPlanner
+    trainable: TrainableHistory
     learner: OrderLearner
     sparse: SparseGrads
     hooks: GradientHooks
@@ -91,8 +93,6 @@ class Assembled:
 
 def assemble(
     setting: Setting,
-    agreement: Agreement,
-    topics: Sequence[Callable[[], str]],
     hook: CommHook | None,
     open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
 ) -> Assembled:
@@ -100,22 +100,21 @@ def assemble(
 
     Args:
         setting: What stays when they change.
-        agreement: The group's store.
-        topics: What other ranks may want to agree on while this one is in a pass.
         hook: The communication hook, if there is one.
         open_by_gradient: As for :class:`Reducer`.
     """
-    options, collectives, failures = setting.options, setting.collectives, setting.failures
+    options, collectives, peers = setting.options, setting.collectives, setting.peers
     table = SlotTable(setting.changes.params.named, setting.changes.params.sparse)
     planner = LayoutPlanner(table, options, collectives.world_size, setting.one_machine)
     buckets = Buckets(table, planner)
     storage = _storage(setting, table, buckets, planner)
-    learner = OrderLearner(table, planner, collectives, failures)
-    sparse = SparseGrads(table, collectives, failures, setting.divisor, options.max_abs_grad)
+    trainable = TrainableHistory(table, peers)
+    learner = OrderLearner(table, planner, collectives, peers)
+    sparse = SparseGrads(table, collectives, peers, setting.divisor, options.max_abs_grad)
     members: list[Participant] = [setting.recorder, setting.divisor]
     if options.max_abs_grad is not None:
         members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-    members += [sparse, learner, setting.changes, *setting.others]
+    members += [sparse, learner, setting.changes, trainable, *setting.others]
     setting.recorder.follow(table, storage, buckets, sparse)
     reducer = Reducer(
         table,
@@ -123,14 +122,15 @@ def assemble(
         storage,
         reduction_of(setting, table, buckets, storage, hook),
         members,
-        PassPeers(collectives, agreement, failures, setting.checks, table, topics),
+        peers,
+        PassControl(collectives, peers, setting.checks, table),
         setting.queue,
         setting.lock,
         open_by_gradient,
     )
     hooks = GradientHooks(table, buckets, reducer.on_gradient)
     index_of = {id(param): index for index, param in enumerate(table.all_params)}
-    return Assembled(reducer, planner, learner, sparse, hooks, index_of)
+    return Assembled(reducer, planner, trainable, learner, sparse, hooks, index_of)
 
 
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:

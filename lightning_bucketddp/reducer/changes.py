@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers.agreement import Agreement, Entry
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.agreement import Entry
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant, Settled
 
@@ -18,19 +18,16 @@ class ParamChanges(Participant):
     Args:
         params: The module's parameters.
         collectives: The group.
-        agreement: The group's store.
-        failures: What is known of failures.
+        peers: The other ranks.
         init_sync: Whether new parameters get rank 0's values, as wrapping gives them.
 
     Attributes:
         params: The module's parameters.
     """
 
-    def __init__(
-        self, params: Params, collectives: Collectives, agreement: Agreement, failures: Failures, init_sync: bool
-    ) -> None:
+    def __init__(self, params: Params, collectives: Collectives, peers: Peers, init_sync: bool) -> None:
         self.params = params
-        self._collectives, self._agreement, self._failures = collectives, agreement, failures
+        self._collectives, self._peers = collectives, peers
         self._init_sync = init_sync
         self._agreed_changes = params.changes
         self._agreements = 0
@@ -52,7 +49,7 @@ class ParamChanges(Participant):
         try:
             self.params.take_in()
         except RuntimeError as error:
-            self._failures.publish(f"raised {type(error).__name__}: {error}")
+            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
             raise
         return True
 
@@ -73,20 +70,16 @@ class ParamChanges(Participant):
         """
         new = {id(param) for param in self._new}
         lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self.params.named if id(param) in new]
-        with self._failures.giving_up_on_errors():
-            self._agreement.require_same(
-                self.topic(), [*self.params.entries(), *lines], None, self._failures.look_from_opening
-            )
+        with self._peers.giving_up_on_errors():
+            number = self._peers.position.pass_number
+            topic = f"the parameters of pass {number} (change {self._agreements + 1})"
+            self._peers.require_same(topic, [*self.params.entries(), *lines])
         self._agreements += 1
         self._agreed_changes = self.params.changes
-
-    def topic(self) -> str:
-        """What the next agreement is on."""
-        return f"the parameters of pass {self._failures.pass_number} (change {self._agreements + 1})"
 
     def settle(self, settled: Settled) -> None:
         """Give new parameters rank 0's values, as wrapping does: the next step starts from the same on all ranks."""
         if self._new and self._init_sync:
-            with self._failures.waiting_for("the values of new parameters"):
-                broadcast_tensors(self._new, self._collectives, self._failures.raise_if_published, hidden=True)
+            with self._peers.waiting_for("the values of new parameters"):
+                broadcast_tensors(self._new, self._collectives, self._peers.poll, hidden=True)
         self._new = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_bucketddp.peers.control_checks import ControlChecks
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.state import PassState, Role
 
@@ -12,15 +12,15 @@ class Joining:
 
     Args:
         divisor: What the sum over the ranks is divided by.
-        checks: What the ranks must have in common when they meet in a pass.
+        peers: The other ranks.
 
     Attributes:
         uneven: Whether some ranks may run out of data before others.
         role: What this rank does in passes.
     """
 
-    def __init__(self, divisor: GradientDivisor, checks: ControlChecks) -> None:
-        self._divisor, self._checks = divisor, checks
+    def __init__(self, divisor: GradientDivisor, peers: Peers) -> None:
+        self._divisor, self._peers = divisor, peers
         self.uneven = False
         self.role = Role.ACTIVE
         self._contributed = False  # in a local pass since the last reduction
@@ -41,7 +41,7 @@ class Joining:
     def end(self) -> None:
         """All ranks have data again."""
         self.uneven = self._divisor.divide_by_active = False
-        self._checks.forwards = 0  # they differ between the ranks, as they should
+        self._peers.forget_forwards()  # they differ between the ranks, as they should
 
     def join(self, joined: bool) -> None:
         """Say whether this rank has run out of data, and goes on with its last batch."""

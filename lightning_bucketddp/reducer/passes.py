@@ -14,9 +14,8 @@ from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.agreement import Agreement, PeerFailureError
 from lightning_bucketddp.peers.control_checks import ControlChecks
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.assembly import Setting
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
@@ -35,7 +34,7 @@ class Passes:
     Args:
         params: The parameters of the module; the same on every rank.
         collectives: The group.
-        agreement: The group's store.
+        peers: The other ranks.
         options: What was asked for.
         hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
         one_machine: Whether the ranks share one machine; agreed between them.
@@ -51,21 +50,20 @@ class Passes:
         self,
         params: Params,
         collectives: Collectives,
-        agreement: Agreement,
+        peers: Peers,
         options: Options,
         hook: CommHook | None = None,
         one_machine: bool = False,
         others: Sequence[Participant] = (),
     ) -> None:
-        failures = Failures(agreement, lambda: self.reducer.failed())
-        checks = ControlChecks(failures, collectives.rank)
+        checks = ControlChecks(peers)
         divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
         setting = Setting(
             collectives,
             options,
             one_machine,
-            failures,
-            ParamChanges(params, collectives, agreement, failures, options.init_sync),
+            peers,
+            ParamChanges(params, collectives, peers, options.init_sync),
             divisor,
             PassRecorder(collectives),
             checks,
@@ -73,11 +71,10 @@ class Passes:
             threading.RLock(),
             tuple(others),
         )
-        self.upkeep = Upkeep(setting, agreement, hook, self._open_by_gradient)
+        self.upkeep = Upkeep(setting, hook, self._open_by_gradient)
         self.synchronise = True
-        self.joining = Joining(divisor, checks)
+        self.joining = Joining(divisor, peers)
         self._in_one_replica = False
-        self._opened = self._opened_before_step = 0
         self._root_synchronises = True
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
@@ -85,9 +82,9 @@ class Passes:
     # -- what others may ask -------------------------------------------------------------------------
 
     @property
-    def failures(self) -> Failures:
-        """What is known of failures, and how this rank gives up."""
-        return self.upkeep.setting.failures
+    def peers(self) -> Peers:
+        """What is known of peers, and how this rank gives up."""
+        return self.upkeep.setting.peers
 
     @property
     def recorder(self) -> PassRecorder:
@@ -108,13 +105,12 @@ class Passes:
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.upkeep.setting.checks.steps += 1
-        self._opened_before_step = self._opened
+        self.peers.begin_step()
 
     def end_step(self) -> None:
-        """All backwards of the step have been run: if there was none, ranks that are in one need not wait."""
-        if self._opened == self._opened_before_step and self.reducer.state is PassState.IDLE:
-            self.reducer.peers.publish_skip()
+        """All backwards of the step have been run: ranks that are in another one need not wait."""
+        if self.reducer.state is PassState.IDLE:
+            self.peers.end_step()
 
     def note_replicas(self, count: int) -> None:
         """Say in how many replicas the last forward ran, where others may run in several.
@@ -131,10 +127,10 @@ class Passes:
         would differ in what was trainable since the last reduction, should it change before the next.
         """
         reducer = self.reducer
-        self.upkeep.setting.checks.forwards += 1
+        self.peers.begin_forward()
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
-            reducer.peers.note(reducer.table.trainable_now())
+            self.upkeep.note_trainable()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to what gradients are divided by."""
@@ -170,8 +166,7 @@ class Passes:
         """
         if self.reducer.state is PassState.BROKEN:
             self.reducer.settle("left backward with an exception")
-        if self.reducer.state is PassState.FAILED:
-            raise PeerFailureError(self.failures.message)
+        self.peers.require_usable()
         if self.reducer.state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
 
@@ -200,7 +195,7 @@ class Passes:
         if origin is not Origin.GRADIENT:
             self.upkeep.look_before_gradients()
         it = Pass(
-            self.failures.pass_number,
+            self.peers.position.pass_number,
             synchronised,
             (),
             origin,
@@ -209,7 +204,6 @@ class Passes:
             shown=not self._in_one_replica,
         )
         it = self.upkeep.prepare(it)
-        self._opened += 1
         if synchronised:
             self.upkeep.setting.checks.read_what_arrived()
         self.reducer.open(it, reachable)

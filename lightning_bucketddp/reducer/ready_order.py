@@ -9,7 +9,8 @@ import torch
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.state import Origin, Pass
 
@@ -68,12 +69,12 @@ class OrderLearner(Participant):
         table: The slots.
         planner: Plans layouts.
         collectives: The group.
-        failures: What is known of failures.
+        peers: The other ranks.
     """
 
-    def __init__(self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, failures: Failures) -> None:
+    def __init__(self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, peers: Peers) -> None:
         self._table, self._planner = table, planner
-        self._collectives, self._failures = collectives, failures
+        self._collectives, self._peers = collectives, peers
         self._order = ReadyOrder() if planner.overlap else None
         self._looked_at: set[TrainableSet] = set()
         self._opened: Pass | None = None
@@ -115,12 +116,12 @@ class OrderLearner(Participant):
         it = self._opened
         if self._order is None or it is None or it.origin is Origin.CALL:  # which teaches nothing
             return
-        with self._failures.waiting_for("the order of readiness"):
+        with self._peers.waiting_for("the order of readiness", Phase.PASS):
             positions, repeated, conclusive = self._order.share(
                 len(self._table),
                 self._collectives,
                 self._table.all_params[0].device,
-                self._failures.raise_if_published,
+                self._peers.poll,
                 it.shown,
             )
         if not conclusive or all(position is None for position in positions):

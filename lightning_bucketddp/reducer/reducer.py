@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,8 +41,10 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, Settled
-from lightning_bucketddp.reducer.peers import PassPeers
+from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Origin, Pass, PassState, Role
 
@@ -64,15 +67,13 @@ class Reducer:
         storage: Where gradients lie.
         reduction: What reduces a bucket.
         participants: What else takes part in passes; the same on every rank, in the order of their collectives.
-        peers: What ranks know of one another.
+        peers: The other ranks.
+        control: Sends and reads the control vector.
         queue: Which of several wrappers on one group may launch.
         lock: Guards what hooks do, on several threads.
         open_by_gradient: Opens a pass in which a gradient has been accumulated already. Returns the reducer that has
             opened it and the parameter's index there; another one than this if parameters have changed, None for a
             parameter that was replaced.
-
-    Attributes:
-        state: Where the reducer is.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Reducer:
         storage: Storage,
         reduction: Reduction,
         participants: Sequence[Participant],
-        peers: PassPeers,
+        peers: Peers,
+        control: PassControl,
         queue: WrapperQueue,
         lock: threading.RLock,
         open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
@@ -92,12 +94,19 @@ class Reducer:
         self.storage = storage
         self.reduction = reduction
         self.participants = participants
-        self.peers = peers
+        self.peers, self._control = peers, control
         self.queue, self.lock = queue, lock
-        self.state = PassState.IDLE
+        self._state = PassState.IDLE
         self._pass: Pass | None = None
         self._exchange: ControlExchange | None = None  # of this pass, once it has been started
         self._open_by_gradient = open_by_gradient
+
+    @property
+    def state(self) -> PassState:
+        """Where the reducer is."""
+        if self.peers.message and self._state is not PassState.CLOSED:
+            return PassState.FAILED
+        return self._state
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -129,7 +138,7 @@ class Reducer:
                 participant.opened(it)
         except RuntimeError as error:
             if it.synchronised:
-                self.peers.publish(f"raised RuntimeError: {error}")
+                self.peers.publish_failure(f"raised RuntimeError: {error}", for_good=False)
             raise
         if it.origin is Origin.CALL:  # every gradient that is there takes part, wherever it came from
             buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
@@ -235,22 +244,23 @@ class Reducer:
     def finish(self) -> None:
         """Launch what is left, wait, and publish the reduced gradients."""
         buckets, peers = self.buckets, self.peers
+        in_pass = partial(peers.waiting_for, phase=Phase.PASS)
         self.launch_rest()
         with self._launching():
             report = None if self._exchange is not None else self._report()
-        with peers.waiting_for(self._describe_awaited):
+        with in_pass(self._describe_awaited):
             self.reduction.proceed(peers.poll)
         if report is not None:
-            self._exchange = peers.exchange(report, buckets.pending)
+            self._exchange = self._control.send(report, buckets.pending)
         exchange = self._exchange
         assert exchange is not None
-        with peers.waiting_for(self._describe_awaited):
+        with in_pass(self._describe_awaited):
             for bucket in buckets.awaiting():
                 bucket.work.wait(peers.poll)
-        with peers.waiting_for("the control vector"):
+        with in_pass("the control vector"):
             exchange.wait(peers.poll)
         unused = buckets.unused()
-        control = peers.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
+        control = self._control.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
         settled = Settled(buckets, exchange, control, peers.poll)
         for participant in self.participants:
             participant.settle(settled)
@@ -269,7 +279,7 @@ class Reducer:
             participant.ended()
         self.buckets.pending = set()  # not cleared: the record of the pass keeps the old one
         self._enter(PassState.IDLE)
-        self.peers.pass_ended()
+        self.peers.end_pass()
 
     # -- when something is wrong ---------------------------------------------------------------------
 
@@ -282,13 +292,15 @@ class Reducer:
             guarded: Whether the caller settles the pass.
         """
         self._tell_ended(raised=True)
-        if self.state is PassState.LOCAL:
+        if self.state is PassState.FAILED:
+            self._enter(PassState.FAILED)
+        elif self.state is PassState.LOCAL:
             self._enter(PassState.IDLE)
         elif self.state is PassState.SYNCHRONISED and not guarded:
             self._enter(PassState.BROKEN)
             awaited = [self.table.specs[slot].name for slot in self.buckets.missing()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
-            self.peers.publish(f"left backward with an exception{where}")
+            self.peers.publish_failure(f"left backward with an exception{where}", for_good=False)
             self._drop()
 
     def settle(self, cause: str) -> None:
@@ -301,12 +313,13 @@ class Reducer:
         self._tell_ended(raised=True)
         if self.state is PassState.LOCAL:
             self._enter(PassState.IDLE)
+        if self.state is PassState.FAILED:
+            self._enter(PassState.FAILED)
         if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
-        peers = self.peers
-        peers.publish(cause)
+        self.peers.publish_failure(cause, for_good=False)
         if self._exchange is not None:  # the pass was through; nobody will ask in it any more
-            peers.give_up(cause)
+            self._give_up(cause)
             return
         if self.state is PassState.SYNCHRONISED:  # else that was done when it broke, and what came since is not its
             self._drop()
@@ -324,18 +337,22 @@ class Reducer:
                 bucket.work = self.reduction.start(bucket)
                 self.buckets.launched += 1
             self.reduction.proceed(raise_when_late)
-            exchange = self._exchange or peers.exchange(self._report(failed=True), self.buckets.pending)
+            exchange = self._exchange or self._control.send(self._report(failed=True), self.buckets.pending)
             for bucket in self.buckets.awaiting():
                 bucket.work.wait(raise_when_late)
             exchange.wait(raise_when_late)
-            all_failed = exchange.read().failed_ranks == peers.world_size
+            all_failed = exchange.read().failed_ranks == self.peers.world_size
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
             all_failed = False
         if all_failed:
             self.reduction.forget()
             self._end()
         else:
-            peers.give_up(cause)
+            self._give_up(cause)
+
+    def _give_up(self, cause: str) -> None:
+        self.peers.give_up(self.peers.cannot_complete(f"rank {self.peers.rank} {cause}"), cause)
+        self._enter(PassState.FAILED)
 
     def _followed(self) -> bool:
         """Whether a participant follows gradients one by one."""
@@ -351,10 +368,6 @@ class Reducer:
             participant.dropped()
         self.buckets.pending.clear()
 
-    def failed(self) -> None:
-        """The ranks cannot go on together."""
-        self._enter(PassState.FAILED)
-
     def close(self) -> None:
         """Give gradients back as plain tensors. Sends nothing; safe in any state."""
         self.storage.release()
@@ -363,14 +376,14 @@ class Reducer:
     # -- details -------------------------------------------------------------------------------------
 
     def _enter(self, state: PassState) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
-        self.state = state
+        assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
+        self._state = state
         self.buckets.settled = NONE
         self.buckets.marks_only = False
 
     def _report(self, failed: bool = False) -> Report:
         assert self._pass is not None
-        report = self.peers.report(self._pass.trainable, failed, not self._pass.contributes)
+        report = self._control.report(self._pass.trainable, failed, not self._pass.contributes)
         if not failed:
             for participant in self.participants:
                 participant.report(report)
@@ -380,7 +393,7 @@ class Reducer:
         """Let the control vector travel in a packed bucket, if there is room in it."""
         if bucket.with_tail is not None and self.reduction.carries_control(bucket):
             tail = bucket.with_tail[bucket.flat.numel() :]
-            self._exchange = self.peers.put_in(tail, self._report(failed), self.buckets.pending)
+            self._exchange = self._control.put_in(tail, self._report(failed), self.buckets.pending)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
@@ -388,7 +401,7 @@ class Reducer:
             try:
                 yield
             except GradientError as error:  # the others are to hear the reason, not only that backward raised
-                self.peers.publish(f"raised {type(error).__name__}: {error}")
+                self.peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
                 raise
 
     def _require_own_batch(self, name: str) -> None:

@@ -25,7 +25,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.checks import require_sound
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.peers.control import Report
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.state import Origin, Pass
@@ -64,7 +65,7 @@ class SparseGrads(Participant):
     Args:
         table: The module's parameters.
         collectives: The group.
-        failures: What is known of failures.
+        peers: The other ranks.
         divisor: Tells what means are multiplied by.
         max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
 
@@ -78,13 +79,13 @@ class SparseGrads(Participant):
         self,
         table: SlotTable,
         collectives: Collectives,
-        failures: Failures,
+        peers: Peers,
         divisor: GradientDivisor,
         max_abs_grad: float | None = None,
     ) -> None:
         self._table = table
         self._names, self._params = table.names, table.all_params
-        self._collectives, self._failures, self._divisor = collectives, failures, divisor
+        self._collectives, self._peers, self._divisor = collectives, peers, divisor
         self._max_abs_grad = max_abs_grad
         self._trainable: TrainableSet = ()
         self._held: list[tuple[int, Tensor | None]] = []
@@ -166,7 +167,7 @@ class SparseGrads(Participant):
         held = self._held
         if not held:
             return
-        with self._failures.waiting_for("the number of rows in sparse gradients"):
+        with self._peers.waiting_for("the number of rows in sparse gradients", Phase.PASS):
             mine = torch.tensor([[index in self.contributing, _rows(grad)] for index, grad in held])
             gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
             pending.wait(settled.poll)
@@ -177,7 +178,7 @@ class SparseGrads(Participant):
         for position, (index, grad) in enumerate(held):
             if index not in self.used_somewhere:
                 continue
-            with self._failures.waiting_for(f"the sparse gradient of {self._names[index]!r}"):
+            with self._peers.waiting_for(f"the sparse gradient of {self._names[index]!r}", Phase.PASS):
                 rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.storage import first_uncleared
-from lightning_bucketddp.peers.agreement import Agreement, Entry
+from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.assembly import Setting, assemble, reduction_of
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import Pass
@@ -20,7 +20,6 @@ class Upkeep:
 
     Args:
         setting: What stays.
-        agreement: The group's store.
         hook: The communication hook, if there is one.
         open_by_gradient: As for :class:`Reducer`.
     """
@@ -28,12 +27,10 @@ class Upkeep:
     def __init__(
         self,
         setting: Setting,
-        agreement: Agreement,
         hook: CommHook | None,
         open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
     ) -> None:
         self.setting = setting
-        self._agreement = agreement
         self._hook = hook
         self._hook_attempts = 0
         self._cleared_before = -1  # the pass before which all gradients were set to zero
@@ -62,18 +59,22 @@ class Upkeep:
         """Remove the hooks and give gradients back as plain tensors. Sends nothing; safe in any state."""
         self._parts.hooks.remove()
         if self.reducer.buckets.under_way():
-            failures = self.setting.failures
-            self.setting.collectives.leave_behind(failures.message or "it was closed in the middle of a pass")
+            peers = self.setting.peers
+            self.setting.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
         self.reducer.close()
         self.setting.queue.leave()
+        self.setting.peers.close()
 
     # -- parameters ----------------------------------------------------------------------------------
 
     def _assemble(self) -> None:
         setting = self.setting
-        topics = [setting.changes.topic, self._hook_topic]
-        self._parts = assemble(setting, self._agreement, topics, self._hook, self._open_by_gradient)
-        setting.recorder.new_layout(self.reducer.storage.layout, setting.failures.pass_number)
+        self._parts = assemble(setting, self._hook, self._open_by_gradient)
+        setting.recorder.new_layout(self.reducer.storage.layout, setting.peers.position.pass_number)
+
+    def note_trainable(self) -> None:
+        """Count the parameters that are trainable now as trained in a pass."""
+        self._parts.trainable.note(self.reducer.table.trainable_now())
 
     def take_in_changed(self) -> None:
         """Lay buckets out anew if parameters have changed. Sends nothing.
@@ -86,7 +87,8 @@ class Upkeep:
 
     def _assemble_again(self) -> None:
         """Make the reducer of the present parameters; what accumulated since the last reduction stays."""
-        old, sparse = self.reducer, self._parts.sparse
+        old_parts = self._parts
+        old, sparse = old_parts.reducer, old_parts.sparse
         known = self._parts.index_of.keys()
         waiting = {id(old.table.all_params[index]) for index in old.table.waiting | sparse.contributing}
         waiting |= {id(old.table.params[slot]) for slot in old.buckets.pending}
@@ -101,10 +103,10 @@ class Upkeep:
                 self.setting.changes.add(param)
             if id(param) in waiting or (new and param.grad is not None):
                 self._carry_over(index)
-        since = old.peers.since_reduction
+        since = old_parts.trainable.since_reduction
         if since is not None:
             trained = {id(param) for param, flag in zip(old.table.all_params, since, strict=True) if flag}
-            self.reducer.peers.note(tuple([id(param) in trained for param in table.all_params]))
+            self._parts.trainable.note(tuple([id(param) in trained for param in table.all_params]))
 
     def _carry_over(self, index: int) -> None:
         """Let a gradient that is there take part in the next reduction."""
@@ -126,7 +128,7 @@ class Upkeep:
                 reducer.storage.open()  # what earlier passes have left is set apart, and not divided again
             sparse, table, pending = self._parts.sparse, reducer.table, reducer.buckets.pending
             uncleared = None
-            if self._cleared_before != self.setting.failures.pass_number:  # else the device need not be asked
+            if self._cleared_before != self.setting.peers.position.pass_number:  # else the device need not be asked
                 uncleared = first_uncleared(reducer.storage, table, reducer.buckets) or sparse.first_uncleared()
             holds = any(table.params[slot].grad is not None for slot in pending) or bool(table.waiting)
             divisor.look(uncleared, holds or sparse.holds_gradients())
@@ -148,11 +150,11 @@ class Upkeep:
         changes = self.setting.changes
         if it.synchronised and changes.due():
             changes.agree()
-            if self.reducer.peers.agreed != self.reducer.table.trainable_now():
+            if self._parts.trainable.agreed != self.reducer.table.trainable_now():
                 self._assemble_again()  # was laid out in a local pass, for other ones
-        reducer, planner = self.reducer, self._parts.planner
-        since = reducer.peers.note(reducer.table.trainable_now())
-        if it.synchronised and reducer.peers.agree(since):
+        planner, trainable = self._parts.planner, self._parts.trainable
+        since = trainable.note(self.reducer.table.trainable_now())
+        if it.synchronised and trainable.agree(since):
             if not planner.knows(since):
                 planner.add(since)
             self._parts.learner.look_at(since)
@@ -169,7 +171,7 @@ class Upkeep:
         planner.due = False
         if reducer.storage.layout != before:
             reducer.reduction.forget()
-            self.setting.recorder.new_layout(reducer.storage.layout, self.setting.failures.pass_number)
+            self.setting.recorder.new_layout(reducer.storage.layout, self.setting.peers.position.pass_number)
 
     def forget_gradients(self) -> None:
         """Drop all gradients: this rank contributes nothing to the next reduction."""
@@ -190,7 +192,7 @@ class Upkeep:
         reducer.storage.zero()
         reducer.buckets.pending.clear()
         self._parts.sparse.zero()
-        self._cleared_before = self.setting.failures.pass_number
+        self._cleared_before = self.setting.peers.position.pass_number
 
     # -- communication hooks -------------------------------------------------------------------------
 
@@ -206,7 +208,9 @@ class Upkeep:
             ValueError: If gradients travel in a wire dtype.
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
-        topic = self._hook_topic()
+        peers = self.setting.peers
+        times = f", attempt {self._hook_attempts + 1}" if self._hook_attempts else ""
+        topic = f"the communication hook from pass {peers.position.pass_number} on{times}"
         self._hook_attempts += 1
         problem: Exception | None = None
         entries: list[Entry] = []
@@ -223,12 +227,7 @@ class Upkeep:
             entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
-        self._agreement.require_same(topic, entries, problem, self.setting.failures.raise_if_published)
+        peers.require_same(topic, entries, problem)
         self._hook = hook
         reducer = self.reducer
         reducer.reduction = reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook)
-
-    def _hook_topic(self) -> str:
-        """What ranks that register a hook now agree on."""
-        times = f", attempt {self._hook_attempts + 1}" if self._hook_attempts else ""
-        return f"the communication hook from pass {self.setting.failures.pass_number} on{times}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -142,7 +140,6 @@ class BucketDDPFabricStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         mine = not dist.is_initialized()
         super().setup_environment()
-        _tell_others_of_uncaught_exceptions()
         if mine:
             end_group_at_exit()
         else:  # set up before in the same processes: Fabric's own collectives come before a module is wrapped
@@ -307,23 +304,6 @@ class _BackwardSync:
                 f"{type(module).__name__}"
             )
         return module.no_sync()
-
-
-@cache
-def _tell_others_of_uncaught_exceptions() -> None:
-    """Lets other ranks, which may wait for this one in a pass, know of an exception that ends this process.
-
-    Fabric does not tell its strategy of exceptions, as the Trainer does: the loop is the user's.
-    """
-    before = sys.excepthook
-
-    def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for wrapper in list(_wrappers):
-            if not wrapper.closed:
-                wrapper.publish_failure(error)
-        before(kind, error, traceback)
-
-    sys.excepthook = tell
 
 
 def register() -> None:

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require_choice
-from lightning_bucketddp.peers.abort_listener import CommonEnd
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer import checkpoints, finetuning
 from lightning_bucketddp.trainer.common import (
     StartMethod,
@@ -138,7 +138,7 @@ class BucketDDPStrategy(DDPStrategy):
         self._resumed_from: Path | None = None  # a directory that optimizers are yet to be loaded from
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
-        self._common_end: CommonEnd | None = None
+        self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None
         self._restore_precision: Callable[[], None] | None = None
         self._trainable_at_setup: finetuning.Trainable | None = None
@@ -161,7 +161,8 @@ class BucketDDPStrategy(DDPStrategy):
             end_group_at_exit()
         else:  # another fit in the same processes: Lightning's own collectives come before the module is wrapped
             require_fit_group(None, self._timeout)
-        self._common_end = CommonEnd(Collectives(None), self._interrupted)
+        self._listener = listen(Collectives(None))
+        self._listener.begin(self._interrupted)
 
     @override
     def _configure_launcher(self) -> None:
@@ -211,19 +212,16 @@ class BucketDDPStrategy(DDPStrategy):
             if in_parts and not self._interrupted():
                 self._ended = wrapper  # trainer.save_checkpoint() may still look at the optimizers
         self._evened_loader = None
-        if self._common_end is not None:
-            self._common_end.close()
-            self._common_end = None
+        if self._listener is not None:
+            self._listener.end()
+            self._listener = None
         super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may be waiting for this one in a pass it will never get to, or elsewhere.
-        end, wrapper = self._common_end, self.bucket_ddp
-        if wrapper is not None and not (end is not None and end.heard()):
-            wrapper.publish_failure(exception)
-        if end is not None:
-            end.failed(exception)
+        if self._listener is not None:
+            tell_failure(exception)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

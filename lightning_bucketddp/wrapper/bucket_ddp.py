@@ -323,7 +323,7 @@ class BucketDDP(nn.Module, Joinable):
 
     def end_training(self) -> None:
         """Says that this rank runs no further pass: ranks that do raise, instead of waiting for it."""
-        self._passes.failures.publish_end()
+        self._passes.peers.end_training()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
@@ -363,7 +363,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         if isinstance(error, PeerFailureError | RankMismatchError):
             return  # the others know, or find the same and say it better
-        self._passes.failures.publish_for_good(f"raised {type(error).__name__}: {error}")
+        self._passes.peers.publish_failure(f"raised {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends gradient synchronisation: removes all hooks, gives ``.grad`` back as plain tensors, frees the buffers.
@@ -743,7 +743,7 @@ class BucketDDP(nn.Module, Joinable):
     @property
     def passes(self) -> int:
         """How many synchronised passes have been completed."""
-        return self._passes.failures.pass_number if "_runtime" in self.__dict__ else 0
+        return self._passes.peers.position.pass_number if "_runtime" in self.__dict__ else 0
 
     def last_pass(self) -> PassRecord | None:
         """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.

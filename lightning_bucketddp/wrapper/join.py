@@ -68,9 +68,9 @@ class UnevenInputs(JoinHook):
 
     def tell(self, value: int) -> list[int]:
         """Tell the other ranks a number and return everybody's, by rank."""
-        failures = self._passes.failures
-        with failures.waiting_for("what ranks tell each other"):
-            return tell(value, self._collectives, self._device, failures.raise_if_published)
+        peers = self._passes.peers
+        with peers.waiting_for("what ranks tell each other"):
+            return tell(value, self._collectives, self._device, peers.poll)
 
     def _exchange(self, has_data: bool, synchronises: bool, module_buffers: bool) -> bool:
         """Tell the other ranks what this one is about to do, hear it from them, and synchronise module buffers.
@@ -86,9 +86,9 @@ class UnevenInputs(JoinHook):
         ranks = range(self._collectives.world_size)
         mine = [int(has_data and rank == self._collectives.rank) for rank in ranks]
         mine += [int(synchronises), int(module_buffers)]
-        failures = self._passes.failures
-        with failures.waiting_for("what ranks with data are about to do"):
-            *having, synchronising, sending = _sum(mine, self._collectives, self._device, failures.raise_if_published)
+        peers = self._passes.peers
+        with peers.waiting_for("what ranks with data are about to do"):
+            *having, synchronising, sending = _sum(mine, self._collectives, self._device, peers.poll)
         if sending:
             self._module_buffers.synchronise([rank for rank in ranks if having[rank]])
         return synchronising > 0

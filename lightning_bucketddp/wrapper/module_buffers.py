@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightning_bucketddp.comm.broadcast import broadcast_tensors, chunks, stage, write_back
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 
 
@@ -23,15 +24,15 @@ class ModuleBuffers:
     Args:
         params: The module and its parameters. When others are taken in, the module is looked over again.
         collectives: The group.
-        failures: What is known of failures.
+        peers: The other ranks.
         options: What was asked for.
 
     Attributes:
         due: Whether the next training forward synchronises them.
     """
 
-    def __init__(self, params: ModuleParams, collectives: Collectives, failures: Failures, options: Options) -> None:
-        self._params, self._collectives, self._failures = params, collectives, failures
+    def __init__(self, params: ModuleParams, collectives: Collectives, peers: Peers, options: Options) -> None:
+        self._params, self._collectives, self._peers = params, collectives, peers
         self._mode = options.module_buffers
         self.due = True
         self._look_up()
@@ -68,13 +69,13 @@ class ModuleBuffers:
         if self._mode == "off" or self._collectives.world_size == 1:
             return
         if tensors := self.tensors():
-            self._failures.exchanges += 1
-            with self._failures.waiting_for("the module buffers"):
+            self._peers.begin_exchange()
+            with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, self._collectives.world_size, active)
 
     @torch.no_grad()
     def _send(self, tensors: list[Tensor], world_size: int, active: Sequence[int] | None) -> None:
-        on_idle = self._failures.raise_if_elsewhere
+        on_idle = self._peers.poll
         source = 0 if active is None else active[-1]
         active = range(world_size) if active is None else active
         if self._mode == "mean":

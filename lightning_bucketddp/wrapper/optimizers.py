@@ -47,7 +47,7 @@ class Optimizers:
         if options.shard_optimizer:
             reducer = passes.reducer
             assert isinstance(reducer.storage, Sharded)
-            self.sharding = Sharding(reducer.table, reducer.storage, collectives, passes.failures)
+            self.sharding = Sharding(reducer.table, reducer.storage, collectives, passes.peers)
 
     def prepare(self, optimizer: Optimizer) -> Swap | None:
         """Have an optimizer step on fp32 masters, or on this rank's shard, from now on; None if on neither."""

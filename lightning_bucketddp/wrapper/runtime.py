@@ -19,10 +19,11 @@ from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
-from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
+from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.masters import restart_masters
-from lightning_bucketddp.peers.agreement import Agreement, Entry, WrapError
+from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.replicas.nested import tensors_in
@@ -63,21 +64,20 @@ class Runtime:
         self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
     ) -> None:
         self.collectives = collectives = Collectives(group_of(options.process_group, options.device_mesh))
-        agreement = Agreement(collectives, options.timeout or DEFAULT_TIMEOUT)
+        peers = Peers(collectives, options.timeout)
         self.params = ModuleParams(module, may_be_frozen)
-        hook = _agree(self.params, options, collectives, agreement, take_over)
+        hook = _agree(self.params, options, collectives, peers, take_over)
         collectives.probe(self.params.named[0][1].device)
         if options.init_sync:
             buffers = [buffer for name, buffer in module.named_buffers() if name not in self.params.ignored]
             params = [param for _, param in self.params.named]
             broadcast_tensors(params + (buffers if options.init_sync_module_buffers else []), collectives)
-        one_machine = options.bucket_cap_mb is None and on_one_machine(agreement)
+        one_machine = options.bucket_cap_mb is None and on_one_machine(peers)
         links = links_of(module)
-        self.passes = Passes(self.params, collectives, agreement, options, hook, one_machine, [_LinkEnds(links)])
-        failures = self.passes.failures
+        self.passes = Passes(self.params, collectives, peers, options, hook, one_machine, [_LinkEnds(links)])
         for link in links:
-            link.join(failures, self.passes.joining.counts, agreement.number)
-        self.module_buffers = ModuleBuffers(self.params, collectives, failures, options)
+            link.join(peers, self.passes.joining.counts)
+        self.module_buffers = ModuleBuffers(self.params, collectives, peers, options)
         self.uneven = UnevenInputs(module, self.passes, self.module_buffers, collectives, options)
         self.optimizers = Optimizers(self.params, self.passes, collectives, options)
         self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
@@ -113,8 +113,8 @@ class Runtime:
         """Give every rank the group's rank 0's parameters."""
         self.passes.require_usable()
         params = [param for _, param in named_parameters(self.params.module)]
-        with self.passes.failures.waiting_for("the parameters"):
-            broadcast_tensors(params, self.collectives, self.passes.failures.raise_if_published)
+        with self.passes.peers.waiting_for("the parameters"):
+            broadcast_tensors(params, self.collectives, self.passes.peers.poll)
         restart_masters(params)
 
     @torch.no_grad()
@@ -132,8 +132,8 @@ class Runtime:
             if counts:
                 mine[0] = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
         mine[2] = int(counts)
-        with self.passes.failures.waiting_for("the mean of the losses"):
-            self.collectives.all_reduce_mean(mine).wait(self.passes.failures.raise_if_published)
+        with self.passes.peers.waiting_for("the mean of the losses"):
+            self.collectives.all_reduce_mean(mine).wait(self.passes.peers.poll)
         if loss is None and not mine[1]:
             return None
         mean = mine[0] / mine[2] if self.passes.joining.divides_by_active else mine[0]
@@ -161,7 +161,7 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
 
 def refuse(process_group: dist.ProcessGroup | None, timeout: timedelta | None, problem: Exception) -> NoReturn:
     """Raise what is wrong on this rank before a :class:`Runtime` could be made, when the others have heard of it."""
-    Agreement(Collectives(process_group), timeout or DEFAULT_TIMEOUT).require_same(_AGREED, [], problem)
+    Peers(Collectives(process_group), timeout).require_same(_AGREED, [], problem)
     raise problem
 
 
@@ -180,7 +180,7 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
         collectives.require_nothing_left_behind()
     except RuntimeError as error:
         problem = error
-    Agreement(collectives, timeout or DEFAULT_TIMEOUT).require_same("the process group", [], problem)
+    Peers(collectives, timeout).require_same("the process group", [], problem)
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -205,7 +205,7 @@ def _agree(
     params: ModuleParams,
     options: Options,
     collectives: Collectives,
-    agreement: Agreement,
+    peers: Peers,
     take_over: Callable[[set[int]], None],
 ) -> CommHook | None:
     """Have all ranks wrap the same module with the same options; a problem on one of them is raised on all.
@@ -227,7 +227,7 @@ def _agree(
         lines += params.entries()
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error  # the others must hear of it before it is raised
-    agreement.require_same(_AGREED, lines, problem)
+    peers.require_same(_AGREED, lines, problem)
     return hook
 
 

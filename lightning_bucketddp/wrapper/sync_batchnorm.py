@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import group_apart
 from lightning_bucketddp.peers.agreement import RankMismatchError
-from lightning_bucketddp.peers.failures import Failures
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
 
 _FIRST_MESSAGE = 2 * 256 + 2
 """Numbers in the first message of every exchange, for layers of up to 256 channels the only one. Of one length whatever
@@ -43,7 +44,7 @@ class StatisticsLink:
         names: The layers' qualified names, by number.
 
     Attributes:
-        failures: What the wrapper around the module knows of other ranks' failures, while there is one.
+        peers: What the wrapper around the module knows of the other ranks, while there is one.
         counts: Whether this rank's batch is one of its own, rather than one that it goes through once more to stay in
             step with the others.
     """
@@ -53,22 +54,21 @@ class StatisticsLink:
         self._names = names
         self.leave()
 
-    def join(self, failures: Failures, counts: Callable[[], bool], number: int) -> None:
+    def join(self, peers: Peers, counts: Callable[[], bool]) -> None:
         """The module has been wrapped.
 
         Args:
-            failures: The wrapper's.
+            peers: The wrapper's.
             counts: As the attribute.
-            number: Which of the group's wrappers it is.
         """
-        self.failures: Failures | None = failures
-        self._first_tag = (number + 1) << 32  # layers of two wrapped modules are not taken for each other
+        self.peers: Peers | None = peers
+        self._first_tag = peers.number << 32  # layers of two wrapped modules are not taken for each other
         self.counts = counts
         self._forwards.clear()
 
     def leave(self) -> None:
         """The module is not wrapped, or no longer."""
-        self.failures = None
+        self.peers = None
         self.counts = lambda: True
         self._first_tag = 0
         self._forwards: dict[int, tuple[int, int]] = {}  # that wait for their backward: layer and channels, by number
@@ -78,7 +78,7 @@ class StatisticsLink:
     def note_forward(self, layer: int, channels: int) -> int:
         """A forward that backward may come to; its number."""
         self._forwards_noted += 1
-        if self.failures is not None:
+        if self.peers is not None:
             self._forwards[self._forwards_noted] = layer, channels
         return self._forwards_noted
 
@@ -127,8 +127,8 @@ class StatisticsLink:
         mine = torch.zeros(max(values.numel() + 2, _FIRST_MESSAGE), dtype=torch.float64)
         mine[0], mine[1] = self._first_tag + 2 * layer + backward, count
         mine[2 : values.numel() + 2] = values.flatten()
-        if self.failures is not None:
-            self.failures.exchanges += 1
+        if self.peers is not None:
+            self.peers.begin_exchange()
         everyone = self._gather(mine[:_FIRST_MESSAGE], layer)
         if not bool((everyone[:, 0] == mine[0]).all()):
             raise RankMismatchError(
@@ -144,8 +144,8 @@ class StatisticsLink:
     def _gather(self, mine: Tensor, layer: int) -> Tensor:
         assert self.collectives is not None
         what = f"the statistics of {self._names[layer]!r}"
-        look = None if self.failures is None else partial(self.failures.look_from_exchange, what)
-        with nullcontext() if self.failures is None else self.failures.waiting_for(what):
+        look = None if self.peers is None else self.peers.poll
+        with nullcontext() if self.peers is None else self.peers.waiting_for(what, Phase.EXCHANGE):
             everyone, pending = self.collectives.all_gather(mine)
             pending.wait(look)
         return everyone

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_bucketddp import PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers import abort_listener as common_end
-from lightning_bucketddp.peers.abort_listener import CommonEnd
+from lightning_bucketddp.peers import abort_listener
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen
 
 RunRanks = Callable[..., list[Any]]
 
@@ -27,14 +27,20 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def begin(is_stopping: Callable[[], bool] = lambda: False) -> AbortListener:
+    listener = listen(Collectives(None))
+    listener.begin(is_stopping)
+    return listener
+
+
 def one_after_the_other() -> list[tuple[list[str], list[str]]]:
     """What each rank says, and the notes that its error gets, in four ends that follow each other."""
     rank = dist.get_rank()
     found = []
     for kind in ("none", "same", "different", "consequence"):
         lines = Lines()
-        logging.getLogger(common_end.__name__).addHandler(lines)
-        end = CommonEnd(Collectives(None))
+        logging.getLogger(abort_listener.__name__).addHandler(lines)
+        listener = begin()
         dist.barrier()
         error: Exception = ValueError("no such file" if kind == "same" else f"seen by {rank}")
         if kind == "consequence" and rank == 0:
@@ -44,15 +50,17 @@ def one_after_the_other() -> list[tuple[list[str], list[str]]]:
         if kind == "consequence" and rank == 1:
             time.sleep(0.2)
         if kind != "none":
-            end.failed(error)
+            listener.failed(error)
         if kind in ("different", "consequence") and rank == 1:
-            assert end._store.check(["heard/0"]), "the reason may be gone with this process: it waits"
-        assert end.heard() == (kind != "none")
-        end.close()
-        assert not end._thread.is_alive()
-        logging.getLogger(common_end.__name__).removeHandler(lines)
+            fit = len(found) + 1
+            assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
+        assert (listener.failure is not None) == (kind != "none")
+        listener.end()
+        logging.getLogger(abort_listener.__name__).removeHandler(lines)
         found.append((lines.lines, list(getattr(error, "__notes__", []))))
         dist.barrier()
+    listener.close()
+    assert not listener._thread.is_alive()
     return found
 
 
@@ -65,21 +73,21 @@ def test_the_first_failure_is_told_where_the_own_error_is_another(run_ranks: Run
 
 
 def stuck(said: Path) -> float:
-    common_end.LEAVE_SECONDS = 1
-    end = CommonEnd(Collectives(None))
+    abort_listener.LEAVE_SECONDS = 1
+    listener = begin()
     dist.barrier()
-    begin = time.monotonic()
+    since = time.monotonic()
     if dist.get_rank() == 1:
         with said.open("w") as file:
             os.dup2(file.fileno(), 2)
         time.sleep(60)
-    end.failed(OSError("disk full"))
-    return time.monotonic() - begin
+    listener.failed(OSError("disk full"))
+    return time.monotonic() - since
 
 
 def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> None:
     elapsed, nothing = run_ranks(2, stuck, tmp_path / "said", fresh=True, may_exit=[1])
-    assert elapsed < common_end.LINGER_SECONDS, "the rank that failed need not wait for it"
+    assert elapsed < abort_listener.LINGER_SECONDS, "the rank that failed need not wait for it"
     assert nothing is None
     said = (tmp_path / "said").read_text()
     assert "rank 1 stops because rank 0 raised OSError: disk full" in said
@@ -89,13 +97,13 @@ def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> N
 
 def saving() -> bool:
     """Rank 1 takes its time on its way out."""
-    common_end.LEAVE_SECONDS = 0.5
-    end = CommonEnd(Collectives(None), is_stopping=lambda: True)
+    abort_listener.LEAVE_SECONDS = 0.5
+    listener = begin(is_stopping=lambda: True)
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(2)
-    end.failed(OSError("disk full"))
-    return end.heard()
+    listener.failed(OSError("disk full"))
+    return listener.failure is not None
 
 
 def test_a_rank_that_is_stopping_is_left_alone(run_ranks: RunRanks) -> None:

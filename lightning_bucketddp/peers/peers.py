@@ -1,0 +1,346 @@
+"""What a wrapper knows of the other ranks: where all are, what they agree on, who failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from zlib import crc32
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.hooks import CommHookError
+from lightning_bucketddp.comm.work import POLL_SECONDS
+from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
+from lightning_bucketddp.peers.abort_listener import STORE_LOST, Failure, listen
+from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS, Diagnosis, Kind, diagnose
+from lightning_bucketddp.peers.roll_call import read
+from lightning_bucketddp.peers.status import Phase, Position, Status
+
+
+class Peers:
+    """The other ranks, as one wrapper sees them. All ranks must make one at the same point of the program.
+
+    While all is well nothing is sent. A rank that has waited for a second calls the roll, and :func:`diagnose` tells
+    whether those that it waits for may still come.
+
+    Args:
+        collectives: The group.
+        timeout: How long a rank waits for an agreement before it names the silent ones.
+
+    Attributes:
+        number: Which of the group's wrappers this is; the same on every rank.
+        world_size: How many ranks there are.
+        message: What every later use raises; empty while this rank has not given up.
+        updated: A number that tells which buckets sharded optimizers have updated.
+    """
+
+    def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
+        self._listener = listen(collectives)
+        self.number = self._listener.roll_call.enter(self)
+        self.world_size = collectives.world_size
+        self.message = ""
+        self.updated = 0
+        self._status = Status(collectives.rank)
+        self._wait: tuple[Phase, str | Callable[[], str]] = Phase.RUNS, ""
+        self._polls, self._call = 0, 0  # since this wait began; the roll call whose answers are to be looked at
+        self._trainable: tuple[Sequence[str], Sequence[bool]] = (), ()
+        self._failures: dict[int | None, Failure] = {}  # by pass; None: for good
+        seconds = (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._agreement = Agreement(self._listener.store, f"{self.number}/", collectives.rank, self.world_size, seconds)
+
+    def close(self) -> None:
+        """Answer no more roll calls. Sends nothing."""
+        self._listener.roll_call.leave(self.number, self.status())
+
+    # -- where this rank is --------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._status.rank
+
+    @property
+    def position(self) -> Position:
+        """How far this rank has come."""
+        return self._status.position
+
+    def _move(self, **numbers: int) -> None:
+        self._status = self._status._replace(position=self._status.position._replace(**numbers))
+
+    def begin_step(self) -> None:
+        """A training step begins, on every rank."""
+        self._status = self._status._replace(step_ended=False)
+        self._move(step=self.position.step + 1, backward=0)
+
+    def end_step(self) -> None:
+        """All backwards of the step have been run."""
+        self._status = self._status._replace(step_ended=True)
+
+    def begin_forward(self) -> None:
+        """A training forward begins."""
+        self._move(forward=self.position.forward + 1)
+
+    def forget_forwards(self) -> None:
+        """Ranks have run different numbers of forwards, as they should."""
+        self._move(forward=0)
+
+    def begin_exchange(self) -> None:
+        """An exchange of BatchNorm statistics or of module buffers begins, on every rank."""
+        self._move(exchange=self.position.exchange + 1)
+
+    def end_pass(self) -> None:
+        """A synchronised pass has been completed."""
+        self._move(pass_number=self.position.pass_number + 1, backward=self.position.backward + 1)
+
+    def end_training(self) -> None:
+        """This rank comes to no further pass."""
+        self._status = self._status._replace(ended=True)
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # the store is gone
+                self._listener.roll_call.write(self._listener.store)
+
+    def note_trainable(self, names: Sequence[str], trainable: Sequence[bool]) -> None:
+        """Keep which parameters this rank trains, for ranks that want to agree on it.
+
+        Args:
+            names: The parameters' names.
+            trainable: Per parameter, whether it is trained.
+        """
+        self._trainable = names, trainable
+
+    def note_update(self, buckets: Sequence[int], complete: bool) -> None:
+        """A sharded optimizer has made a step on this rank, or the first stages of one.
+
+        Args:
+            buckets: The buckets whose parameters travel after it.
+            complete: Whether the step is complete.
+        """
+        self._move(update=self.position.update + complete)
+        self.updated = crc32(repr((self.updated, self.position.pass_number, buckets)).encode())
+
+    def require_same_updates(self, everyone: Sequence[Sequence[int]]) -> None:
+        """Require that the ranks' optimizers have made the same steps.
+
+        Args:
+            everyone: By rank, how many steps, and :attr:`updated`.
+
+        Raises:
+            RankMismatchError: If not.
+        """
+        other = next((rank for rank, it in enumerate(everyone) if it != everyone[0]), None)
+        if other is not None:
+            raise RankMismatchError(
+                f"rank {self.rank}: ranks come to pass {self.position.pass_number} after different optimizer steps, "
+                f"rank 0 after {everyone[0][0]} and rank {other} after {everyone[other][0]}: {LOOK_FOR_STEPS}"
+            )
+
+    def status(self) -> Status:
+        """This rank's record."""
+        phase, what = self._wait
+        with suppress(Exception):  # another thread asks: what is waited for may have come
+            what = what if isinstance(what, str) else what()
+        asked = phase in (Phase.AGREEMENT, Phase.PASS)
+        trainable = "".join("01"[flag] for flag in self._trainable[1]) if asked else ""
+        return self._status._replace(phase=phase, waiting_for=str(what), trainable=trainable)
+
+    # -- agreements ----------------------------------------------------------------------------------
+
+    def exchange(self, topic: str, mine: str) -> list[str]:
+        """Say ``mine`` on ``topic`` and return what every rank said, by rank; see :meth:`Agreement.exchange`."""
+        with self._agreeing(topic):
+            return self._agreement.exchange(topic, mine, self.poll)
+
+    def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
+        """Require that all ranks have the same entries; see :meth:`Agreement.require_same`."""
+        with self._agreeing(topic):
+            self._agreement.require_same(topic, entries, problem, self.poll)
+
+    @contextmanager
+    def _agreeing(self, topic: str) -> Iterator[None]:
+        self._move(agreement=self.position.agreement + 1)
+        with self._waiting(topic, Phase.AGREEMENT):
+            yield
+
+    # -- waiting -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:
+        before, self._wait = self._wait, (phase, what)
+        self._polls = self._call = 0
+        try:
+            yield
+        finally:
+            self._wait = before
+
+    @contextmanager
+    def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.OTHER) -> Iterator[None]:
+        """Around a wait for a collective: gives up on whatever it raises, and says what was waited for.
+
+        Args:
+            what: What is waited for, in words.
+            phase: What kind of thing it is.
+        """
+        with self._waiting(what, phase):
+            try:
+                with self.giving_up_on_errors():
+                    yield
+            except (PeerFailureError, RankMismatchError, CommHookError):
+                raise
+            except RuntimeError as error:
+                self._give_up_lost(what if isinstance(what, str) else what(), error)
+
+    @contextmanager
+    def giving_up_on_errors(self) -> Iterator[None]:
+        """Gives up on errors after which the ranks are no longer in step."""
+        try:
+            yield
+        except (PeerFailureError, RankMismatchError) as error:  # which the other ranks find too
+            self.give_up(str(error))
+            raise
+        except CommHookError as error:  # what the hook has started, and what not, is not known
+            cause = f"cannot go on in pass {self.position.pass_number}: {error}"
+            self.give_up(f"rank {self.rank}: {error}", cause)
+            raise
+
+    def poll(self) -> None:
+        """Look whether this rank waits in vain. To be called every half second while it waits.
+
+        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank has; half a second later it looks at the
+        answers. All else is news that the listener has brought: nothing is asked of the store.
+
+        Raises:
+            PeerFailureError: If another rank failed in this pass, or for good, or has ended training.
+            RankMismatchError: If ranks are at different points of the program.
+        """
+        self.raise_if_failed()
+        self._polls += 1
+        found: Diagnosis | None = None
+        with suppress(RuntimeError):  # the store is gone; the collective will tell
+            roll_call = self._listener.roll_call
+            if self._call:
+                found = diagnose(roll_call.records(self.number, self._call), self._trainable[0])
+                self._call = 0
+            elif self._polls > 1 and self._polls & (self._polls - 1) == 0:
+                self._call = roll_call.call(since=self._polls * POLL_SECONDS / 2)
+        if found is not None and found.kind is not Kind.STUCK:
+            mismatch = found.kind in (Kind.SKIPPED, Kind.ELSEWHERE)
+            self._listener.publish(Failure(found.text, mismatch))
+            self.raise_if_failed()
+
+    # -- failures ------------------------------------------------------------------------------------
+
+    def require_usable(self) -> None:
+        """Require that the ranks can go on together, as far as is known here. Asks nobody.
+
+        Raises:
+            PeerFailureError: If this rank has given up, or another one has ended all.
+            RankMismatchError: If ranks were found at different points of the program.
+        """
+        if self.message:
+            raise PeerFailureError(self.message)
+        if self._listener.failure is not None:
+            with self.giving_up_on_errors():
+                self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise if another rank failed in this pass, or for good, as far as is known here.
+
+        Raises:
+            PeerFailureError: If a rank failed.
+            RankMismatchError: If ranks were found at different points of the program.
+        """
+        failure = self._known_failure()
+        if failure is None:
+            return
+        if failure is self._listener.failure:
+            self._listener.noticed()
+        if failure.mismatch:
+            raise RankMismatchError(f"rank {self.rank}: {failure.text}")
+        raise PeerFailureError(self.cannot_complete(failure.text))
+
+    def _known_failure(self) -> Failure | None:
+        known = self._failures
+        return self._listener.failure or known.get(self.position.pass_number) or known.get(None)
+
+    def failure(self) -> str:
+        """Why this pass cannot be completed, in words; empty if no rank has failed in it. Asks the store."""
+        with suppress(RuntimeError):  # the store goes with the rank that serves it
+            self.look(self._listener.store)
+        failure = self._known_failure()
+        return failure.text if failure is not None else ""
+
+    def look(self, store: Store) -> None:
+        """See in the store whether another rank failed.
+
+        Args:
+            store: The group's namespace.
+        """
+        for key in ("failed for good", "failed"):
+            if found := read(store, f"{self.number}/{key}"):
+                pass_number, *failure = json.loads(found)
+                self._failures.setdefault(pass_number, Failure(*failure))
+
+    def give_up(self, message: str, cause: str | None = None) -> None:
+        """Give up for good.
+
+        Args:
+            message: What every later use raises.
+            cause: What happened, for other ranks that would otherwise wait for this one in a later pass; as the end of
+                a sentence that begins with the rank.
+        """
+        self.message = self.message or message
+        if cause is not None:
+            self.publish_failure(cause)
+
+    def publish_failure(self, cause: str, for_good: bool = True) -> None:
+        """Tell the others that this rank failed; those that wait for it, or will, raise. The first cause stays.
+
+        Args:
+            cause: What happened, as the end of a sentence that begins with the rank.
+            for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
+                may go on should it have raised on every rank.
+        """
+        if self.world_size == 1:
+            return
+        pass_number = None if for_good else self.position.pass_number
+        store, mine = self._listener.store, json.dumps([pass_number, f"rank {self.rank} {cause}"])
+        with suppress(RuntimeError):  # the store is gone
+            if for_good:
+                self._status = self._status._replace(failure=cause)
+                store.compare_set(f"{self.number}/failed for good", "", mine)
+            elif not read(store, f"{self.number}/failed").startswith(f"[{pass_number},"):
+                store.set(f"{self.number}/failed", mine)
+            self._listener.roll_call.wake()
+
+    def cannot_complete(self, cause: str) -> str:
+        """The message for a pass that cannot be completed.
+
+        Args:
+            cause: Why, as a sentence without its full stop.
+        """
+        return (
+            f"rank {self.rank}: pass {self.position.pass_number} cannot be completed: {cause}. Gradients of the ranks "
+            "are no longer the same; restart from a checkpoint"
+        )
+
+    def _give_up_lost(self, awaited: str, error: RuntimeError) -> None:
+        """Give up as a collective raised, which is the consequence of something that happened elsewhere."""
+        if self.failure():
+            with self.giving_up_on_errors():
+                self.raise_if_failed()
+        cause = "another rank ended or did not get here in time; its output tells why"
+        try:
+            found = diagnose(self._listener.roll_call.ask(self.number), self._trainable[0])
+            cause = self.failure() or (found.text if found is not None else cause)
+        except RuntimeError:
+            cause = STORE_LOST
+        number = self.position.pass_number
+        self.give_up(
+            f"rank {self.rank}: reducing {awaited} failed in pass {number}: {cause} ({error})",
+            f"could not reduce {awaited}: {error}; {cause}",
+        )
+        raise PeerFailureError(self.message) from error

@@ -1,0 +1,55 @@
+"""The control vector of a pass: what this rank reports, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.peers.control import Control, ControlExchange, Report, fingerprint, write
+from lightning_bucketddp.peers.control_checks import ControlChecks
+from lightning_bucketddp.peers.peers import Peers
+
+
+class PassControl:
+    """Sends and reads the control vectors of the passes of one set of parameters.
+
+    Args:
+        collectives: The group.
+        peers: The other ranks.
+        checks: What the ranks must have in common when they meet in a pass.
+        table: The parameters.
+    """
+
+    def __init__(self, collectives: Collectives, peers: Peers, checks: ControlChecks, table: SlotTable) -> None:
+        self._collectives, self._peers, self._checks, self._table = collectives, peers, checks, table
+
+    def report(self, trainable: TrainableSet, failed: bool, out_of_data: bool) -> Report:
+        """What this rank says of a pass before participants add to it."""
+        at = self._peers.position
+        seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.updated)
+        return Report(seen, at.step, at.forward, failed=failed, out_of_data=out_of_data)
+
+    def send(self, report: Report, used: Collection[int]) -> ControlExchange:
+        """Send the control vector in a collective of its own."""
+        device = self._table.all_params[0].device
+        return ControlExchange.start(self._collectives, device, report, len(self._table), used)
+
+    def put_in(self, vector: Tensor, report: Report, used: Collection[int]) -> ControlExchange:
+        """Write the control vector where it travels with a bucket."""
+        write(vector, report, used)
+        return ControlExchange(vector, self._collectives.world_size)
+
+    def read(self, exchange: ControlExchange, needed: bool) -> Control | None:
+        """Require that the pass went well on every rank, now if that is needed or costs nothing; else later.
+
+        Raises:
+            PeerFailureError: If backward raised on some rank.
+            RankMismatchError: If ranks met from different places of the program.
+        """
+        if needed or exchange.arrived():
+            return self._checks.require_success(exchange.read())
+        self._checks.read_later(exchange)
+        return None

@@ -1,0 +1,85 @@
+"""Which parameters were trainable since the last reduction, and what the ranks agreed on."""
+
+from __future__ import annotations
+
+from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.diagnose import other_trainable
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Status
+from lightning_bucketddp.reducer.participant import Participant
+
+
+class TrainableHistory(Participant):
+    """Follows ``requires_grad`` from pass to pass, and has every change agreed between the ranks.
+
+    A change back to an earlier set is agreed too: a rank that changes alone would launch other buckets than the rest,
+    which ends a gloo process on the spot and hangs NCCL.
+
+    Args:
+        slots: The module's parameters.
+        peers: The other ranks.
+
+    Attributes:
+        since_reduction: The union of the sets of all passes since the last reduction; None if there was no pass.
+        agreed: The union that the ranks agreed on last.
+    """
+
+    def __init__(self, slots: SlotTable, peers: Peers) -> None:
+        self._slots = slots
+        self._peers = peers
+        self.agreed = slots.trainable_now()
+        self.since_reduction: TrainableSet | None = None
+        self._changes = 0
+
+    def note(self, trainable: TrainableSet) -> TrainableSet:
+        """Adds the set of a pass, and returns the union since the last reduction."""
+        before = self.since_reduction
+        if before is not None and before != trainable:
+            trainable = tuple([a or b for a, b in zip(before, trainable, strict=True)])
+        self.since_reduction = trainable
+        return trainable
+
+    def agree(self, trainable: TrainableSet) -> bool:
+        """Makes sure that all ranks go from the set agreed last to ``trainable``; asks them if it is another.
+
+        A rank that finds nothing to ask notes its set, so that ranks that ask can be told how they differ.
+
+        Args:
+            trainable: The union since the last reduction.
+
+        Returns:
+            Whether the set has changed.
+
+        Raises:
+            RankMismatchError: On every rank, naming the first parameter that differs and both sides.
+            RuntimeError: If some ranks stay silent for the whole timeout.
+        """
+        peers = self._peers
+        peers.note_trainable(self._slots.names, trainable)
+        if trainable == self.agreed:
+            return False
+        try:
+            with peers.giving_up_on_errors():
+                self._ask(trainable)
+        except (PeerFailureError, RankMismatchError):
+            raise
+        except RuntimeError as error:
+            peers.give_up(str(error), cause=f"gave up: {error}")
+            raise
+        self.agreed = trainable
+        return True
+
+    def _ask(self, trainable: TrainableSet) -> None:
+        peers, names = self._peers, self._slots.names
+        self._changes += 1
+        topic = f"the trainable parameters of pass {peers.position.pass_number} (change {self._changes})"
+        said = peers.exchange(topic, "".join("01"[flag] for flag in trainable))
+        other = next((rank for rank, bits in enumerate(said) if bits != said[0]), None)
+        if other is not None:
+            first, second = (Status(rank, peers.position, trainable=said[rank]) for rank in (0, other))
+            raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second, names)}")
+
+    def ended(self) -> None:
+        """A synchronised pass has ended."""
+        self.since_reduction = None

@@ -1,0 +1,144 @@
+"""Why ranks wait in vain, from their records alone."""
+
+import random
+import re
+import time
+
+import pytest
+
+from lightning_bucketddp.peers.diagnose import Kind, diagnose
+from lightning_bucketddp.peers.status import Phase, Position, Status
+
+NAMES = ("stem.weight", "head.weight")
+
+
+def at(rank: int, phase: Phase = Phase.RUNS, what: str = "", **more: object) -> Status:
+    numbers = {name: more.pop(name) for name in list(more) if name in Position._fields}
+    return Status(rank, Position(**numbers), phase, what, **more)  # type: ignore[arg-type]
+
+
+IN_PASS = {"phase": Phase.PASS, "what": "the gradients of 'head.weight'", "pass_number": 6}
+
+
+def test_records_travel_as_json_without_loss() -> None:
+    status = at(3, Phase.EXCHANGE, "the module buffers", pass_number=2, exchange=7, step_ended=True, trainable="01")
+    assert Status.unpacked(status.packed(), heard=True) == status
+    assert not Status.unpacked(status.packed(), heard=False).heard
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [at(1, pass_number=6), at(2, pass_number=6, step=3)],
+        [at(1, **IN_PASS), at(2, **IN_PASS)],
+        # Records that were written a little earlier or later than rank 0's.
+        [at(1, Phase.EXCHANGE, "the module buffers", pass_number=6, exchange=4), at(2, pass_number=7)],
+        [
+            at(1, Phase.AGREEMENT, "the trainable parameters", pass_number=6, agreement=2),
+            at(2, pass_number=7, agreement=2),
+        ],
+        [at(1, Phase.OTHER, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
+    ],
+    ids=["they run", "all are in the pass", "exchange", "agreement", "uncounted"],
+)
+def test_ranks_that_may_still_come_are_left_alone(others: list[Status]) -> None:
+    assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
+
+
+@pytest.mark.parametrize(
+    ("statuses", "kind", "words"),
+    [
+        ([at(0), at(1, failure="raised OSError: disk full")], Kind.FAILED, "rank 1 raised OSError: disk full"),
+        (
+            [at(0, **IN_PASS), at(1, ended=True, pass_number=3)],
+            Kind.ENDED,
+            "rank 1 has ended training after 3 passes, while rank 0 is in pass 6",
+        ),
+        (
+            [at(0, step=3, backward=2, **IN_PASS), at(1, step=3, backward=2, step_ended=True, pass_number=6)],
+            Kind.SKIPPED,
+            "rank 1 ran 2 backwards in step 3, in which rank 0 is in pass 6, backward 3 of the step",
+        ),
+        (
+            [at(0, step=3, **IN_PASS), at(1, Phase.EXCHANGE, "the module buffers", step=4, exchange=1, pass_number=6)],
+            Kind.SKIPPED,
+            "rank 1 ran no backward in step 3, in which rank 0 is in pass 6",
+        ),
+        (
+            [at(0, Phase.EXCHANGE, "the module buffers", step=3, exchange=2), at(1, step=4, exchange=1)],
+            Kind.SKIPPED,
+            "rank 1 has left step 3, in which rank 0 waits for the module buffers in pass 0",
+        ),
+        (
+            [at(0, Phase.EXCHANGE, "the statistics of 'a'", exchange=2, pass_number=6), at(1, exchange=1, **IN_PASS)],
+            Kind.ELSEWHERE,
+            "rank 1 is in pass 6 and has ended its backward, while rank 0 waits for the statistics of 'a' in pass 6",
+        ),
+        (
+            [at(0, Phase.EXCHANGE, "the module buffers", exchange=2), at(1, Phase.EXCHANGE, "'a'", exchange=2)],
+            Kind.ELSEWHERE,
+            "rank 0 waits for the module buffers in pass 0, while rank 1 waits for 'a' in pass 0",
+        ),
+        (
+            [at(0, update=3, **IN_PASS), at(1, Phase.UPDATE, "'head.weight'", update=4, pass_number=6)],
+            Kind.ELSEWHERE,
+            "after 3 optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4",
+        ),
+        (
+            [at(0, trainable="11", **IN_PASS), at(1, Phase.AGREEMENT, "sets", agreement=1, trainable="10")],
+            Kind.ELSEWHERE,
+            "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1",
+        ),
+        (
+            [at(0, **IN_PASS), at(1, Phase.AGREEMENT, "the parameters of pass 6", agreement=1, pass_number=6)],
+            Kind.ELSEWHERE,
+            "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on the parameters of pass 6",
+        ),
+        ([at(0, **IN_PASS), at(1), at(2, heard=False)], Kind.STUCK, "nothing is heard of rank(s) 2"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_that_name_both_ranks(statuses: list[Status], kind: Kind, words: str) -> None:
+    for order in (statuses, statuses[::-1]):
+        found = diagnose(order, NAMES)
+        assert found is not None
+        assert found.kind is kind
+        assert words in found.text
+
+
+def test_what_follows_training_is_run_by_ranks_that_have_ended_it() -> None:
+    assert diagnose([at(0, Phase.EXCHANGE, "the module buffers", exchange=1, ended=True), at(1, ended=True)]) is None
+
+
+def walk(rank: int, program: list[Phase], moments: int) -> Status:
+    """Where a rank is that has come to some point of a program."""
+    counts = dict.fromkeys(("pass_number", "exchange", "update", "agreement"), 0)
+    counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "update", Phase.AGREEMENT: "agreement"}
+    for moment, phase in enumerate(program[:moments]):
+        if phase in counted:
+            counts[counted[phase]] += 1
+        elif moment + 1 < moments:  # a pass counts when it has been completed
+            counts["pass_number"] += 1
+    return at(rank, program[moments - 1], "something", **counts)
+
+
+def test_no_record_of_ranks_that_run_one_program_is_taken_for_a_mistake() -> None:
+    """Ranks wait at any two neighbouring points, as none leaves one before all have come; records are of any moment."""
+    draw = random.Random(0)
+    compared = 0
+    for _ in range(300):
+        program = draw.choices([Phase.PASS, Phase.EXCHANGE, Phase.UPDATE, Phase.AGREEMENT], k=8)
+        moments = [draw.randrange(1, 9) for _ in range(3)]  # records are written one after the other
+        records = [walk(rank, program, moment) for rank, moment in enumerate(moments)]
+        assert diagnose(records) is None, (program, moments)
+        compared += len(set(moments)) > 1
+    assert compared > 200
+
+
+def test_a_large_world_is_looked_at_in_a_moment() -> None:
+    ranks = [at(rank, **IN_PASS) for rank in range(4096)]
+    ranks[77] = at(77, Phase.EXCHANGE, "the module buffers", exchange=1, pass_number=6)
+    began = time.process_time()
+    found = diagnose(ranks)
+    assert time.process_time() - began < 2
+    assert found is not None
+    assert re.search(r"rank 0 .* rank 77", found.text)
