@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.peers.control import HEADER
 
 # What ranks tell one another after a pass is expected in int64 vectors with at least a number for each slot. Their
 # lengths are not recorded: what they hold may change where the order of collectives does not.
@@ -89,6 +91,10 @@ class Roles:
                         return "parameters of a bucket"
                 elif operation.startswith("all_gather") and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
+                elif operation == "all_reduce" and index == len(layout.buckets) - 1 and numel == _with_control(layout):
+                    self._next_bucket[key] = 0
+                    self._buckets_since_control, self._last_wrapper = False, at
+                    return f"bucket {index} and control" + (f" of wrapper {at}" if len(self._wrappers) > 1 else "")
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
                     continue  # shards are reduced across their groups only
                 elif numel in (bucket.numel, ranks * shard, (ranks - 1) * shard, shard):
@@ -100,6 +106,11 @@ class Roles:
         _, _, at, index = min(found)
         self._next_bucket[at, operation, label], self._last_wrapper = index + 1, at
         return f"bucket {index}" + (f" of wrapper {at}" if len(self._wrappers) > 1 else "")
+
+
+def _with_control(layout: Layout) -> int:
+    """The length of the last bucket with the control vector behind it."""
+    return layout.buckets[-1].numel + HEADER + len(layout.slots)
 
 
 def _numel_of(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
