@@ -8,13 +8,9 @@ import lightning.pytorch as pl
 import pytest
 
 from tests.lightning_models import Regression, data, strategy_of, trainer
-from tests.pool import RankError
 from tests.reference import largest_difference_between_ranks
 
 RunRanks = Callable[..., list[Any]]
-MENDED_LATER = pytest.mark.xfail(
-    strict=True, raises=RankError, reason='"cannot pickle PrefixStore"; mended in "A core of small parts"'
-)
 
 
 class Copies(pl.Callback):
@@ -49,6 +45,6 @@ def copied_in(hook: str, kind: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_start"])
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("bucketddp", marks=MENDED_LATER)])
+@pytest.mark.parametrize("kind", ["ddp", "bucketddp"])
 def test_callbacks_are_copied_in_fit(run_ranks: RunRanks, hook: str, kind: str) -> None:
     assert run_ranks(2, copied_in, hook, kind) == [(1, 0.0)] * 2

@@ -181,7 +181,7 @@ class Sharding:
     def _send(self, chosen: Iterable[int], complete: bool = True) -> None:
         # The last bucket of backward is the first of forward.
         buckets = sorted(chosen, reverse=True)
-        self._peers.note_update(buckets, complete)
+        self._peers.here.note_update(buckets, complete)
         if self._groups.shards == 1:
             return
         for index in buckets:
@@ -281,11 +281,11 @@ class Sharding:
 
     def _require_same_updates(self) -> None:
         """Requires that all ranks know the same optimizers, whose state is about to move."""
-        mine = torch.tensor([self._peers.position.update, self._peers.updated], device=self._runs.device)
+        mine = torch.tensor([self._peers.position.update, self._peers.here.updated], device=self._runs.device)
         with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
             gathered, pending = self._collectives.all_gather(mine)
             pending.wait(self._peers.poll)
-            self._peers.require_same_updates(gathered.tolist())
+            self._peers.here.require_same_updates(gathered.tolist())
 
     # -- whole state ---------------------------------------------------------------------------------
 

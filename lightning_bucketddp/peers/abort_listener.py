@@ -37,7 +37,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
@@ -149,6 +149,9 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbortListener:
+        return self  # it belongs to this process; strategies are copied with callbacks
 
     def begin(self, is_stopping: Callable[[], bool]) -> None:
         """A fit begins, on all ranks: what failed before has been handled.

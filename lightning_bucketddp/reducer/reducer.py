@@ -281,12 +281,12 @@ class Reducer:
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.peers.begin_step()
+        self.peers.here.begin_step()
 
     def end_step(self) -> None:
         """All backwards of the step have been run: ranks that are in another one need not wait."""
         if self._state is PassState.IDLE:
-            self.peers.end_step()
+            self.peers.here.end_step()
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Reducer:
         A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
         would differ in what was trainable since the last reduction, should it change before the next.
         """
-        self.peers.begin_forward()
+        self.peers.here.begin_forward()
         self._runs.require_main_grads()
         if not self.reduces and self._state is PassState.IDLE:
             self._trainable.note(self._slots.trainable_now())
@@ -796,7 +796,7 @@ class Reducer:
 
     def _start_control(self, failed: bool) -> ControlExchange:
         report = Report(
-            fingerprint(self.peers.number, self.pass_number, self._trainable.since_reduction, self.peers.updated),
+            fingerprint(self.peers.number, self.pass_number, self._trainable.since_reduction, self.peers.here.updated),
             self.peers.position.step,
             self.peers.position.forward,
             self.divisor.tokens,
@@ -817,7 +817,7 @@ class Reducer:
         self._local_passes = 0
         self._by_hand = self._contributed = False
         self._enter(PassState.IDLE)
-        self.peers.end_pass()
+        self.peers.here.end_pass()
 
     # -- when something is wrong ---------------------------------------------------------------------
 

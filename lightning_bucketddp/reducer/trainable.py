@@ -59,7 +59,7 @@ class TrainableHistory:
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
         peers, names = self._peers, self._slots.names
-        peers.note_trainable(names, trainable)
+        peers.here.note_trainable(names, trainable)
         if trainable == self.agreed:
             return False
         self._changes += 1

@@ -397,7 +397,7 @@ class BucketDDP(nn.Module, MegatronCalls, ShardedCalls, UnevenRanks):
             active: The ranks whose values count, if not all of them.
         """
         peers = self._reducer.peers
-        peers.begin_exchange()
+        peers.here.begin_exchange()
         with peers.waiting_for("the module buffers", Phase.EXCHANGE):
             active = self._uneven.active if active is None else active
             self._module_buffers.synchronise(peers.poll, active)

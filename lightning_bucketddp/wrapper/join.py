@@ -293,7 +293,7 @@ class UnevenRanks(Joinable):
     def _leave_join(self) -> None:
         # torch leaves its own flag on, so that every later forward would go on asking who has data.
         self._reducer.uneven = self._reducer.divisor.divide_by_active = False
-        self._reducer.peers.forget_forwards()  # they differ between the ranks, as they should
+        self._reducer.peers.here.forget_forwards()  # they differ between the ranks, as they should
         # Inside the context a joined rank holds the averaged gradients: a ZeroRedundancyOptimizer steps on them there.
         for param, grad in self._own_grads or ():
             param.grad = grad
