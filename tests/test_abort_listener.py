@@ -1,5 +1,6 @@
 """Ranks hear of each other's failures outside of passes, and end."""
 
+import gc
 import logging
 import os
 import sys
@@ -136,6 +137,7 @@ def test_a_rank_that_is_blocked_in_a_collective_wakes_though_nobody_closes_a_con
 
 def many_wrappers() -> tuple[int, int]:
     """Threads while wrappers are open, and after they were made and dropped many times."""
+    gc.collect()  # wrappers that were dropped may hold their group, and so its listener, until then
     wrappers = [BucketDDP(Mlp()) for _ in range(3)]
     during = [thread.name for thread in threading.enumerate()]
     for _ in range(5):
