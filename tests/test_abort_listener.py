@@ -1,19 +1,24 @@
 """Ranks hear of each other's failures outside of passes, and end."""
 
+import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_bucketddp import PeerFailureError
+from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
+from tests.models import Mlp
 
 RunRanks = Callable[..., list[Any]]
 
@@ -108,3 +113,41 @@ def saving() -> bool:
 
 def test_a_rank_that_is_stopping_is_left_alone(run_ranks: RunRanks) -> None:
     assert run_ranks(2, saving, fresh=True) == [True, True]
+
+
+def blocked() -> tuple[float, bool]:
+    """Rank 0 waits for rank 1, which has failed and lives on, its connections open."""
+    listener = begin()
+    dist.barrier()
+    since = time.monotonic()
+    if dist.get_rank() == 1:
+        listener.failed(OSError("disk full"))
+        time.sleep(8)
+    else:
+        with pytest.raises(RuntimeError):
+            dist.broadcast(torch.zeros(1), src=0)
+    return time.monotonic() - since, dist.is_initialized()
+
+
+def test_a_rank_that_is_blocked_in_a_collective_wakes_though_nobody_closes_a_connection(run_ranks: RunRanks) -> None:
+    (seconds, initialised), _ = run_ranks(2, blocked, fresh=True)
+    assert seconds < 6
+    assert initialised
+
+
+def many_wrappers() -> tuple[int, int]:
+    """Threads while wrappers are open, and after they were made and dropped many times."""
+    gc.collect()  # wrappers that were dropped may hold their group, and so its listener, until then
+    wrappers = [BucketDDP(Mlp()) for _ in range(3)]
+    during = [thread.name for thread in threading.enumerate()]
+    for _ in range(5):
+        BucketDDP(Mlp()).close()
+        BucketDDP(Mlp())
+    after = [thread.name for thread in threading.enumerate()]
+    assert len(wrappers) == 3
+    return during.count("bucketddp-abort-listener"), after.count("bucketddp-abort-listener")
+
+
+def test_all_wrappers_of_a_group_have_one_listener(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, many_wrappers) == [(1, 1)] * 2
+    assert run_ranks(2, many_wrappers) == [(1, 1)] * 2, "those of groups that have ended are gone"

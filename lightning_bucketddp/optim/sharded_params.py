@@ -112,7 +112,7 @@ class ShardedParams(Parts):
         if not chosen:
             return
         buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
-        self._peers.note_update(buckets, complete)
+        self._peers.here.note_update(buckets, complete)
         groups = self._runs.groups
         for index in buckets if groups.shards > 1 else ():
             pending = groups.gathering.all_gather_shards(self._buffers.flats[index])

@@ -238,12 +238,12 @@ class Sharding:
             return
         self.wait()
         updates = torch.tensor(
-            [self._peers.position.update, self._peers.updated], device=self._slots.all_params[0].device
+            [self._peers.position.update, self._peers.here.updated], device=self._slots.all_params[0].device
         )
         with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
             gathered, pending = self._collectives.all_gather(updates)
             pending.wait(self._peers.poll)
-            self._peers.require_same_updates(gathered.tolist())
+            self._peers.here.require_same_updates(gathered.tolist())
         mine = {number: optimizer for optimizer, (number, _) in self._optimizers.items()}
         known_everywhere = set.intersection(*map(set, self.exchange(list(mine))))  # dropped by nobody
         parts = parts_of(layout, self._runs.groups.shards, self._runs.groups.index)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from zlib import crc32
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
@@ -16,7 +15,8 @@ from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_LOST, Failure, listen
 from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
-from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS, Diagnosis, Kind, diagnose
+from lightning_bucketddp.peers.diagnose import Diagnosis, Kind, diagnose
+from lightning_bucketddp.peers.here import Here
 from lightning_bucketddp.peers.roll_call import read
 from lightning_bucketddp.peers.status import Phase, Position, Status
 
@@ -35,7 +35,7 @@ class Peers:
         number: Which of the group's wrappers this is; the same on every rank.
         world_size: How many ranks there are.
         message: What every later use raises; empty while this rank has not given up.
-        updated: A number that tells which buckets sharded optimizers have updated.
+        here: Where this rank is.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
@@ -43,11 +43,8 @@ class Peers:
         self.number = self._listener.roll_call.enter(self)
         self.world_size = collectives.world_size
         self.message = ""
-        self.updated = 0
-        self._status = Status(collectives.rank)
-        self._wait: tuple[Phase, str | Callable[[], str]] = Phase.RUNS, ""
+        self.here = Here(collectives.rank)
         self._polls, self._call = 0, 0  # since this wait began; the roll call whose answers are to be looked at
-        self._trainable: tuple[Sequence[str], Sequence[bool]] = (), ()
         self._failures: dict[int | None, Failure] = {}  # by pass; None: for good
         seconds = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._agreement = Agreement(self._listener.store, f"{self.number}/", collectives.rank, self.world_size, seconds)
@@ -56,125 +53,52 @@ class Peers:
         """Answer no more roll calls. Sends nothing."""
         self._listener.roll_call.leave(self.number, self.status())
 
-    # -- where this rank is --------------------------------------------------------------------------
-
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._status.rank
+        return self.here.rank
 
     @property
     def position(self) -> Position:
         """How far this rank has come."""
-        return self._status.position
-
-    def _move(self, **numbers: int) -> None:
-        self._status = self._status._replace(position=self._status.position._replace(**numbers))
-
-    def begin_step(self) -> None:
-        """A training step begins, on every rank."""
-        self._status = self._status._replace(step_ended=False)
-        self._move(step=self.position.step + 1, backward=0)
-
-    def end_step(self) -> None:
-        """All backwards of the step have been run."""
-        self._status = self._status._replace(step_ended=True)
-
-    def begin_forward(self) -> None:
-        """A training forward begins."""
-        self._move(forward=self.position.forward + 1)
-
-    def forget_forwards(self) -> None:
-        """Ranks have run different numbers of forwards, as they should."""
-        self._move(forward=0)
-
-    def begin_exchange(self) -> None:
-        """An exchange of BatchNorm statistics or of module buffers begins, on every rank."""
-        self._move(exchange=self.position.exchange + 1)
-
-    def end_pass(self) -> None:
-        """A synchronised pass has been completed."""
-        self._move(pass_number=self.position.pass_number + 1, backward=self.position.backward + 1)
-
-    def end_training(self) -> None:
-        """This rank comes to no further pass."""
-        self._status = self._status._replace(ended=True)
-        if self.world_size > 1:
-            with suppress(RuntimeError):  # the store is gone
-                self._listener.roll_call.write(self._listener.store)
-
-    def note_trainable(self, names: Sequence[str], trainable: Sequence[bool]) -> None:
-        """Keep which parameters this rank trains, for ranks that want to agree on it.
-
-        Args:
-            names: The parameters' names.
-            trainable: Per parameter, whether it is trained.
-        """
-        self._trainable = names, trainable
-
-    def note_update(self, buckets: Sequence[int], complete: bool) -> None:
-        """A sharded optimizer has made a step on this rank, or the first stages of one.
-
-        Args:
-            buckets: The buckets whose parameters travel after it.
-            complete: Whether the step is complete.
-        """
-        self._move(update=self.position.update + complete)
-        self.updated = crc32(repr((self.updated, self.position.pass_number, buckets)).encode())
-
-    def require_same_updates(self, everyone: Sequence[Sequence[int]]) -> None:
-        """Require that the ranks' optimizers have made the same steps.
-
-        Args:
-            everyone: By rank, how many steps, and :attr:`updated`.
-
-        Raises:
-            RankMismatchError: If not.
-        """
-        other = next((rank for rank, it in enumerate(everyone) if it != everyone[0]), None)
-        if other is not None:
-            raise RankMismatchError(
-                f"rank {self.rank}: ranks come to pass {self.position.pass_number} after different optimizer steps, "
-                f"rank 0 after {everyone[0][0]} and rank {other} after {everyone[other][0]}: {LOOK_FOR_STEPS}"
-            )
+        return self.here.position
 
     def status(self) -> Status:
         """This rank's record."""
-        phase, what = self._wait
-        with suppress(Exception):  # another thread asks: what is waited for may have come
-            what = what if isinstance(what, str) else what()
-        asked = phase in (Phase.AGREEMENT, Phase.PASS)
-        trainable = "".join("01"[flag] for flag in self._trainable[1]) if asked else ""
-        return self._status._replace(phase=phase, waiting_for=str(what), trainable=trainable)
+        return self.here.status()
+
+    def end_training(self) -> None:
+        """This rank comes to no further pass: it tells those that do, or will."""
+        self.here.ended = True
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # the store is gone
+                self._listener.roll_call.write(self._listener.store)
 
     # -- agreements ----------------------------------------------------------------------------------
 
     def exchange(self, topic: str, mine: str) -> list[str]:
         """Say ``mine`` on ``topic`` and return what every rank said, by rank; see :meth:`Agreement.exchange`."""
-        with self._agreeing(topic):
+        self.here.begin_agreement()
+        with self._waiting(topic, Phase.AGREEMENT):
             return self._agreement.exchange(topic, mine, self.poll)
 
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
         """Require that all ranks have the same entries; see :meth:`Agreement.require_same`."""
-        with self._agreeing(topic):
-            self._agreement.require_same(topic, entries, problem, self.poll)
-
-    @contextmanager
-    def _agreeing(self, topic: str) -> Iterator[None]:
-        self._move(agreement=self.position.agreement + 1)
+        self.here.begin_agreement()
         with self._waiting(topic, Phase.AGREEMENT):
-            yield
+            self._agreement.require_same(topic, entries, problem, self.poll)
 
     # -- waiting -------------------------------------------------------------------------------------
 
     @contextmanager
     def _waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:
-        before, self._wait = self._wait, (phase, what)
+        here = self.here
+        before, here.waits_for = here.waits_for, (phase, what)
         self._polls = self._call = 0
         try:
             yield
         finally:
-            self._wait = before
+            here.waits_for = before
 
     @contextmanager
     def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.OTHER) -> Iterator[None]:
@@ -222,7 +146,7 @@ class Peers:
         with suppress(RuntimeError):  # the store is gone; the collective will tell
             roll_call = self._listener.roll_call
             if self._call:
-                found = diagnose(roll_call.records(self.number, self._call), self._trainable[0])
+                found = diagnose(roll_call.records(self.number, self._call), self.here.names)
                 self._call = 0
             elif self._polls > 1 and self._polls & (self._polls - 1) == 0:
                 self._call = roll_call.call(since=self._polls * POLL_SECONDS / 2)
@@ -310,7 +234,7 @@ class Peers:
         store, mine = self._listener.store, json.dumps([pass_number, f"rank {self.rank} {cause}"])
         with suppress(RuntimeError):  # the store is gone
             if for_good:
-                self._status = self._status._replace(failure=cause)
+                self.here.failure = cause
                 store.compare_set(f"{self.number}/failed for good", "", mine)
             elif not read(store, f"{self.number}/failed").startswith(f"[{pass_number},"):
                 store.set(f"{self.number}/failed", mine)
@@ -334,7 +258,7 @@ class Peers:
                 self.raise_if_failed()
         cause = "another rank ended or did not get here in time; its output tells why"
         try:
-            found = diagnose(self._listener.roll_call.ask(self.number), self._trainable[0])
+            found = diagnose(self._listener.roll_call.ask(self.number), self.here.names)
             cause = self.failure() or (found.text if found is not None else cause)
         except RuntimeError:
             cause = STORE_LOST

@@ -41,7 +41,7 @@ class Joining:
     def end(self) -> None:
         """All ranks have data again."""
         self.uneven = self._divisor.divide_by_active = False
-        self._peers.forget_forwards()  # they differ between the ranks, as they should
+        self._peers.here.forget_forwards()  # they differ between the ranks, as they should
 
     def join(self, joined: bool) -> None:
         """Say whether this rank has run out of data, and goes on with its last batch."""

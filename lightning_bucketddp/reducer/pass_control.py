@@ -29,7 +29,7 @@ class PassControl:
     def report(self, trainable: TrainableSet, failed: bool, out_of_data: bool) -> Report:
         """What this rank says of a pass before participants add to it."""
         at = self._peers.position
-        seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.updated)
+        seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.here.updated)
         return Report(seen, at.step, at.forward, failed=failed, out_of_data=out_of_data)
 
     def send(self, report: Report, used: Collection[int]) -> ControlExchange:

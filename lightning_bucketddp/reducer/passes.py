@@ -105,12 +105,12 @@ class Passes:
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""
-        self.peers.begin_step()
+        self.peers.here.begin_step()
 
     def end_step(self) -> None:
         """All backwards of the step have been run: ranks that are in another one need not wait."""
         if self.reducer.state is PassState.IDLE:
-            self.peers.end_step()
+            self.peers.here.end_step()
 
     def note_replicas(self, count: int) -> None:
         """Say in how many replicas the last forward ran, where others may run in several.
@@ -127,7 +127,7 @@ class Passes:
         would differ in what was trainable since the last reduction, should it change before the next.
         """
         reducer = self.reducer
-        self.peers.begin_forward()
+        self.peers.here.begin_forward()
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
             self.upkeep.note_trainable()

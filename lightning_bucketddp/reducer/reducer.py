@@ -279,7 +279,7 @@ class Reducer:
             participant.ended()
         self.buckets.pending = set()  # not cleared: the record of the pass keeps the old one
         self._enter(PassState.IDLE)
-        self.peers.end_pass()
+        self.peers.here.end_pass()
 
     # -- when something is wrong ---------------------------------------------------------------------
 

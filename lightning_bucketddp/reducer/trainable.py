@@ -56,7 +56,7 @@ class TrainableHistory(Participant):
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
         peers = self._peers
-        peers.note_trainable(self._slots.names, trainable)
+        peers.here.note_trainable(self._slots.names, trainable)
         if trainable == self.agreed:
             return False
         try:

@@ -69,7 +69,7 @@ class ModuleBuffers:
         if self._mode == "off" or self._collectives.world_size == 1:
             return
         if tensors := self.tensors():
-            self._peers.begin_exchange()
+            self._peers.here.begin_exchange()
             with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, self._collectives.world_size, active)
 

@@ -128,7 +128,7 @@ class StatisticsLink:
         mine[0], mine[1] = self._first_tag + 2 * layer + backward, count
         mine[2 : values.numel() + 2] = values.flatten()
         if self.peers is not None:
-            self.peers.begin_exchange()
+            self.peers.here.begin_exchange()
         everyone = self._gather(mine[:_FIRST_MESSAGE], layer)
         if not bool((everyone[:, 0] == mine[0]).all()):
             raise RankMismatchError(
