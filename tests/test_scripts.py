@@ -116,9 +116,12 @@ def memory(kind: str) -> tuple[float, float]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
-def test_gradients_exist_once_where_ddp_has_them_twice(run_ranks: Callable[..., list[Any]]) -> None:
-    for grown, reachable in run_ranks(2, memory, "bucketddp", fresh=True):
-        assert 0.95 < grown < 1.1
-        assert 0.99 < reachable < 1.01
-    for grown, _ in run_ranks(2, memory, "ddp", fresh=True):
-        assert 1.9 < grown < 2.2
+@pytest.mark.parametrize(
+    ("kind", "least", "most"), [("bucketddp", 0.95, 1.1), pytest.param("ddp", 1.9, 2.2, marks=pytest.mark.slow)]
+)
+def test_gradients_exist_once_where_ddp_has_them_twice(
+    run_ranks: Callable[..., list[Any]], kind: str, least: float, most: float
+) -> None:
+    for grown, reachable in run_ranks(2, memory, kind, fresh=True):
+        assert least < grown < most
+        assert kind == "ddp" or 0.99 < reachable < 1.01

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models, test_fabric
-from tests.lightning_models import Citizen, Regression, close_to, data, trainer
+from tests.lightning_models import Citizen, Regression, close_to, data, trainer, with_nets_and_optimizers
 from tests.models import Mlp
 from tests.reference import largest_difference_between_ranks
 from tests.test_callbacks import ROWS as CALLBACKS
@@ -96,17 +96,16 @@ def with_parts(module: str, job: str, *args: Any) -> Any:
         return getattr(owner, job)(*args)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("net", ["mlp", "conv"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-    ],
-    ids=["plain", "accumulate and clip", "clip values", "bf16-mixed"],
+    ("net", "optimizer", "options"),
+    with_nets_and_optimizers(
+        {
+            "plain": {},
+            "accumulate and clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
+            "clip values": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+            "bf16-mixed": {"precision": "bf16-mixed"},
+        }
+    ),
 )
 def test_the_same_weights_as_ddp(run_ranks: RunRanks, net: str, optimizer: str, options: dict[str, Any]) -> None:
     assert run_ranks(2, with_shards, "test_trainer", "fit_with_both", net, optimizer, options) == [0.0, 0.0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDP, BucketDDPStrategy, PeerFailureError, RankMismatchError
-from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer, with_nets_and_optimizers
 from tests.models import Branches, Fragile
 from tests.reference import largest_difference_between_ranks
 
@@ -52,12 +52,16 @@ def fit_with_both(net: str, optimizer: str, options: dict[str, Any]) -> float:
     return largest_difference_between_ranks(models[1])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("net", ["mlp", "conv"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate_grad_batches": 3}, {"gradient_clip_val": 0.05}, {"precision": "bf16-mixed"}],
-    ids=["plain", "accumulate", "clip", "bf16-mixed"],
+    ("net", "optimizer", "options"),
+    with_nets_and_optimizers(
+        {
+            "plain": {},
+            "accumulate": {"accumulate_grad_batches": 3},
+            "clip": {"gradient_clip_val": 0.05},
+            "bf16-mixed": {"precision": "bf16-mixed"},
+        }
+    ),
 )
 def test_the_same_weights_as_ddp(run_ranks: RunRanks, net: str, optimizer: str, options: dict[str, Any]) -> None:
     assert run_ranks(2, fit_with_both, net, optimizer, options) == [0.0, 0.0]

@@ -142,19 +142,13 @@ class Replicas:
             raise ValueError(f"expected between 1 and {len(self.devices)} replicas, found {count}")
         if not self._tree.still_holds() or self._present_kinds() != self._kinds:
             self._plan()
-        self._copies = self._modules_for_now()
-        copies = self._copies[:count]
+        copies = self._modules_for_now()[:count]
         for copy in copies:  # lets go of the last values, so that their memory can serve again
             copy.renew()
         aliases = self._tree.aliases()
         for copy, tensors in zip(copies, self._written(count), strict=True):
             copy.hold(tensors, aliases)
         return [copy.root for copy in copies]
-
-    @property
-    def first(self) -> nn.Module:
-        """The first replica of the last :meth:`refresh`."""
-        return self._copies[0].root
 
     def _written(self, count: int) -> list[dict[int, Tensor]]:
         """New copies of the original's present tensors for the first replicas, by position."""
@@ -249,22 +243,18 @@ def data_parallel(
     scattered = scatter((args, kwargs), targets, dim) if args or kwargs else [(args, kwargs)]
     count = len(scattered)
     with _replicas_of(module, targets) as replicas:
-        outputs = parallel_apply(
-            replicas.refresh(count),
-            [args for args, _ in scattered],
-            [kwargs for _, kwargs in scattered],
-            targets[:count],
-            thread_per_device=True,
-        )
+        modules = replicas.refresh(count)
+        args_of, kwargs_of = [args for args, _ in scattered], [kwargs for _, kwargs in scattered]
+        outputs = parallel_apply(modules, args_of, kwargs_of, targets[:count], thread_per_device=True)
         if module.training:
-            _bring_buffers_home(module, replicas, targets)
+            _bring_buffers_home(module, modules[0], targets)
     return gather(outputs, output_target, dim)
 
 
 @torch.no_grad()
-def _bring_buffers_home(module: nn.Module, replicas: Replicas, devices: Sequence[torch.device]) -> None:
-    """Copies what the first replica has made of module buffers to those that are on none of the devices."""
-    first = dict(replicas.first.named_buffers())
+def _bring_buffers_home(module: nn.Module, replica: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Copies what a replica has made of module buffers to those that are on none of the devices."""
+    first = dict(replica.named_buffers())
     for name, buffer in module.named_buffers():
         if buffer.device not in devices and not buffer.requires_grad and name in first:
             buffer.copy_(first[name])
@@ -279,9 +269,6 @@ class _Held:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
 
 @contextlib.contextmanager

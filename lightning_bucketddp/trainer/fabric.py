@@ -37,9 +37,6 @@ from lightning_bucketddp.wrapper.runtime import require_fit_group
 _wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 """Every wrapper that a strategy of this file has made in this process."""
 
-_behind: weakref.WeakKeyDictionary[Optimizer, BucketDDP] = weakref.WeakKeyDictionary()
-"""Wrappers of parameters that the optimizers step on."""
-
 
 class BucketDDPFabricStrategy(DDPStrategy):
     """Data-parallel training with Fabric, with gradients averaged by :class:`BucketDDP`.
@@ -164,14 +161,9 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     def _wrapper_behind(self, optimizer: Optimizer) -> BucketDDP | None:
         """A wrapper with parameters that the optimizer steps on."""
-        found = _behind.get(optimizer)
-        if found is None or found.closed:
-            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            candidates = self._open_wrappers()
-            found = next((one for one in candidates if any(id(param) in held for param in one.parameters())), None)
-            if found is not None:
-                _behind[optimizer] = found
-        return found
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        candidates = self._open_wrappers()
+        return next((one for one in candidates if any(id(param) in held for param in one.parameters())), None)
 
     @override
     def teardown(self) -> None:
