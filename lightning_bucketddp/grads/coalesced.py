@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import gradients_of, leave_out
+from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
 from lightning_bucketddp.layout.plan import Layout
 
 
-class Coalesced:
+class Coalesced(Storage):
     """The storage of buckets whose memory exists from the end of backward to the end of the pass.
 
     ``.grad`` stays the tensor that it is. In exchange gradients are there twice during the reduction, are copied
@@ -49,25 +47,6 @@ class Coalesced:
         self._layout = layout
         self._buckets.lay_out(layout, [self._nothing] * len(layout.buckets))
         return True
-
-    def open(self) -> None:
-        """Nothing: autograd may add to any gradient here."""
-
-    def require_untouched(self, slot: int) -> None:
-        """Nothing: autograd may add to any gradient here."""
-
-    def arrived(self, slot: int) -> None:
-        """Nothing: gradients stay where they are."""
-
-    def note_stream(self, slot: int) -> None:
-        """Nothing: the end of backward has waited for all streams."""
-
-    def one_stream(self) -> bool:
-        """True: as above."""
-        return True
-
-    def hold(self, slots: Sequence[int]) -> None:
-        """Nothing: gradients stay where they are."""
 
     def require_memory(self) -> None:
         """Make the memory of buckets, if there is none."""
@@ -124,9 +103,6 @@ class Coalesced:
         grads = [param.grad for param in self._table.params if param.grad is not None]
         if grads:
             torch._foreach_zero_(grads)
-
-    def bind_main_grads(self, bound: bool) -> None:
-        """Nothing: there is no memory that a parameter could refer to."""
 
     def release(self) -> None:
         """Free the memory of a pass that was not ended."""

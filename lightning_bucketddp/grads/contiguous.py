@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import gradients_of, leave_out
+from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
 from lightning_bucketddp.layout.plan import MIB, Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -21,7 +21,7 @@ MAX_CARRIER_BYTES = MIB
 """The control vector does not travel in a larger bucket: what the collective of its own costs is small beside that."""
 
 
-class Contiguous:
+class Contiguous(Storage):
     """The storage of buckets that tile contiguous buffers.
 
     Args:
@@ -45,9 +45,9 @@ class Contiguous:
     ) -> None:
         self._table, self._buckets = table, buckets
         self._carries_control = carries_control
-        self._on_cpu = all(param.device.type == "cpu" for param in table.all_params)
+        on_cpu = all(param.device.type == "cpu" for param in table.all_params)
+        self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
         self.buffers = GradBuffers(layout, self._tail(layout))
-        self._streams: set[torch.Stream] = set()  # of accelerators, on which gradients were made
         self._main_grads: bool | None = False if main_grads else None  # whether they are bound; None: never
         self._outside: list[int] = []  # slots whose gradients lie where autograd put them
         self._outside_bytes = 0
@@ -70,7 +70,7 @@ class Contiguous:
 
     def _tail(self, layout: Layout) -> int:
         """Elements behind the last bucket for the control vector. Where it lies is the same on all ranks."""
-        if not (self._carries_control and layout.buckets and self._on_cpu):
+        if not (self._carries_control and layout.buckets and self._streams is None):
             return 0
         last = layout.buckets[-1]
         buffer = layout.buffers[last.buffer]
@@ -125,9 +125,6 @@ class Contiguous:
         """Remember which gradients lie in the buffers already."""
         self._pending_before = self._buckets.pending.copy()
 
-    def require_untouched(self, slot: int) -> None:
-        """Nothing: autograd may add to any gradient here."""
-
     def arrived(self, slot: int) -> None:
         """Pack gradients that are out of order when they have become many."""
         self._outside.append(slot)
@@ -141,16 +138,16 @@ class Contiguous:
 
     def note_stream(self, slot: int) -> None:
         """Remember the current stream, on which a gradient was made."""
-        if not self._on_cpu:
+        if self._streams is not None:
             self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
 
     def one_stream(self) -> bool:
         """Whether all gradients are made on one stream, which is known."""
-        return self._on_cpu or len(self._streams) == 1
+        return self._streams is None or len(self._streams) == 1
 
     def _wait_for_streams(self) -> None:
         """Let what is done next see the gradients that were made on other streams."""
-        for stream in self._streams:
+        for stream in self._streams or ():
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
@@ -170,9 +167,6 @@ class Contiguous:
         buffers.pack(fresh, grads)
         for slot in fresh:
             buffers.bind(slot, params[slot])
-
-    def require_memory(self) -> None:
-        """Nothing: buffers have it."""
 
     def pack(self, bucket: Bucket, scale: float | None) -> None:
         """Bring a bucket's gradients into its memory, scaled; until it is published its parameters have no ``.grad``.

@@ -25,6 +25,7 @@ from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.shard_memory import ShardMemory
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
+from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import Part
 
@@ -42,7 +43,7 @@ class LayoutObserver(Protocol):
         """Every rank's list of numbers, by rank."""
 
 
-class Sharded:
+class Sharded(Storage):
     """The storage of buckets of which this rank gets its shard.
 
     Args:
@@ -242,9 +243,6 @@ class Sharded:
         """Set all gradients to zero, in the buffers."""
         self.require_memory()
         self._inner.zero()
-
-    def bind_main_grads(self, bound: bool) -> None:
-        """Nothing: most of what a parameter would have as its ``main_grad`` has no meaning after a pass."""
 
     # -- layout --------------------------------------------------------------------------------------
 

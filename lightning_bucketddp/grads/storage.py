@@ -1,4 +1,4 @@
-"""Where gradients lie: the protocol that the reducer knows, and what its implementations share."""
+"""Where gradients lie: what the reducer knows of it, and what its implementations share."""
 
 from __future__ import annotations
 
@@ -36,24 +36,31 @@ class Storage(Protocol):
 
     def open(self) -> None:
         """A backward is about to add to what is in ``.grad``."""
+        return
 
     def require_untouched(self, slot: int) -> None:
         """Require that nothing was added to a gradient before :meth:`open`, where that matters."""
+        return
 
     def arrived(self, slot: int) -> None:
         """A gradient has come that is not part of a bucket in order; gradients outside of the memory may be many."""
+        return
 
     def note_stream(self, slot: int) -> None:
         """A gradient has been made on the current stream, if it is an accelerator's."""
+        return
 
     def one_stream(self) -> bool:
         """Whether all gradients are made on one stream, which is known."""
+        return True
 
     def hold(self, slots: Sequence[int]) -> None:
         """Pack gradients that do not travel yet and bind their views: they exist once, and autograd adds to them."""
+        return
 
     def require_memory(self) -> None:
         """Make the memory of buckets, if there is none."""
+        return
 
     def pack(self, bucket: Bucket, scale: float | None) -> None:
         """Bring a bucket's gradients into its memory, scaled, and hide them until they are published."""
@@ -81,6 +88,7 @@ class Storage(Protocol):
 
     def bind_main_grads(self, bound: bool) -> None:
         """Give parameters their ``main_grad``, or take it away."""
+        return
 
     def release(self) -> None:
         """Give gradients back as plain tensors, and the memory to the allocator."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import Tensor
-
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.peers.control import Control, ControlExchange, Report, fingerprint, write
 from lightning_bucketddp.peers.control_checks import ControlChecks
@@ -21,10 +20,14 @@ class PassControl:
         peers: The other ranks.
         checks: What the ranks must have in common when they meet in a pass.
         table: The parameters.
+
+    Attributes:
+        exchange: The control vector of this pass, once it is on its way.
     """
 
     def __init__(self, collectives: Collectives, peers: Peers, checks: ControlChecks, table: SlotTable) -> None:
         self._collectives, self._peers, self._checks, self._table = collectives, peers, checks, table
+        self.exchange: ControlExchange | None = None
 
     def report(self, trainable: TrainableSet, failed: bool, out_of_data: bool) -> Report:
         """What this rank says of a pass before participants add to it."""
@@ -35,12 +38,15 @@ class PassControl:
     def send(self, report: Report, used: Collection[int]) -> ControlExchange:
         """Send the control vector in a collective of its own."""
         device = self._table.all_params[0].device
-        return ControlExchange.start(self._collectives, device, report, len(self._table), used)
+        self.exchange = ControlExchange.start(self._collectives, device, report, len(self._table), used)
+        return self.exchange
 
-    def put_in(self, vector: Tensor, report: Report, used: Collection[int]) -> ControlExchange:
-        """Write the control vector where it travels with a bucket."""
+    def put_in(self, bucket: Bucket, report: Report, used: Collection[int]) -> None:
+        """Write the control vector where it travels with a packed bucket."""
+        assert bucket.with_tail is not None
+        vector = bucket.with_tail[bucket.flat.numel() :]
         write(vector, report, used)
-        return ControlExchange(vector, self._collectives.world_size)
+        self.exchange = ControlExchange(vector, self._collectives.world_size)
 
     def read(self, exchange: ControlExchange, needed: bool) -> Control | None:
         """Require that the pass went well on every rank, now if that is needed or costs nothing; else later.

@@ -103,10 +103,6 @@ class Passes:
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A training step begins, on every rank."""
-        self.peers.here.begin_step()
-
     def end_step(self) -> None:
         """All backwards of the step have been run: ranks that are in another one need not wait."""
         if self.reducer.state is PassState.IDLE:

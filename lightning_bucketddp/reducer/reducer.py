@@ -40,7 +40,7 @@ from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.peers.control import Report
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, Settled
@@ -98,7 +98,6 @@ class Reducer:
         self.queue, self.lock = queue, lock
         self._state = PassState.IDLE
         self._pass: Pass | None = None
-        self._exchange: ControlExchange | None = None  # of this pass, once it has been started
         self._open_by_gradient = open_by_gradient
 
     @property
@@ -126,9 +125,9 @@ class Reducer:
         """
         buckets = self.buckets
         self.storage.open()
-        follow = self._followed()
+        follow = any(participant.follows_gradients for participant in self.participants)
         buckets.begin(self.table.trainable_now(), None if follow else reachable, in_order=not follow)
-        self._pass, self._exchange = it, None
+        self._pass, self._control.exchange = it, None
         if it.synchronised:
             buckets.pending.update(self.table.take_waiting())
             buckets.activate(it.trainable)
@@ -213,7 +212,8 @@ class Reducer:
         for participant in self.participants:
             participant.before_launch(bucket)
         self.storage.pack(bucket, self.reduction.scale(bucket))
-        self._put_control_in(bucket)
+        if self.reduction.carries_control(bucket):
+            self._control.put_in(bucket, self._report(), self.buckets.pending)
         bucket.work = self.reduction.start(bucket)
         bucket.launched = True
         bucket.launched_at = time.perf_counter()
@@ -247,13 +247,10 @@ class Reducer:
         in_pass = partial(peers.waiting_for, phase=Phase.PASS)
         self.launch_rest()
         with self._launching():
-            report = None if self._exchange is not None else self._report()
+            report = None if self._control.exchange is not None else self._report()
         with in_pass(self._describe_awaited):
             self.reduction.proceed(peers.poll)
-        if report is not None:
-            self._exchange = self._control.send(report, buckets.pending)
-        exchange = self._exchange
-        assert exchange is not None
+        exchange = self._control.exchange or self._control.send(report or self._report(), buckets.pending)
         with in_pass(self._describe_awaited):
             for bucket in buckets.awaiting():
                 bucket.work.wait(peers.poll)
@@ -318,7 +315,7 @@ class Reducer:
         if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         self.peers.publish_failure(cause, for_good=False)
-        if self._exchange is not None:  # the pass was through; nobody will ask in it any more
+        if self._control.exchange is not None:  # the pass was through; nobody will ask in it any more
             self._give_up(cause)
             return
         if self.state is PassState.SYNCHRONISED:  # else that was done when it broke, and what came since is not its
@@ -333,11 +330,12 @@ class Reducer:
             while (bucket := self.buckets.next()) is not None:  # as it is: what is sent will not be used
                 self.reduction.make_free(raise_when_late)
                 self.storage.require_memory()
-                self._put_control_in(bucket, failed=True)
+                if self.reduction.carries_control(bucket):
+                    self._control.put_in(bucket, self._report(failed=True), self.buckets.pending)
                 bucket.work = self.reduction.start(bucket)
                 self.buckets.launched += 1
             self.reduction.proceed(raise_when_late)
-            exchange = self._exchange or self._control.send(self._report(failed=True), self.buckets.pending)
+            exchange = self._control.exchange or self._control.send(self._report(failed=True), self.buckets.pending)
             for bucket in self.buckets.awaiting():
                 bucket.work.wait(raise_when_late)
             exchange.wait(raise_when_late)
@@ -353,10 +351,6 @@ class Reducer:
     def _give_up(self, cause: str) -> None:
         self.peers.give_up(self.peers.cannot_complete(f"rank {self.peers.rank} {cause}"), cause)
         self._enter(PassState.FAILED)
-
-    def _followed(self) -> bool:
-        """Whether a participant follows gradients one by one."""
-        return any(participant.follows_gradients for participant in self.participants)
 
     def _tell_ended(self, raised: bool) -> None:
         for participant in self.participants:
@@ -388,12 +382,6 @@ class Reducer:
             for participant in self.participants:
                 participant.report(report)
         return report
-
-    def _put_control_in(self, bucket: Bucket, failed: bool = False) -> None:
-        """Let the control vector travel in a packed bucket, if there is room in it."""
-        if bucket.with_tail is not None and self.reduction.carries_control(bucket):
-            tail = bucket.with_tail[bucket.flat.numel() :]
-            self._exchange = self._control.put_in(tail, self._report(failed), self.buckets.pending)
 
     @contextmanager
     def _launching(self) -> Iterator[None]:

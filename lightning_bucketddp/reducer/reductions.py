@@ -19,32 +19,42 @@ from lightning_bucketddp.grads.storage import Storage
 class Reduction(Protocol):
     """Reduces buckets. All ranks start the same buckets in the same order."""
 
+    _buckets: Buckets
+
     def scale(self, bucket: Bucket) -> float | None:
         """What packing multiplies by, so that the collective need not divide; None for nothing."""
+        return None
 
     def carries_control(self, bucket: Bucket) -> bool:
         """Whether the control vector travels in this bucket; the same on every rank."""
+        return False
 
     def start(self, bucket: Bucket) -> Work:
         """Start the collective of a packed bucket."""
 
     def free(self) -> bool:
         """Whether the next bucket may be launched without waiting. A matter of timing: it moves a launch, no order."""
+        return True
 
     def make_free(self, poll: Callable[[], None]) -> None:
         """Wait until the next bucket may be launched."""
+        return
 
     def advance(self) -> None:
         """Do without waiting what can be done for launched buckets."""
+        return
 
     def proceed(self, poll: Callable[[], None]) -> None:
         """Bring all buckets to where the collectives that follow may be started."""
+        for bucket in self._buckets.awaiting():
+            bucket.work.proceed(poll)
 
     def forget(self, slot: int | None = None) -> None:
         """Forget what is remembered of a slot that no rank used; of all buckets if None, as they change."""
+        return
 
 
-class AllReduce:
+class AllReduce(Reduction):
     """An all-reduce per bucket.
 
     Args:
@@ -57,7 +67,7 @@ class AllReduce:
     def __init__(
         self, collectives: Collectives, buckets: Buckets, wire_dtype: torch.dtype | None, scales: bool
     ) -> None:
-        self._collectives, self._buckets, self._wire_dtype, self._scales = collectives, buckets, wire_dtype, scales
+        self._buckets, self._collectives, self._wire_dtype, self._scales = buckets, collectives, wire_dtype, scales
 
     def scale(self, bucket: Bucket) -> float | None:
         """One over the world size, where that spares a walk through memory."""
@@ -76,27 +86,11 @@ class AllReduce:
         flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
         return self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
 
-    def free(self) -> bool:
-        """Always."""
-        return True
 
-    def make_free(self, poll: Callable[[], None]) -> None:
-        """Nothing."""
-
-    def advance(self) -> None:
-        """Nothing."""
-
-    def proceed(self, poll: Callable[[], None]) -> None:
-        """Start the second stages of a low-precision wire."""
-        for bucket in self._buckets.awaiting():
-            bucket.work.proceed(poll)
-
-    def forget(self, slot: int | None = None) -> None:
-        """Nothing."""
-
-
-class ReduceScatter:
+class ReduceScatter(Reduction):
     """A reduce-scatter per bucket, and an all-reduce of shards across groups if there are several.
+
+    Only shards are divided, when they have been summed.
 
     Args:
         groups: Among whom shards are divided.
@@ -105,26 +99,11 @@ class ReduceScatter:
     """
 
     def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
-        self._groups, self._buckets, self._wire_dtype = groups, buckets, wire_dtype
-
-    def scale(self, bucket: Bucket) -> float | None:
-        """None: only the shard has to be divided, when it has been summed."""
-        return None
-
-    def carries_control(self, bucket: Bucket) -> bool:
-        """No."""
-        return False
+        self._buckets, self._groups, self._wire_dtype = buckets, groups, wire_dtype
 
     def start(self, bucket: Bucket) -> Work:
         """Start the reduce-scatter."""
         return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
-
-    def free(self) -> bool:
-        """Always."""
-        return True
-
-    def make_free(self, poll: Callable[[], None]) -> None:
-        """Nothing."""
 
     def advance(self) -> None:
         """Send on what travels across groups, in order, and sum the shards that have arrived, which gives memory back.
@@ -144,12 +123,9 @@ class ReduceScatter:
             for bucket in self._buckets.awaiting():
                 bucket.work.proceed(poll, early_only)
 
-    def forget(self, slot: int | None = None) -> None:
-        """Nothing."""
 
-
-class HookReduce:
-    """A communication hook per bucket.
+class HookReduce(Reduction):
+    """A communication hook per bucket, which divides by itself.
 
     Args:
         hook: The hook.
@@ -159,16 +135,8 @@ class HookReduce:
     """
 
     def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
-        self._hook, self._buckets, self._table, self._storage = hook, buckets, table, storage
+        self._buckets, self._hook, self._table, self._storage = buckets, hook, table, storage
         self._last = Work()
-
-    def scale(self, bucket: Bucket) -> float | None:
-        """None: hooks divide themselves."""
-        return None
-
-    def carries_control(self, bucket: Bucket) -> bool:
-        """No."""
-        return False
 
     def start(self, bucket: Bucket) -> Work:
         """Call the hook."""
@@ -185,14 +153,6 @@ class HookReduce:
         """Wait until the hook has done with the bucket before, if it takes one at a time."""
         if self._hook.one_at_a_time:
             self._last.proceed(poll)
-
-    def advance(self) -> None:
-        """Nothing."""
-
-    def proceed(self, poll: Callable[[], None]) -> None:
-        """Wait for hooks that may start further collectives."""
-        for bucket in self._buckets.awaiting():
-            bucket.work.proceed(poll)
 
     def forget(self, slot: int | None = None) -> None:
         """Drop what PowerSGD remembers."""

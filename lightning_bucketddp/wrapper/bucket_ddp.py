@@ -312,7 +312,7 @@ class BucketDDP(nn.Module, Joinable):
 
         Ranks that meet in a pass from different steps, because one of them skipped a backward, then raise.
         """
-        self._passes.begin_step()
+        self._passes.peers.here.begin_step()
 
     def end_step(self) -> None:
         """Says that all backwards of the step have been run.
