@@ -69,7 +69,7 @@ class PassRecord:
         layouts: How many layouts there have been so far, the first included.
         local_passes: Passes inside ``no_sync`` since the reduction before.
         buckets: The buckets that were reduced, in launch order.
-        control_nbytes: Bytes of the control vector, which is reduced behind the last bucket.
+        control_nbytes: Bytes of the control vector, which travels with the last bucket or behind it.
         sparse_nbytes: Bytes that this rank received for parameters with sparse gradients, in whichever layout.
         backward_seconds: From the opening to the end of backward. A pass opens with the first gradient in plain
             PyTorch, and before backward in a Trainer, in ``backward_pass`` or with ``find_unused_parameters``.
