@@ -1,5 +1,6 @@
 """``.grad`` with a sharded optimizer: what can be done with it, what raises, norms, clipping, scaling."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -225,6 +226,35 @@ def unfrozen_on_top(clears: bool) -> None:
 @pytest.mark.parametrize("clears", [True, False])
 def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears: bool) -> None:
     run_ranks(2, unfrozen_on_top, clears, fresh=True)
+
+
+def raised_on_top(local: bool, early: bool) -> None:
+    """A backward raises on every rank while reduced gradients wait for the step."""
+    ours, plain = pair()
+    backward([ours, plain], 0)
+    averaged(plain)
+    inputs, target = batch(1, dist.get_rank())
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    with ours.no_sync() if local else contextlib.nullcontext():
+        output = ours(inputs.requires_grad_())
+    (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
+    with pytest.raises(ArithmeticError):
+        nn.functional.mse_loss(output, target).backward()
+    if local or early:
+        assert_full(ours, plain)
+    ours.zero_grad()
+    plain.zero_grad()
+    backward([ours, plain], 2)
+    averaged(plain)
+    assert_full(ours, plain)
+
+
+@pytest.mark.parametrize(("local", "early"), [(True, False), (True, True), (False, True), (False, False)])
+def test_reduced_gradients_outlive_a_backward_that_raises(run_ranks: RunRanks, local: bool, early: bool) -> None:
+    run_ranks(2, raised_on_top, local, early, fresh=True)
 
 
 def without_root() -> None:

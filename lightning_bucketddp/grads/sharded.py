@@ -217,6 +217,10 @@ class Sharded(Storage):
             if self._keep_shards:
                 self._put_away()
 
+    def abandon(self) -> None:
+        """What had accumulated before is published again; gradients that have come are dropped."""
+        self._publish_again()
+
     def _publish_again(self) -> None:
         for slot in self._accumulating or ():
             self._bind(slot)

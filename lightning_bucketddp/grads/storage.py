@@ -19,6 +19,10 @@ class Storage(Protocol):
     Stale content of a buffer never reaches the wire.
     """
 
+    def abandon(self) -> None:
+        """A backward has raised that reduces nothing, after :meth:`open`."""
+        return
+
     @property
     def layout(self) -> Layout:
         """Where the gradients lie now."""

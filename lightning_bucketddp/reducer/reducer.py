@@ -109,6 +109,10 @@ class Reducer:
 
     # -- opening -------------------------------------------------------------------------------------
 
+    def reduce_by(self, reduction: Reduction) -> None:
+        """Let something else reduce buckets from the next pass on."""
+        self.reduction = reduction
+
     def by_hand(self) -> bool:
         """Whether a reduction without a backward is under way."""
         return self.state is PassState.SYNCHRONISED and self._pass is not None and self._pass.origin is Origin.CALL
@@ -291,8 +295,8 @@ class Reducer:
         self._tell_ended(raised=True)
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
-        elif self.state is PassState.LOCAL:
-            self._enter(PassState.IDLE)
+        elif self.state in (PassState.IDLE, PassState.LOCAL):
+            self._abandon()
         elif self.state is PassState.SYNCHRONISED and not guarded:
             self._enter(PassState.BROKEN)
             awaited = [self.table.specs[slot].name for slot in self.buckets.missing()]
@@ -308,8 +312,8 @@ class Reducer:
         the pass concerned. Otherwise every rank raises.
         """
         self._tell_ended(raised=True)
-        if self.state is PassState.LOCAL:
-            self._enter(PassState.IDLE)
+        if self.state in (PassState.IDLE, PassState.LOCAL):
+            self._abandon()
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
         if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
@@ -355,6 +359,10 @@ class Reducer:
     def _tell_ended(self, raised: bool) -> None:
         for participant in self.participants:
             participant.backward_ended(raised)
+
+    def _abandon(self) -> None:
+        self.storage.abandon()
+        self._enter(PassState.IDLE)
 
     def _drop(self) -> None:
         self.storage.drop()

@@ -28,7 +28,7 @@ class PassState(Enum):
 _ENDS = {PassState.FAILED, PassState.CLOSED}
 
 TRANSITIONS = {
-    PassState.IDLE: {PassState.LOCAL, PassState.SYNCHRONISED} | _ENDS,
+    PassState.IDLE: {PassState.IDLE, PassState.LOCAL, PassState.SYNCHRONISED} | _ENDS,
     PassState.LOCAL: {PassState.IDLE} | _ENDS,
     PassState.SYNCHRONISED: {PassState.IDLE, PassState.BROKEN} | _ENDS,
     PassState.BROKEN: {PassState.IDLE} | _ENDS,

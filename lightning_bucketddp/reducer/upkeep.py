@@ -230,4 +230,4 @@ class Upkeep:
         peers.require_same(topic, entries, problem)
         self._hook = hook
         reducer = self.reducer
-        reducer.reduction = reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook)
+        reducer.reduce_by(reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook))
