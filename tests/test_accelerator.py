@@ -468,13 +468,13 @@ def two_streams(setting: str, late: str, first: str, cap: float) -> None:
     plain = TwoStreams(late, first)
     streams: set[int] = set()
     storage = reducer_of(net).storage
-    note_stream = storage.note_stream
+    arrived = storage.arrived
 
     def noted(slot: int) -> None:
         streams.add(torch.cuda.current_stream().stream_id)
-        note_stream(slot)
+        arrived(slot)
 
-    storage.note_stream = noted  # type: ignore[method-assign]
+    storage.arrived = noted  # type: ignore[method-assign]
     for step, local in enumerate([False, False, True, True, False]):
         if step != 4:
             clear(net, plain)

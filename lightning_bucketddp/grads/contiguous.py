@@ -126,7 +126,11 @@ class Contiguous(Storage):
         self._pending_before = self._buckets.pending.copy()
 
     def arrived(self, slot: int) -> None:
-        """Pack gradients that are out of order when they have become many."""
+        """Remember the stream on which a gradient was made. Pack those that come out of order when they are many."""
+        if self._streams is not None:
+            self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
+        if self._buckets.in_order:
+            return
         self._outside.append(slot)
         self._outside_bytes += self._table.specs[slot].nbytes
         if self._outside_bytes >= self._outside_limit:
@@ -135,11 +139,6 @@ class Contiguous(Storage):
 
     def _forget_outside(self) -> None:
         self._outside, self._outside_bytes = [], 0
-
-    def note_stream(self, slot: int) -> None:
-        """Remember the current stream, on which a gradient was made."""
-        if self._streams is not None:
-            self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
 
     def one_stream(self) -> bool:
         """Whether all gradients are made on one stream, which is known."""

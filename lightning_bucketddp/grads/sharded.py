@@ -78,13 +78,12 @@ class Sharded(Storage):
 
     def _make_shards(self) -> None:
         self._memory = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
-        self._sharded = [self._make_sharded(slot) for slot in range(len(self.layout.slots))]
-
-    def _make_sharded(self, slot: int) -> ShardedGrad:
-        view, spec = self._inner.views[slot], self._table.specs[slot]
-        if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
-            view = view.new_zeros(()).expand(spec.shape)
-        return ShardedGrad.of(view, spec.name, partial(self._pieces, slot), self._sum)
+        self._sharded = []
+        for slot, view in enumerate(self._inner.views):
+            spec = self._table.specs[slot]
+            if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
+                view = view.new_zeros(()).expand(spec.shape)
+            self._sharded.append(ShardedGrad.of(view, spec.name, partial(self._pieces, slot), self._sum))
 
     def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
         """A slot's part, and all memory that an operation on its gradient concerns."""
@@ -167,10 +166,6 @@ class Sharded(Storage):
         """As for contiguous buffers."""
         self._inner.arrived(slot)
 
-    def note_stream(self, slot: int) -> None:
-        """As for contiguous buffers."""
-        self._inner.note_stream(slot)
-
     def one_stream(self) -> bool:
         """As for contiguous buffers."""
         return self._inner.one_stream()
@@ -211,27 +206,19 @@ class Sharded(Storage):
     def end(self, synchronised: bool) -> None:
         """A pass has ended: what had accumulated before is published again."""
         self._inner.end(synchronised)
-        self._publish_again()
+        self.abandon()
         if synchronised:
             self._memory.put_back()
-            if self._keep_shards:
-                self._put_away()
+            in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
+            if self._keep_shards and not in_use:  # whole buckets have memory during passes only
+                self._inner.buffers.put_away()
+                self._away = True
 
     def abandon(self) -> None:
-        """What had accumulated before is published again; gradients that have come are dropped."""
-        self._publish_again()
-
-    def _publish_again(self) -> None:
+        """Publish again what had accumulated before; gradients that have come on top of it are dropped."""
         for slot in self._accumulating or ():
             self._bind(slot)
         self._accumulating = None
-
-    def _put_away(self) -> None:
-        """Take whole buckets their memory, unless gradients are in it."""
-        params = self._table.params
-        if not any(params[slot].grad is view for slot, view in enumerate(self._inner.views)):
-            self._inner.buffers.put_away()
-            self._away = True
 
     def drop(self) -> None:
         """Let the gradients of a pass that failed be of no use, those of earlier passes included."""
@@ -241,7 +228,7 @@ class Sharded(Storage):
                 self._accumulating.difference_update(bucket.slots)
             for slot in bucket.slots:
                 self._table.params[slot].grad = None
-        self._publish_again()
+        self.abandon()
 
     def zero(self) -> None:
         """Set all gradients to zero, in the buffers."""

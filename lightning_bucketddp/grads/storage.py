@@ -47,11 +47,7 @@ class Storage(Protocol):
         return
 
     def arrived(self, slot: int) -> None:
-        """A gradient has come that is not part of a bucket in order; gradients outside of the memory may be many."""
-        return
-
-    def note_stream(self, slot: int) -> None:
-        """A gradient has been made on the current stream, if it is an accelerator's."""
+        """A gradient has been made, on the current stream."""
         return
 
     def one_stream(self) -> bool:

@@ -192,16 +192,15 @@ class Reducer:
             return None
         bucket = self.buckets.of_slot[slot]
         if bucket.launched:
-            raise RuntimeError(self._too_late(slot))
+            raise RuntimeError(_too_late(self.peers.rank, self.table.specs[slot].name))
         self.storage.require_untouched(slot)
-        self.storage.note_stream(slot)
         self.buckets.pending.add(slot)
         bucket.missing.discard(slot)
+        self.storage.arrived(slot)
         if self.buckets.in_order:
             return None if bucket.missing else bucket
         for participant in self.participants:
             participant.ready(slot)
-        self.storage.arrived(slot)
         return None
 
     def _next_full(self) -> Bucket | None:
@@ -410,13 +409,6 @@ class Reducer:
         if it is not None and it.role is Role.JOINED and it.origin is not Origin.CONTEXT:
             raise RuntimeError(not_own_batch(self.peers.rank, name))
 
-    def _too_late(self, slot: int) -> str:
-        return (
-            f"rank {self.peers.rank}: a gradient of parameter {self.table.specs[slot].name!r} arrived after its bucket "
-            "was on its way. It came less often in the first pass than now, as with re-entrant checkpointing of a "
-            "varying number of calls; use checkpoint(..., use_reentrant=False)"
-        )
-
     def _describe_awaited(self) -> str:
         bucket = self.buckets.awaited
         assert bucket is not None
@@ -430,4 +422,12 @@ def not_own_batch(rank: int, name: str) -> str:
         f"rank {rank}: expected a backward inside backward_pass() (manual_backward() in a LightningModule) where ranks "
         "may run out of data, found a plain one, to which this rank, which has, must not contribute the gradient of "
         f"{name!r}"
+    )
+
+
+def _too_late(rank: int, name: str) -> str:
+    return (
+        f"rank {rank}: a gradient of parameter {name!r} arrived after its bucket was on its way. It came less often in "
+        "the first pass than now, as with re-entrant checkpointing of a varying number of calls; use "
+        "checkpoint(..., use_reentrant=False)"
     )
