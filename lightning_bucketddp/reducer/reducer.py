@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -247,17 +246,15 @@ class Reducer:
     def finish(self) -> None:
         """Launch what is left, wait, and publish the reduced gradients."""
         buckets, peers = self.buckets, self.peers
-        in_pass = partial(peers.waiting_for, phase=Phase.PASS)
         self.launch_rest()
         with self._launching():
             report = None if self._control.exchange is not None else self._report()
-        with in_pass(self._describe_awaited):
+        with peers.waiting_for(self._describe_awaited, Phase.PASS):
             self.reduction.proceed(peers.poll)
-        exchange = self._control.exchange or self._control.send(report or self._report(), buckets.pending)
-        with in_pass(self._describe_awaited):
+            exchange = self._control.exchange or self._control.send(report or self._report(), buckets.pending)
             for bucket in buckets.awaiting():
                 bucket.work.wait(peers.poll)
-        with in_pass("the control vector"):
+            buckets.awaited = None
             exchange.wait(peers.poll)
         unused = buckets.unused()
         control = self._control.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
@@ -411,7 +408,8 @@ class Reducer:
 
     def _describe_awaited(self) -> str:
         bucket = self.buckets.awaited
-        assert bucket is not None
+        if bucket is None:
+            return "the control vector"
         names = [self.table.specs[slot].name for slot in bucket.slots]
         return f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
 
