@@ -17,18 +17,18 @@ ABOUT_A_TENSOR = frozenset({
 """Attributes that tell nothing of a tensor's values."""
 
 
+_ABOUT_CALLS = frozenset({
+    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_neg",
+    "is_conj", "storage_offset", "untyped_storage", "_is_view",
+})  # fmt: skip
+"""Methods that neither look at a tensor's values nor change them."""
+
 _ELEMENT_WISE = frozenset({
     "zero_", "mul_", "div_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
-    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
     "_foreach_zero_", "_foreach_mul_", "_foreach_div_", "_foreach_neg_", "_foreach_clamp_min_", "_foreach_clamp_max_",
-    "__imul__", "__itruediv__", "__idiv__", "is_neg", "is_conj", "storage_offset", "untyped_storage", "_is_view",
+    "__imul__", "__itruediv__", "__idiv__",
 })  # fmt: skip
 """What is as right on the rank's own part as on the whole, every rank doing the same."""
-
-_ABOUT_CALLS = frozenset({
-    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex",
-})  # fmt: skip
-"""Those of them that do nothing to its values."""
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -79,11 +79,11 @@ class ShardedGrad(Tensor):
         if name == _UNSCALE:
             return _unscale(*args, **kwargs)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _ELEMENT_WISE and name not in _ABOUT_CALLS:
+        if name in _ELEMENT_WISE:
             for arguments in _on_pieces(args):
                 func(*arguments, **kwargs)
             return args[0]
-        if name in _ELEMENT_WISE or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
+        if name in _ABOUT_CALLS or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "__repr__":
