@@ -5,16 +5,17 @@ Importing the package registers ``Trainer(strategy="bucketddp")`` and its varian
 
 import sys
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.layout import schedule
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.element_wise import declare_element_wise
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
-from lightning_bucketddp.trainer.dp.strategy import register as _register_dp
 from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
-from lightning_bucketddp.trainer.fabric import register as _register_with_fabric
-from lightning_bucketddp.trainer.strategy import BucketDDPStrategy, register
+from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -38,6 +39,6 @@ __all__ = [
     "revert_sync_batchnorm",
 ]
 
-register()
-_register_dp()
-_register_with_fabric()
+BucketDDPStrategy.register_strategies(StrategyRegistry)
+BucketDPStrategy.register_strategies(StrategyRegistry)
+BucketDDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)

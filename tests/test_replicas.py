@@ -74,7 +74,6 @@ def replicas_of(module: nn.Module, way: str, count: int = 3, **options: Any) -> 
     replicas = Replicas(module, ["cpu"] * count, share=way == SHARED, **options)
     if way == AWAY:
         for _, _, copies in replicas._pieces:
-            copies._away = [True] * len(copies._away)
             copies._home = torch.device("cpu", 0)  # the CPU too, but another device to compare with
     return replicas
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.sharded import Sharded
@@ -18,7 +17,6 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import parts_of
 from lightning_bucketddp.optim.element_wise import require_element_wise
-from lightning_bucketddp.optim.masters import prepare_at_first_step
 from lightning_bucketddp.optim.parts import ParamPart
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.state_dicts import STATE_DICT_KEY, params_of
@@ -90,13 +88,6 @@ class Sharding:
         self._optimizers[optimizer] = self._sharded_ever, swap
         self._sharded_ever += 1
         return swap
-
-    def prepare_at_first_step(self, with_masters: bool) -> RemovableHandle:
-        """Shard every optimizer that steps on some of the parameters, in its first step if it was not before."""
-        return prepare_at_first_step(
-            lambda: self.params.slot_of,
-            lambda optimizer: self.sharded(optimizer) or self.shard(optimizer, with_masters),
-        )
 
     def optimizers(self) -> list[Optimizer]:
         """The sharded optimizers that somebody still holds."""

@@ -86,28 +86,27 @@ def _run_all(lines: Sequence[list[_Call]], state: _ThreadState) -> None:
     try:
         for line in lines[1:]:
             run, name = contextvars.copy_context().run, f"replica-{line[0].index}"
-            thread = threading.Thread(target=run, args=(_run_within, line, state), name=name)
+            thread = threading.Thread(target=run, args=(_run, line, state.applied(line[0].device)), name=name)
             thread.start()
             threads.append(thread)
-        with lines[0][0].current():
-            _run(lines[0])
+        _run(lines[0], contextlib.nullcontext())
     finally:
         _join_all(threads)
 
 
-def _run(line: Iterable[_Call]) -> None:
-    """Makes one thread's calls, until one raises."""
-    for call in line:
-        call.run()
-        if call.error is not None:
-            return
+def _run(line: Sequence[_Call], state: contextlib.AbstractContextManager[None]) -> None:
+    """Makes one thread's calls, until one raises.
 
-
-def _run_within(line: Sequence[_Call], state: _ThreadState) -> None:
-    """As :func:`_run`, in a thread that takes over another's state."""
+    Args:
+        line: The calls.
+        state: A context in which the thread has its caller's state.
+    """
     try:
-        with state.applied(line[0].device), line[0].current():
-            _run(line)
+        with state, line[0].current():
+            for call in line:
+                call.run()
+                if call.error is not None:
+                    return
     except BaseException as error:
         if all(call.error is None for call in line):  # a module's own says more
             line[0].error = error

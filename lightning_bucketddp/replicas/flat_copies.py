@@ -69,26 +69,21 @@ class _FlatCopy:
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
         self._layout = layout
-        self._device = device
-        self._made = False
-        self._own_users = 0
+        self.device = device
+        self.flat = torch.empty(0)
+        self._own_users = -1  # how many tensors hold on to the memory if nobody else does; none is made yet
 
     def writable(self) -> None:
         """Takes new memory if a graph or anybody else still holds on to the values that are in it."""
-        if self._made and _storage_use_count is not None and self._users() == self._own_users:
+        if _storage_use_count is not None and self._users() == self._own_users:
             return
         with torch.inference_mode(False):  # memory made in inference mode could not be trained on later
-            self.flat = torch.zeros(self._layout.numel, dtype=self._layout.dtype, device=self._device)
+            self.flat = torch.zeros(self._layout.numel, dtype=self._layout.dtype, device=self.device)
             self.views = self._layout.views(self.flat)
         self._own_users = self._users()
-        self._made = True
 
     def _users(self) -> int:
         return -1 if _storage_use_count is None else _storage_use_count(self.flat.untyped_storage()._cdata)
-
-    def seen(self) -> list[Tensor]:
-        """The tensors, as new objects that count the changes made to them each on its own."""
-        return [view.data for view in self.views]
 
 
 class FlatCopies:
@@ -100,18 +95,12 @@ class FlatCopies:
         devices: Where each replica's copies are.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        names: Sequence[str],
-        devices: Sequence[torch.device],
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._names = list(names)
         self._home = tensors[0].device
         self._layout = FlatLayout.of(tensors, names)
         self._copies = [_FlatCopy(self._layout, device) for device in devices]
-        self._away = [device != self._home for device in devices]
-        self._staged: _FlatCopy | None = None
+        self._staged = _FlatCopy(self._layout, self._home)
         self._summed_in: list[torch.dtype | None] = []
         self._edges: list[tuple[list[int], FlatLayout, torch.dtype]] = []
 
@@ -125,21 +114,17 @@ class FlatCopies:
             For each replica its tensors, without gradient edges.
         """
         source = list(tensors)
-        staged = False
-        for copy, away in zip(self._copies[:count], self._away, strict=False):
+        copies = self._copies[:count]
+        away = [copy for copy in copies if copy.device != self._home]
+        here = [copy for copy in copies if copy.device == self._home] + [self._staged] * bool(away)
+        for copy in here:
             copy.writable()
-            if not away:
-                torch._foreach_copy_(copy.views, source)
-                continue
-            if not staged:
-                if self._staged is None:
-                    self._staged = _FlatCopy(self._layout, self._home)
-                    self._staged.writable()
-                torch._foreach_copy_(self._staged.views, source)
-                staged = True
-            assert self._staged is not None
-            copy.flat.copy_(self._staged.flat, non_blocking=copy.flat.device.type != "cpu")  # which nobody waits for
-        return [copy.seen() for copy in self._copies[:count]]
+            torch._foreach_copy_(copy.views, source)
+        for copy in away:
+            copy.writable()
+            copy.flat.copy_(self._staged.flat, non_blocking=copy.device.type != "cpu")  # which nobody waits for
+        # As new objects that count the changes made to them each on its own.
+        return [[view.data for view in copy.views] for copy in copies]
 
     def with_edges(self, tensors: Sequence[Tensor], written: list[list[Tensor]]) -> None:
         """Replaces those of ``written`` whose original requires grad by ones with a gradient edge to it."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.replicas.module_copies import require_no_collectives
 from lightning_bucketddp.replicas.nested import tensors_in
 from lightning_bucketddp.replicas.replicas import Replicas, gather, parallel_apply, scatter
@@ -42,12 +43,9 @@ class ReplicatedForward:
         dim: int,
         share: bool = True,
     ) -> None:
-        self._module = module
-        self.devices = tuple(devices)
-        self.output_device = output_device
-        self.dim = dim
+        self._module, self._share = module, share
+        self.devices, self.output_device, self.dim = tuple(devices), output_device, dim
         self.parts = 0
-        self._share = share
         self._replicas: Replicas | None = self._made()  # which refuses what it cannot replicate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +95,7 @@ def replicated_forward(
         return None
     devices = [_device("device_ids", it) for it in device_ids]
     output = devices[0] if output_device is None else _device("output_device", output_device)
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"expected dim to be the number of a dimension, found {dim!r}")
+    require("dim", dim, "the number of a dimension", int)
     _require_replicable(module, devices[0])
     return ReplicatedForward(module, devices, output, dim)
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,6 @@ _HOOKS = [name for name, value in vars(nn.Module()).items() if "ward_" in name a
 """Where a module keeps hooks on its forward and backward; private, as there is no public way to those that it has."""
 
 
-class Slot(NamedTuple):
-    """Where a tensor is.
-
-    Attributes:
-        module: The number of the module that has it.
-        registry: Where the module has it, ``"_parameters"`` or ``"_buffers"``.
-        name: Its name there.
-        position: Its position among the tree's tensors.
-    """
-
-    module: int
-    registry: str
-    name: str
-    position: int
-
-
 class ModuleTree:
     """A module's submodules and tensors as they were found, to notice what has changed since.
 
@@ -51,7 +35,8 @@ class ModuleTree:
         tensors: Its parameters and module buffers, each once.
         names: What they are called.
         is_param: Which of them are parameters.
-        slots: Where the tensors are; those that modules share are in several.
+        slots: Where the tensors are; those that modules share are in several. The number of the module that has it;
+            where it has it, ``"_parameters"`` or ``"_buffers"``; its name there; its position among the tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -59,7 +44,7 @@ class ModuleTree:
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self.is_param: list[bool] = []
-        self.slots: list[Slot] = []
+        self.slots: list[tuple[int, str, str, int]] = []
         positions: dict[int, int] = {}
         for index, (prefix, part) in enumerate(module.named_modules()):
             self.modules.append(part)
@@ -72,7 +57,7 @@ class ModuleTree:
                         self.tensors.append(tensor)
                         self.names.append(f"{prefix}.{name}" if prefix else name)
                         self.is_param.append(registry == "_parameters")
-                    self.slots.append(Slot(index, registry, name, position))
+                    self.slots.append((index, registry, name, position))
         self._own = frozenset(map(id, chain[Any](self.modules, self.tensors)))
         self._found = self._entries()
 
@@ -159,9 +144,9 @@ class ModuleCopy:
             tensors: By their positions in ``tree.tensors``; the others stay.
             aliases: The tree's present ones.
         """
-        for slot in self._tree.slots if tensors else ():
-            if slot.position in tensors:
-                self._copies[slot.module].__dict__[slot.registry][slot.name] = tensors[slot.position]
+        for index, registry, name, position in self._tree.slots if tensors else ():
+            if position in tensors:
+                self._copies[index].__dict__[registry][name] = tensors[position]
         others = {id(self._tree.tensors[position]): tensor for position, tensor in tensors.items()}
         replacements = self._by_id | others
         for index, name in aliases:

@@ -55,17 +55,9 @@ class Replicas:
         TypeError: For scripted and compiled modules.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[Device],
-        together: bool = True,
-        share: bool = True,
-    ) -> None:
-        self.module = module
-        self.devices = as_devices(devices)
-        self._together = together
-        self._share = share
+    def __init__(self, module: nn.Module, devices: Sequence[Device], together: bool = True, share: bool = True) -> None:
+        self.module, self.devices = module, as_devices(devices)
+        self._together, self._share = together, share
         self._plan()
 
     def _plan(self) -> None:
@@ -83,15 +75,11 @@ class Replicas:
                 singles.append(position)
         self._pieces: list[tuple[list[int], list[int], FlatCopies]] = []
         for positions in pieces.values():
-            copied = self._copied(positions[0])
-            if not copied:
-                continue
-            copies = FlatCopies(
-                [tree.tensors[position] for position in positions],
-                [tree.names[position] for position in positions],
-                [self.devices[index] for index in copied],
-            )
-            self._pieces.append((positions, copied, copies))
+            if copied := self._copied(positions[0]):
+                tensors = [tree.tensors[position] for position in positions]
+                names = [tree.names[position] for position in positions]
+                copies = FlatCopies(tensors, names, [self.devices[index] for index in copied])
+                self._pieces.append((positions, copied, copies))
         self._singles = [(position, copied) for position in singles if (copied := self._copied(position))]
         self._sets: dict[tuple[bool, bool], list[ModuleCopy]] = {}
         self._kinds = self._present_kinds()
@@ -167,9 +155,8 @@ class Replicas:
         for position, copied in self._singles:
             for index in copied:
                 if index < count:
-                    held[index][position] = _copied_alone(
-                        originals[position], self.devices[index], self._trains(position)
-                    )
+                    copy = _copied_alone(originals[position], self.devices[index], self._trains(position))
+                    held[index][position] = copy
         return held
 
 

@@ -103,11 +103,6 @@ def load_weights(
     return {**checkpoint, "state_dict": module.state_dict()}
 
 
-def load_optimizers(path: Path, wrapper: BucketDDP, optimizers: Sequence[Optimizer]) -> None:
-    """Loads the optimizers' states, each rank its own parts. All ranks must call this."""
-    wrapper.sharded_checkpoint().load(path, optimizers, strict=True, with_module=False)
-
-
 def whole_state(wrapper: BucketDDP, optimizer: Optimizer, interrupted: bool) -> dict[str, Any]:
     """The whole state of an optimizer whose state is in shards, on rank 0; empty on the others.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.wrapper.runtime import require_fit_group
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -66,12 +68,20 @@ def register_names(strategy: type, registry: Any) -> None:
             registry.register(name, strategy, description=description, **options)
 
 
-def end_group_at_exit() -> None:
-    """Has the default process group destroyed when this process ends.
+@contextmanager
+def group_set_up(timeout: timedelta | None) -> Iterator[None]:
+    """A context in which Lightning sets up the default process group, unless there is one already.
 
-    Lightning does this for NCCL only; a gloo process that exits with an open group aborts now and then.
+    A new one is destroyed when this process ends. Lightning does this for NCCL only; a gloo process that exits with an
+    open group aborts now and then. One of an earlier run is looked at, as Lightning's own collectives come before the
+    module is wrapped: see :func:`require_fit_group`.
     """
-    atexit.register(_end_group)
+    is_new = not dist.is_initialized()
+    yield
+    if not is_new:
+        require_fit_group(None, timeout)
+    elif dist.is_initialized():  # not where a test mocks `init_process_group`
+        atexit.register(_end_group)
 
 
 def looks_at_loss(optimizer: Optimizer) -> bool:

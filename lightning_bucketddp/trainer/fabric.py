@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
 from torch.nn import Module
@@ -24,15 +22,14 @@ from typing_extensions import override
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.trainer.common import (
     StartMethod,
-    end_group_at_exit,
     forwarded,
+    group_set_up,
     looks_at_loss,
     register_names,
     require_start_method,
     stepping,
 )
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
-from lightning_bucketddp.wrapper.runtime import require_fit_group
 
 _wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 """Every wrapper that a strategy of this file has made in this process."""
@@ -135,12 +132,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        mine = not dist.is_initialized()
-        super().setup_environment()
-        if mine:
-            end_group_at_exit()
-        else:  # set up before in the same processes: Fabric's own collectives come before a module is wrapped
-            require_fit_group(None, self._timeout)
+        with group_set_up(self._timeout):
+            super().setup_environment()
 
     @override
     def setup_module(self, module: Module) -> BucketDDP:  # type: ignore[override]
@@ -296,8 +289,3 @@ class _BackwardSync:
                 f"{type(module).__name__}"
             )
         return module.no_sync()
-
-
-def register() -> None:
-    """Registers this package's strategies with Fabric. Importing the package does it."""
-    BucketDDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -17,7 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -32,8 +32,8 @@ from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell
 from lightning_bucketddp.trainer import checkpoints, finetuning
 from lightning_bucketddp.trainer.common import (
     StartMethod,
-    end_group_at_exit,
     forwarded,
+    group_set_up,
     looks_at_loss,
     register_names,
     require_start_method,
@@ -46,7 +46,7 @@ from lightning_bucketddp.trainer.sigterm import quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, evened_for_training
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.join import tell
-from lightning_bucketddp.wrapper.runtime import group_of, require_fit_group
+from lightning_bucketddp.wrapper.runtime import group_of
 
 
 class BucketDDPStrategy(DDPStrategy):
@@ -153,16 +153,11 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        mine = not dist.is_initialized()
-        super().setup_distributed()
-        if not dist.is_initialized():
-            return  # a test mocks `init_process_group`
-        if mine:
-            end_group_at_exit()
-        else:  # another fit in the same processes: Lightning's own collectives come before the module is wrapped
-            require_fit_group(None, self._timeout)
-        self._listener = listen(Collectives(None))
-        self._listener.begin(self._interrupted)
+        with group_set_up(self._timeout):
+            super().setup_distributed()
+        if dist.is_initialized():  # not where a test mocks `init_process_group`
+            self._listener = listen(Collectives(None))
+            self._listener.begin(self._interrupted)
 
     @override
     def _configure_launcher(self) -> None:
@@ -340,13 +335,7 @@ class BucketDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         quieten_sigterm()
 
-    @override
-    def on_test_start(self) -> None:
-        quieten_sigterm()
-
-    @override
-    def on_predict_start(self) -> None:
-        quieten_sigterm()
+    on_test_start = on_predict_start = on_train_start
 
     @override
     def on_validation_start(self) -> None:
@@ -412,7 +401,8 @@ class BucketDDPStrategy(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self.bucket_ddp is not None
-        checkpoints.load_optimizers(self._resumed_from, self.bucket_ddp, self.optimizers)
+        parts = self.bucket_ddp.sharded_checkpoint()
+        parts.load(self._resumed_from, self.optimizers, strict=True, with_module=False)
 
     # -- registry ------------------------------------------------------------------------------------
 
@@ -443,8 +433,3 @@ class TellingLauncher(_MultiProcessingLauncher):
         except BaseException as error:
             self._strategy.on_exception(error)
             raise
-
-
-def register() -> None:
-    """Registers this package's strategies with Lightning's Trainer. Importing the package does it."""
-    BucketDDPStrategy.register_strategies(StrategyRegistry)

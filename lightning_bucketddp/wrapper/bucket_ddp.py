@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction
@@ -195,10 +195,9 @@ class BucketDDP(nn.Module, Joinable):
         if self._input_device is not None:
             args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
         call = self._replicated or self.module
-        with_grad = torch.is_grad_enabled()
-        if with_grad:
+        if torch.is_grad_enabled():
             self._require_current()
-        trains = with_grad and not self._closed
+        trains = torch.is_grad_enabled() and not self._closed
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
         if runtime is None:
             return call(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
@@ -584,15 +583,18 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``, or
                 in the steps of a sharded optimizer.
         """
-        if enable and not throw_on_early_termination:
-            self._runtime.uneven.require_nobody_misses_a_rank()
+        uneven, throw = self._runtime.uneven, throw_on_early_termination
+        if enable and not throw:
+            uneven.require_nobody_misses_a_rank()
         try:
-            with self._runtime.uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination):
+            with Join([self], enable, throw, divide_by_initial_world_size=divide_by_initial_world_size):
                 yield
         except BaseException as error:
-            if not throw_on_early_termination:  # which raises on all ranks
+            if not throw:  # which raises on all ranks
                 self.publish_failure(error)
             raise
+        finally:
+            uneven.end()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What torch's ``Join`` calls on a rank that has run out of data.

@@ -6,8 +6,7 @@ none then takes part in the same collectives without contributing anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,17 +112,6 @@ class UnevenInputs(JoinHook):
             )
 
     # -- torch's join ----------------------------------------------------------------------------------
-
-    @contextmanager
-    def context(
-        self, wrapper: Joinable, divide_by_initial_world_size: bool, enable: bool, throw: bool
-    ) -> Iterator[None]:
-        """A context around the loop of a wrapper: torch's, with these arguments."""
-        try:
-            with Join([wrapper], enable, throw, divide_by_initial_world_size=divide_by_initial_world_size):
-                yield
-        finally:
-            self.end()
 
     def require_nobody_misses_a_rank(self) -> None:
         """Require that the others can go on without a rank that has left its loop.

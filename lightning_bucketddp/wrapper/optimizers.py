@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -62,12 +61,9 @@ class Optimizers:
         Returns:
             What ends it; None if there is nothing to prepare.
         """
-        if self.sharding is not None:
-            return self.sharding.prepare_at_first_step(self._with_masters)
-        if not self._with_masters:
-            return None
-        trains = weakref.WeakMethod(self._passes.upkeep.trains)
-        return prepare_at_first_step(lambda: () if (live := trains()) is None else live())
+        if (sharding := self.sharding) is not None:
+            return prepare_at_first_step(lambda: sharding.params.slot_of, self.prepare)
+        return prepare_at_first_step(self._passes.upkeep.trains, self.prepare) if self._with_masters else None
 
     def require_none(self) -> None:
         """Require that no optimizer steps on shards or masters of the parameters.
@@ -168,7 +164,8 @@ class Optimizers:
     def _is_sharded(self, optimizer: Optimizer) -> bool:
         if self.sharding is None:
             return False
-        return self.sharding.sharded(optimizer) is not None or _holds_sharded(optimizer, self.sharding)
+        find, params = self.sharding.find, params_of(optimizer)
+        return self.sharding.sharded(optimizer) is not None or any(find(param) is not None for param in params)
 
     def checkpoint(self) -> ShardedCheckpoint:
         """What saves and loads the module and its optimizers in parts."""
@@ -176,10 +173,6 @@ class Optimizers:
         from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
         return ShardedCheckpoint(self._params.module, self._collectives, self.sharding, self.prepare)
-
-
-def _holds_sharded(optimizer: Optimizer, sharding: Sharding) -> bool:
-    return any(sharding.find(param) is not None for param in params_of(optimizer))
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,6 @@ from lightning_bucketddp.optim.masters import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.replicas.nested import tensors_in
 from lightning_bucketddp.wrapper.compiled import graph_cuts
@@ -32,7 +31,7 @@ from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 from lightning_bucketddp.wrapper.optimizers import Optimizers
-from lightning_bucketddp.wrapper.sync_batchnorm import StatisticsLink, links_of
+from lightning_bucketddp.wrapper.sync_batchnorm import links_of
 from lightning_bucketddp.wrapper.validation import named_parameters
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Runtime:
             broadcast_tensors(params + (buffers if options.init_sync_module_buffers else []), collectives)
         one_machine = options.bucket_cap_mb is None and on_one_machine(peers)
         links = links_of(module)
-        self.passes = Passes(self.params, collectives, peers, options, hook, one_machine, [_LinkEnds(links)])
+        self.passes = Passes(self.params, collectives, peers, options, hook, one_machine, links)
         for link in links:
             link.join(peers, self.passes.joining.counts)
         self.module_buffers = ModuleBuffers(self.params, collectives, peers, options)
@@ -229,18 +228,6 @@ def _agree(
         problem = error  # the others must hear of it before it is raised
     peers.require_same(_AGREED, lines, problem)
     return hook
-
-
-class _LinkEnds(Participant):
-    """Tells SyncBatchNorm's links that backward has ended."""
-
-    def __init__(self, links: Sequence[StatisticsLink]) -> None:
-        self._links = links
-
-    def backward_ended(self, raised: bool) -> None:
-        """Tell all."""
-        for link in self._links:
-            link.backward_ended(raised)
 
 
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:

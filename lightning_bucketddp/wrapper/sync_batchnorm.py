@@ -29,6 +29,7 @@ from lightning_bucketddp.comm.groups import group_apart
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
+from lightning_bucketddp.reducer.participant import Participant
 
 _FIRST_MESSAGE = 2 * 256 + 2
 """Numbers in the first message of every exchange, for layers of up to 256 channels the only one. Of one length whatever
@@ -36,8 +37,10 @@ the layer, as gloo aborts processes that send each other different ones: that ra
 before anything else is sent."""
 
 
-class StatisticsLink:
+class StatisticsLink(Participant):
     """How the layers of one module reach the other ranks. Copies of a layer share it; pickles go without.
+
+    A participant in the passes of the module around them: it hears when a backward has ended.
 
     Args:
         collectives: The group that statistics travel in; None in what was loaded from a pickle.
@@ -86,7 +89,7 @@ class StatisticsLink:
         """Backward has come to a forward."""
         self._reached |= self._forwards.pop(forward, None) is not None
 
-    def backward_ended(self, raised: bool = False) -> None:
+    def backward_ended(self, raised: bool) -> None:
         """A backward has ended. If it came to no layer at all, the other ranks get zeros, which are its gradients.
 
         In the order in which autograd goes through a graph: the last forward first.
@@ -342,8 +345,8 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.where = count, where
-        as_statistics = _in_dtype(mean.dtype)
-        return F.batch_norm(x, mean, var, as_statistics(weight), as_statistics(bias), eps=eps)
+        weight, bias = (None if it is None else it.to(mean.dtype) for it in (weight, bias))
+        return F.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
     @once_differentiable
@@ -363,20 +366,10 @@ class _Normalise(torch.autograd.Function):
             scale = (inverse_std if weight is None else inverse_std * weight).view(shape)
             grad_x = centred.mul_(-(mean_product * inverse_std.view(shape))).add_(grad).sub_(mean_grad)
             grad_x = grad_x.mul_(scale).to(x.dtype)
-        if weight is None:
-            return grad_x, *(None for _ in range(7))
-        as_weight = _in_dtype(weight.dtype)
-        return (
-            grad_x,
-            as_weight(grad_weight) if ctx.needs_input_grad[1] else None,
-            as_weight(grad_bias) if ctx.needs_input_grad[2] else None,
-            *(None for _ in range(5)),
-        )
+        wanted = zip(ctx.needs_input_grad[1:3], (grad_weight, grad_bias), strict=True)
+        affine = [grad.to(weight.dtype) if needed else None for needed, grad in wanted]
+        return grad_x, *affine, *(None for _ in range(5))
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
-
-
-def _in_dtype(dtype: torch.dtype) -> Callable[[Tensor | None], Tensor | None]:
-    return lambda tensor: None if tensor is None else tensor.to(dtype)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ ScatterBatch = Callable[[Any, int], Sequence[tuple[Any, int]]]
 """Divides a batch among a number of devices: into at most as many pairs of a shard and its number of samples."""
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """A divided batch.
 
     Attributes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -58,6 +59,13 @@ class BucketDPStrategy(ParallelStrategy):
         self._scatter_batch = scatter_batch
         self._share = True
         self._steps: ReplicaSteps | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Adds the name to a registry, unless it is there already."""
+        if NAME not in strategy_registry:
+            strategy_registry.register(NAME, cls, description="BucketDP strategy: devices of one process")
 
     # -- one rank ------------------------------------------------------------------------------------
 
@@ -137,33 +145,30 @@ class BucketDPStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
-    def _step(self, hook: str, batch: Any, *args: Any) -> Any:
+    def _step(self, hook: str, precision: AbstractContextManager[None], batch: Any, *args: Any) -> Any:
         module, devices = self.lightning_module, self.parallel_devices
         assert module is not None
         assert devices is not None
-        if len(devices) == 1:
-            return getattr(module, hook)(batch, *args)
-        if self._steps is None:
-            self._steps = ReplicaSteps(module, Replicas(module, devices, share=self._share))
-        return self._steps.run(hook, divide(batch, devices, self._scatter_batch), *args)
+        with precision:
+            if len(devices) == 1:
+                return getattr(module, hook)(batch, *args)
+            if self._steps is None:
+                self._steps = ReplicaSteps(module, Replicas(module, devices, share=self._share))
+            return self._steps.run(hook, divide(batch, devices, self._scatter_batch), *args)
 
 
 def _require_replicable(module: pl.LightningModule, fitting: bool) -> None:
@@ -181,9 +186,3 @@ def _require_replicable(module: pl.LightningModule, fitting: bool) -> None:
                 "which replicas could not be given; define it in the class"
             )
     require_no_collectives(module)
-
-
-def register() -> None:
-    """Registers the strategy with Lightning's Trainer. Importing the package does it."""
-    if NAME not in StrategyRegistry:
-        StrategyRegistry.register(NAME, BucketDPStrategy, description="BucketDP strategy: devices of one process")
