@@ -83,7 +83,7 @@ class Passes:
 
     @property
     def peers(self) -> Peers:
-        """What is known of peers, and how this rank gives up."""
+        """The other ranks: where they are, and how this one gives up."""
         return self.upkeep.setting.peers
 
     @property
