@@ -177,7 +177,7 @@ class Reducer:
                     while (full := self._next_full()) is not None:
                         self.launch(full)
                         self.reduction.advance()
-            if not bucket.launched:  # its gradients stay in its memory until its turn comes
+            if not bucket.launched and bucket.with_tail is None:  # until its turn comes; a small one need not
                 self.storage.hold(bucket.slots)
 
     def _mark(self, index: int) -> Bucket | None:
