@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.replicas.replicas import Replicas, parallel_apply
 from lightning_bucketddp.trainer.dp.batch_division import Division
-from lightning_bucketddp.trainer.dp.logging import LogBook
-from lightning_bucketddp.trainer.dp.merging import merge
+from lightning_bucketddp.trainer.dp.merging import LogBook, merge
 from lightning_bucketddp.trainer.dp.metrics import StepMetrics
 
 _COMPARED = 3
