@@ -179,7 +179,7 @@ class Optimizers:
 
 
 def _holds_sharded(optimizer: Optimizer, sharding: Sharding) -> bool:
-    return any(sharding.find(param) is not None for param in params_of(optimizer))
+    return any(sharding.params.find(param) is not None for param in params_of(optimizer))
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
