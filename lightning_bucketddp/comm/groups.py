@@ -1,12 +1,16 @@
-"""Process groups: the backends there are, a second group of all processes, and groups within a group."""
+"""Process groups: the backends there are, a second group of all processes, groups within a group, their end."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+
+_UNUSED_TAG = 2**30
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -58,3 +62,16 @@ def divide(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
             mine = made if rank in part else mine
     assert mine is not None
     return mine
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Make blocked collectives raise, here and on ranks that wait for this one. The group is of no use afterwards.
+
+    May be called from any thread. gloo's own ``abort()`` leaves a blocked rank blocked. But gloo closes all connections
+    of a group when one of its receives is not served in time.
+    """
+    with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    with suppress(RuntimeError):
+        group.abort()

@@ -244,7 +244,7 @@ class ShardedCheckpoint:
                 continue
             param, key = by_name[path[3]], path[4] if path[2] == "state" else STATE_DICT_KEY
             found = None if swap is None else swap.stepped.parts.find(param)
-            if found is not None and found.part.empty:
+            if found is not None and not found.numel:
                 continue  # what a rank has no part of it has no state of
             room: Any = _empty(stored)
             if room is not None and found is not None and is_per_element(key, room.shape, found.spec):

@@ -42,8 +42,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm.abort import abort
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import diagnose
 from lightning_bucketddp.peers.roll_call import RollCall, read
