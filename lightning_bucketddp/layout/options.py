@@ -151,7 +151,10 @@ class Options:
     def __post_init__(self) -> None:
         self._require_kinds_and_ranges()
         self._unify_spellings()
-        self._require_compatible()
+        self._require_grad_dtype_possible()
+        self._require_sharding_possible()
+        if self.comm_hook is not None:
+            self.require_hook_decides()
 
     def _require_kinds_and_ranges(self) -> None:
         for each in fields(self):
@@ -215,12 +218,6 @@ class Options:
                 f"grad_dtype={found!r}"
             )
         return torch.float32
-
-    def _require_compatible(self) -> None:
-        self._require_grad_dtype_possible()
-        self._require_sharding_possible()
-        if self.comm_hook is not None:
-            self.require_hook_decides()
 
     def _require_grad_dtype_possible(self) -> None:
         if self.grad_dtype is not None and not self.use_contiguous_buffers:

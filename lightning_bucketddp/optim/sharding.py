@@ -18,11 +18,10 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import parts_of
 from lightning_bucketddp.optim.element_wise import require_element_wise
-from lightning_bucketddp.optim.masters import prepare_at_first_step
 from lightning_bucketddp.optim.parts import ParamPart
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.state_dicts import STATE_DICT_KEY, params_of
-from lightning_bucketddp.optim.swap import Swap, swap_of
+from lightning_bucketddp.optim.swap import Swap, prepare_at_first_step, swap_of
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS
 from lightning_bucketddp.peers.peers import Peers
