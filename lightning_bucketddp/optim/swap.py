@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.optim.element_wise import plain_step
+from lightning_bucketddp.optim.element_wise import plain_step, require_optimizer
 from lightning_bucketddp.optim.parts import Parts
 from lightning_bucketddp.optim.state_dicts import StateDicts, params_of
 from lightning_bucketddp.optim.stepped import Stepped, version_of
@@ -284,10 +284,7 @@ def master_params(optimizer: Optimizer) -> Swap:
     Raises:
         TypeError: If it is no torch optimizer, but a wrapper around one, which has no hooks and state of its own.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the optimizer that it wraps"
-        )
+    require_optimizer(optimizer)
     return swap_of(optimizer) or Swap(optimizer)
 
 
