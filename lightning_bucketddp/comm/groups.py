@@ -1,9 +1,8 @@
-"""Process groups: the backends there are, a second group of all processes, groups within a group, their end."""
+"""Process groups: the backends there are, a second group of all processes, the end of a group."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -44,24 +43,6 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
         group = dist.new_group(timeout=timeout)
         _apart[world] = weakref.ref(group)
     return group
-
-
-def divide(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
-
-    Args:
-        group: The group.
-        parts: The ranks, within ``group``, of each new one; every rank is in one of them.
-    """
-    everyone, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    of_all = group is dist.group.WORLD  # every process has to help with every group then
-    mine: dist.ProcessGroup | None = None
-    for part in parts:
-        if of_all or rank in part:
-            made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
-            mine = made if rank in part else mine
-    assert mine is not None
-    return mine
 
 
 def abort(group: dist.ProcessGroup) -> None:
