@@ -45,7 +45,7 @@ from wrapped import Wrapping, bucketddp, ddp, fairscale, fsdp2, local_pass, try_
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, MIB
-from lightning_bucketddp.optim.masters import master_params
+from lightning_bucketddp.optim.swap import master_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024

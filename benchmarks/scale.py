@@ -4,12 +4,8 @@
 
 Efficiency is the time of forward and backward divided by the time of the step, which has in addition what no
 computation hides of the communication. Compared are 25 MiB buckets (by torch DDP's own function, with its first bucket
-of 1 MiB), this package's default buckets, a plan for the cluster, and a bound that no bucket boundaries exceed. Pure
-arithmetic with ``lightning_bucketddp.schedule``, seconds on any machine.
-
-The plan knows of the cluster what could be measured, latency and bandwidth of an all-reduce: from a straight line
-through the costs of two sizes, and among those plans that do no harm where both are ten times more or less
-(``plan_for_unsure_cost``). It is judged, as the others are, by the costs themselves.
+of 1 MiB), this package's default buckets, and a bound that no bucket boundaries exceed. Pure arithmetic with
+``lightning_bucketddp.schedule``, seconds on any machine.
 
 What the model leaves out: the optimizer, data loading and everything else between steps; stragglers, and the jitter of
 thousands of ranks; compute that slows down while NCCL runs beside it; contention and routing in the switches, and
@@ -44,15 +40,12 @@ from lightning_bucketddp.layout.schedule import (
     CollectiveCost,
     Link,
     lower_bound,
-    plan_for_unsure_cost,
     simulate,
 )
 
-MEASURED_SIZES = (4 * 1024, 4 * 1024 * 1024)
-"""Bytes of the two all-reduces that a straight line is drawn through."""
 RANKS = (8, 32, 128, 512, 2048, 4096)
 RANKS_PER_NODE = 8
-PLANS = ("25 MiB", "default", "planned", "bound")
+PLANS = ("25 MiB", "default", "bound")
 GB = 1e9
 US = 1e-6
 
@@ -79,11 +72,6 @@ class FasterOf(CollectiveCost):
 
     def seconds(self, nbytes: float) -> float:
         return min(super().seconds(nbytes), self.other.seconds(nbytes))
-
-    def measured(self) -> CollectiveCost:
-        """The straight line through two measured sizes."""
-        small, large = MEASURED_SIZES
-        return CollectiveCost.through((small, self.seconds(small)), (large, self.seconds(large)))
 
 
 @dataclass(frozen=True)
@@ -198,7 +186,6 @@ def simulated(site: Site, model: ModelShapes, ranks: int) -> dict[str, Planned]:
     backward = 2 * forward
     ready = [backward * part for part in gradients.ready]
     cost = site.all_reduce(ranks)
-    default = gradients.default_boundaries(ranks)
 
     def ending(finish: float) -> tuple[float, float]:
         end = max(finish, backward)
@@ -210,8 +197,7 @@ def simulated(site: Site, model: ModelShapes, ranks: int) -> dict[str, Planned]:
 
     return {
         "25 MiB": with_buckets(gradients.torch_boundaries()),
-        "default": with_buckets(default),
-        "planned": with_buckets(plan_for_unsure_cost(ready, gradients.nbytes, cost.measured(), default)),
+        "default": with_buckets(gradients.default_boundaries(ranks)),
         "bound": Planned(*ending(lower_bound(ready, gradients.nbytes, cost))),
     }
 
@@ -250,7 +236,7 @@ def drawn(results: Results) -> Any:
     """Efficiency over ranks, one panel per cluster."""
     pyplot = plots()
     figure, panels = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4), sharey=True, squeeze=False)
-    styles = {"bound": (":", 1.0), "planned": ("-", 2.0), "default": ("-.", 1.2), "25 MiB": ("--", 1.2)}
+    styles = {"bound": (":", 1.0), "default": ("-", 2.0), "25 MiB": ("--", 1.2)}
     models = list(next(iter(results.values())))
     for panel, (site, by_model) in zip(panels[0], results.items(), strict=True):
         for color, rows in enumerate(by_model.values()):

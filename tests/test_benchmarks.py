@@ -28,7 +28,7 @@ def results() -> set[str]:
     return {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
 
 
-def test_simulated_plans_are_at_least_as_good_as_25_mib_buckets_and_within_the_bound(
+def test_simulated_buckets_stay_within_the_bound(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = results()
@@ -37,12 +37,12 @@ def test_simulated_plans_are_at_least_as_good_as_25_mib_buckets_and_within_the_b
     runpy.run_path(str(ROOT / "benchmarks" / "scale.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert results() == before, "a quick run saves nothing"
-    rows = re.findall(r"^(\d+)  +([01]\.\d{4}) +([01]\.\d{4}) +([01]\.\d{4}) +([01]\.\d{4}) ", printed, re.MULTILINE)
+    rows = re.findall(r"^(\d+)  +([01]\.\d{4}) +([01]\.\d{4}) +([01]\.\d{4}) ", printed, re.MULTILINE)
     assert len(rows) == 3 * 2 * 2, printed  # clusters, models, numbers of ranks
     for ranks, *efficiencies in rows:
-        shipped, default, planned, bound = map(float, efficiencies)
-        assert 0 < shipped <= planned <= bound <= 1, (ranks, efficiencies)
-        assert 0 < default <= planned + 0.002, (ranks, efficiencies)  # costs are known as a fitted line only
+        shipped, default, bound = map(float, efficiencies)
+        assert 0 < shipped <= bound <= 1, (ranks, efficiencies)
+        assert 0 < default <= bound, (ranks, efficiencies)
 
 
 def test_the_models_of_the_simulation_have_the_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

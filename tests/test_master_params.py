@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp.optim import stepped, swap
-from lightning_bucketddp.optim.masters import master_params, prepare_at_first_step
 from lightning_bucketddp.optim.stepped import Stepped
-from lightning_bucketddp.optim.swap import Swap
+from lightning_bucketddp.optim.swap import Swap, master_params, prepare_at_first_step
 from tests.models import Branches, MixedDtypes, Mlp, batch, loss_of
 
 Make = Callable[[Any], Optimizer]

@@ -35,7 +35,6 @@ PUBLIC: dict[str, list[str]] = {
         "Timeline",
         "lower_bound",
         "plan_boundaries",
-        "plan_for_unsure_cost",
         "ring_all_reduce",
         "ring_reduce_scatter",
         "simulate",

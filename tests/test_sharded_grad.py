@@ -282,7 +282,7 @@ def scaled() -> list[float]:
         averaged(plain)
         if step in (1, 4):
             plain.layers[0].weight.grad[0, 0] = math.inf
-            _, mine = ours._runtime.optimizers.sharding.find(ours.module.layers[0].weight)
+            _, mine = ours._runtime.optimizers.sharding.params.find(ours.module.layers[0].weight)
             if mine.start == 0 and mine.stop > 0:  # one rank's part
                 ours._runtime.optimizers.sharding.params.grad_part(ours.module.layers[0].weight)[0] = math.inf
         for optimizer, scaler in zip(optimizers, scalers, strict=True):

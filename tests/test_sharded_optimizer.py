@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.optim import sharded_params
-from lightning_bucketddp.optim.masters import master_params
+from lightning_bucketddp.optim.swap import master_params
 from tests.inside import reducer_of
 from tests.models import MODELS, batch
 from tests.reference import largest_difference_between_ranks, mean_over_ranks

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.comm import wire
-from lightning_bucketddp.comm.groups import divide
 from lightning_bucketddp.comm.work import Handle, Work
 
 # torch 2.13 renamed them and warns of the old names.
@@ -113,9 +112,16 @@ class Collectives:
         Args:
             parts: The ranks, within this group, of each; every rank is in one of them.
         """
+        everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
+        mine: dist.ProcessGroup | None = None
+        for part in parts:
+            if of_all or self.rank in part:  # every process has to help with every group of the default one
+                made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
+                mine = made if self.rank in part else mine
+        assert mine is not None
         # Within another group than the default one it is not destroyed: torch would use its name again, and with the
         # name what its ranks have left in the store.
-        return Collectives(divide(self.group, parts), self.is_default(), self._backend_averages)
+        return Collectives(mine, of_all, self._backend_averages)
 
     def end(self) -> None:
         """Destroy the group if it is owned and nothing is under way in it. Sends nothing."""

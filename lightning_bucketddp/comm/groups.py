@@ -1,12 +1,15 @@
-"""Process groups: the backends there are, a second group of all processes, and groups within a group."""
+"""Process groups: the backends there are, a second group of all processes, the end of a group."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+
+_UNUSED_TAG = 2**30
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -42,19 +45,14 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return group
 
 
-def divide(group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
+def abort(group: dist.ProcessGroup) -> None:
+    """Make blocked collectives raise, here and on ranks that wait for this one. The group is of no use afterwards.
 
-    Args:
-        group: The group.
-        parts: The ranks, within ``group``, of each new one; every rank is in one of them.
+    May be called from any thread. gloo's own ``abort()`` leaves a blocked rank blocked. But gloo closes all connections
+    of a group when one of its receives is not served in time.
     """
-    everyone, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    of_all = group is dist.group.WORLD  # every process has to help with every group then
-    mine: dist.ProcessGroup | None = None
-    for part in parts:
-        if of_all or rank in part:
-            made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
-            mine = made if rank in part else mine
-    assert mine is not None
-    return mine
+    with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    with suppress(RuntimeError):
+        group.abort()

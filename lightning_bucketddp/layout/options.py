@@ -151,7 +151,10 @@ class Options:
     def __post_init__(self) -> None:
         self._require_kinds_and_ranges()
         self._unify_spellings()
-        self._require_compatible()
+        self._require_grad_dtype_possible()
+        self._require_sharding_possible()
+        if self.comm_hook is not None:
+            self.require_hook_decides()
 
     def _require_kinds_and_ranges(self) -> None:
         for each in fields(self):
@@ -159,44 +162,20 @@ class Options:
                 require(each.name, getattr(self, each.name), "True or False", bool)
             elif each.type == "bool | None":
                 require(each.name, getattr(self, each.name), "None, True or False", bool | None)
-        require(
-            "bucket_cap_mb",
-            self.bucket_cap_mb,
-            "None or a number of MiB from 0",
-            float | int | None,
-            lambda cap: 0 <= cap < math.inf,
-        )
         require_choice("module_buffers", self.module_buffers, get_args(ModuleBufferSync), optional=True)
-        require(
-            "gradient_divide_by",
-            self.gradient_divide_by,
-            '"world_size", "tokens" or an integer from 1',
-            int | str,
-            lambda divisor: divisor in ("world_size", "tokens") or (isinstance(divisor, int) and divisor >= 1),
+        hooks = f"None, callable or one of {get_args(HookName)}"
+        others: tuple[tuple[str, str, Any, Callable[[Any], bool]], ...] = (
+            ("bucket_cap_mb", "None or a number of MiB from 0", float | int | None, lambda cap: 0 <= cap < math.inf),
+            ("gradient_divide_by", '"world_size", "tokens" or an integer from 1', int | str, _is_divisor),
+            ("max_abs_grad", "None or a positive number", float | int | None, lambda most: most > 0),
+            ("pad_buckets_to", "a number of elements from 1", int, lambda pad: pad >= 1),
+            ("sparse_parameters", "a list of names", Sequence, lambda names: all(isinstance(it, str) for it in names)),
+            ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
+            ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
+            ("timeout", "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)),
         )
-        require(
-            "max_abs_grad", self.max_abs_grad, "None or a positive number", float | int | None, lambda most: most > 0
-        )
-        require("pad_buckets_to", self.pad_buckets_to, "a number of elements from 1", int, lambda pad: pad >= 1)
-        require(
-            "sparse_parameters",
-            self.sparse_parameters,
-            "a list of names",
-            Sequence,
-            lambda names: all(isinstance(name, str) for name in names),
-        )
-        require(
-            "comm_hook",
-            self.comm_hook,
-            f"None, callable or one of {get_args(HookName)}",
-            str | Callable | None,
-            lambda hook: callable(hook) or hook in get_args(HookName),
-        )
-        size = self.shard_group_size
-        require("shard_group_size", size, "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1)
-        require(
-            "timeout", self.timeout, "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)
-        )
+        for name, wanted, kinds, fits in others:
+            require(name, getattr(self, name), wanted, kinds, fits)
 
     def _unify_spellings(self) -> None:
         """Give each option that can be spelled in several ways its one value; not again if it has it."""
@@ -239,12 +218,6 @@ class Options:
                 f"grad_dtype={found!r}"
             )
         return torch.float32
-
-    def _require_compatible(self) -> None:
-        self._require_grad_dtype_possible()
-        self._require_sharding_possible()
-        if self.comm_hook is not None:
-            self.require_hook_decides()
 
     def _require_grad_dtype_possible(self) -> None:
         if self.grad_dtype is not None and not self.use_contiguous_buffers:
@@ -355,6 +328,10 @@ class Options:
             if each.compare:
                 yield each.name, repr(getattr(self, each.name))
         yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
+
+
+def _is_divisor(value: int | str) -> bool:
+    return value >= 1 if isinstance(value, int) else value in ("world_size", "tokens")
 
 
 def _as_dtype(option: str, value: object, choice: Any, wanted: str = "{}") -> torch.dtype:

@@ -149,16 +149,6 @@ class Layout:
     buckets: tuple[Bucket, ...]
     buffers: tuple[BufferSpec, ...]
 
-    def __post_init__(self) -> None:
-        owned = sorted(slot for bucket in self.buckets for slot in bucket.slots)
-        assert owned == list(range(len(self.slots))), "every slot belongs to exactly one bucket"
-        for index, buffer in enumerate(self.buffers):
-            position = 0
-            for bucket in sorted((b for b in self.buckets if b.buffer == index), key=lambda b: b.start):
-                assert bucket.start == position, "buckets tile their buffer"
-                position = bucket.stop
-            assert position == buffer.numel, "buckets cover their buffer"
-
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, padding included."""

@@ -67,12 +67,6 @@ class CollectiveCost:
         """The cost of one after the other."""
         return CollectiveCost(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
-    @classmethod
-    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> CollectiveCost:
-        """The cost that two measurements show, each a size in bytes and how long it took in seconds."""
-        slope = max(large[1] - small[1], 0.0) / (large[0] - small[0])
-        return cls(max(small[1] - slope * small[0], 0.0), slope)
-
 
 def ring_reduce_scatter(link: Link, world_size: int) -> CollectiveCost:
     """A reduce-scatter or an all-gather around a ring: ``n - 1`` messages of an ``n``-th of the tensor."""
@@ -259,50 +253,6 @@ def plan_boundaries(
         boundaries.append(stop)
         stop = best[stop]
     return tuple(reversed(boundaries))
-
-
-def plan_for_unsure_cost(
-    ready: Sequence[float],
-    nbytes: Sequence[float],
-    cost: CollectiveCost,
-    fallback: Sequence[int],
-    cap: float | None = None,
-    tolerance: float = 0.02,
-) -> tuple[int, ...]:
-    """The bucket boundaries that finish first, among those that do little harm where the cost is another.
-
-    A plan for a wire believed ten times slower than it is puts everything into one bucket, and one for a latency
-    believed ten times lower a bucket around each parameter; either may double the time of a pass. So plans are made for
-    costs around the given one, and only those are considered that are through no later than ``fallback`` and a little,
-    whether latency and bandwidth are as given or ten times more or less.
-
-    Args:
-        ready: When each gradient is ready, in launch order, in seconds.
-        nbytes: The size of each, in bytes.
-        cost: What the collective of a bucket costs, as far as is known.
-        fallback: The boundaries of which it is known that they do well everywhere.
-        cap: Largest bucket in bytes, as for :func:`plan_boundaries`.
-        tolerance: How much later than with ``fallback`` a pass may be through, as a part of its time.
-
-    Returns:
-        Where each bucket ends, as for :func:`simulate`.
-    """
-    possible = [_scaled(cost, latency, wire) for latency in (0.1, 1, 10) for wire in (0.1, 1, 10)]
-    limits = [simulate(ready, nbytes, fallback, it).finish * (1 + tolerance) for it in possible]
-
-    def is_safe(plan: Sequence[int]) -> bool:
-        return all(
-            simulate(ready, nbytes, plan, it).finish <= limit for it, limit in zip(possible, limits, strict=True)
-        )
-
-    beliefs = [_scaled(cost, latency, wire) for latency in (0.3, 1, 3, 10, 30) for wire in (0.1, 0.3, 1, 3)]
-    plans = {plan_boundaries(ready, nbytes, belief, cap) for belief in beliefs}
-    safe = [tuple(fallback), *sorted(plan for plan in plans if is_safe(plan))]
-    return min(safe, key=lambda plan: simulate(ready, nbytes, plan, cost).finish)
-
-
-def _scaled(cost: CollectiveCost, latency: float, wire: float) -> CollectiveCost:
-    return CollectiveCost(cost.latency * latency, cost.seconds_per_byte * wire)
 
 
 def _require_boundaries(boundaries: Sequence[int], ready: Sequence[float], nbytes: Sequence[float]) -> None:

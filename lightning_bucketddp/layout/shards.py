@@ -32,11 +32,6 @@ class Part:
     stop: int
     at: int
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing of the slot is in the shard."""
-        return self.start == self.stop
-
 
 def parts_of(layout: Layout, shards: int, index: int) -> list[Part]:
     """The part of each slot that is in one shard.

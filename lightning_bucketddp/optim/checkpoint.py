@@ -74,7 +74,8 @@ class _Contents:
 
     def nested(self) -> Any:
         """The nested dict, of tensors, of this rank's elements of tensors, and of objects."""
-        return unflatten_state_dict({key: _plain(value) for key, value in self.values.items()}, self.paths)
+        values = {key: value.flat if isinstance(value, Chunks) else value for key, value in self.values.items()}
+        return unflatten_state_dict(values, self.paths)
 
 
 class ShardedCheckpoint:
@@ -244,7 +245,7 @@ class ShardedCheckpoint:
                 continue
             param, key = by_name[path[3]], path[4] if path[2] == "state" else STATE_DICT_KEY
             found = None if swap is None else swap.stepped.parts.find(param)
-            if found is not None and found.part.empty:
+            if found is not None and not found.numel:
                 continue  # what a rank has no part of it has no state of
             room: Any = _empty(stored)
             if room is not None and found is not None and is_per_element(key, room.shape, found.spec):
@@ -329,15 +330,6 @@ class ShardedCheckpoint:
 def _is_extra(name: str, value: Any) -> bool:
     """Whether an entry of a state dict is what a module's ``get_extra_state`` gave, which may be a tensor."""
     return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
-
-
-def _plain(value: Any) -> Any:
-    """What a checkpoint's value stands for."""
-    if isinstance(value, io.BytesIO):
-        value.seek(0)
-        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
-        return torch.load(value, map_location="cpu", weights_only=False)
-    return value.flat if isinstance(value, Chunks) else value
 
 
 def _empty(stored: Any) -> Tensor | None:

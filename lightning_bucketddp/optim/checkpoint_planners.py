@@ -100,7 +100,7 @@ class ChunksSavePlanner(DefaultSavePlanner):
 
 
 class ChunksLoadPlanner(DefaultLoadPlanner):
-    """Has read what overlaps with a rank's parts, into their memory; pickles stay so."""
+    """Has read what overlaps with a rank's parts, into their memory, and the objects."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -114,8 +114,9 @@ class ChunksLoadPlanner(DefaultLoadPlanner):
         return find_tensor_shard(self.state_dict[index.fqn], index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a pickle."""
-        self.state_dict[read_item.dest_index.fqn] = value
+        """Take in an object."""
+        # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
 
 class DirectoryWriter(FileSystemWriter):

@@ -66,6 +66,18 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
     return kind
 
 
+def require_optimizer(optimizer: object) -> None:
+    """Require that something is an optimizer itself: a wrapper around one has no hooks and state of its own.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the optimizer that it wraps"
+        )
+
+
 def require_element_wise(optimizer: Optimizer) -> None:
     """Require that an optimizer can work on parts of parameters.
 
@@ -74,10 +86,7 @@ def require_element_wise(optimizer: Optimizer) -> None:
         ValueError: If it looks at more than one element at a time, if it is not known whether it does, or if it changes
             parameters outside of ``step``.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}; pass the optimizer that it wraps"
-        )
+    require_optimizer(optimizer)
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     problem = _why_not(optimizer, name)

@@ -21,6 +21,8 @@ from lightning_bucketddp.optim.parts import ParamPart
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.state_dicts import STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
+from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 
@@ -54,19 +56,6 @@ class Sharding:
         self._sharded_ever = 0
         weakref.finalize(self, runs.groups.end).atexit = False
         runs.observe(self)
-
-    def find(self, param: Tensor) -> ParamPart | None:
-        """This rank's part of a parameter; None if the parameter is not sharded."""
-        return self.params.find(param)
-
-    @property
-    def gathering(self) -> bool:
-        """Whether parameters are on their way."""
-        return self.params.gathering
-
-    def wait(self) -> None:
-        """Wait for all parameters that are on their way."""
-        self.params.wait()
 
     # -- optimizers ----------------------------------------------------------------------------------
 
@@ -117,7 +106,7 @@ class Sharding:
                 it. None if this rank only helps the others; states are empty then.
         """
         swap = self._optimizers[optimizer][1]
-        found = {param: part for param in params_of(optimizer) if (part := self.find(param)) is not None}
+        found = {param: part for param in params_of(optimizer) if (part := self.params.find(param)) is not None}
         described = self._described(optimizer, swap, found)
         for bucket in sorted({part.part.bucket for part in found.values()}):
             numel = self._runs.layout.buckets[bucket].numel
@@ -211,7 +200,7 @@ class Sharding:
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """A copy of a parameter's whole gradient. All ranks must call this; None if there is no gradient."""
-        found = self.find(param)
+        found = self.params.find(param)
         mine = self.params.sharded_grad(param)
         # Not by what this rank has alone.
         if found is None or not any(flag for (flag,) in self.exchange([int(mine is not None)])):
@@ -227,14 +216,8 @@ class Sharding:
         """Buckets are about to be laid out anew: move what optimizers know of their parts to other ranks."""
         if layout == self._runs.layout:
             return
-        self.wait()
-        updates = torch.tensor(
-            [self._peers.position.update, self._peers.here.updated], device=self._slots.all_params[0].device
-        )
-        with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
-            gathered, pending = self._collectives.all_gather(updates)
-            pending.wait(self._peers.poll)
-            self._peers.here.require_same_updates(gathered.tolist())
+        self.params.wait()
+        self._require_same_updates()
         mine = {number: optimizer for optimizer, (number, _) in self._optimizers.items()}
         known_everywhere = set.intersection(*map(set, self.exchange(list(mine))))  # dropped by nobody
         parts = parts_of(layout, self._runs.groups.shards, self._runs.groups.index)
@@ -244,6 +227,20 @@ class Sharding:
                 slot = self.params.slot_of[id(param)]
                 found = ParamPart(self._slots.specs[slot], parts[slot])
                 swap.dicts.put_part(optimizer, param, found, state or None, master)
+
+    def _require_same_updates(self) -> None:
+        at = self._peers.position
+        updates = torch.tensor([at.update, self._peers.here.updated], device=self._slots.all_params[0].device)
+        with self._peers.waiting_for("what ranks have stepped on", Phase.ROOT):
+            gathered, pending = self._collectives.all_gather(updates)
+            pending.wait(self._peers.poll)
+            everyone = gathered.tolist()
+            other = next((rank for rank, it in enumerate(everyone) if it != everyone[0]), None)
+            if other is not None:
+                raise RankMismatchError(
+                    f"rank {self._peers.rank}: ranks come to pass {at.pass_number} after different optimizer steps, "
+                    f"rank 0 after {everyone[0][0]} and rank {other} after {everyone[other][0]}: {LOOK_FOR_STEPS}"
+                )
 
     def on_layout(self, layout: Layout) -> None:
         """Buckets have been laid out anew: the parameters follow their gradients."""
@@ -264,7 +261,7 @@ class Sharding:
         """End it; parameters get memory of their own. Sends nothing, but waits for what is on its way."""
         try:
             if not self._peers.message:
-                self.wait()
+                self.params.wait()
                 self._runs.groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means
             _log.warning("rank %d: parameters are not those of the last step: %s", self._collectives.rank, error)

@@ -80,7 +80,7 @@ class StateDicts:
             for entries in (state, masters):
                 if found is not None and index in entries:
                     whole = entries.pop(index)
-                    if not found.part.empty:
+                    if found.numel:
                         entries[index] = _part_of(found, whole)
         loaded["state"], loaded[STATE_DICT_KEY] = state, masters
         return loaded
@@ -107,9 +107,9 @@ class StateDicts:
     ) -> None:
         """Let the optimizer have one part of a parameter's whole state and master."""
         optimizer.state.pop(param, None)
-        if state is not None and not found.part.empty:
+        if state is not None and found.numel:
             optimizer.state[param] = _part_of(found, state)
-        self._stepped.set_master(param, None if master is None or found.part.empty else _part_of(found, master))
+        self._stepped.set_master(param, None if master is None or not found.numel else _part_of(found, master))
 
     def take_in(self, optimizer: Optimizer, param: Tensor) -> None:
         """Cut state and master of a whole parameter down to this rank's part of it, if it is sharded."""

@@ -72,7 +72,7 @@ class Stepped:
             The parameter itself if it is stepped on as it is; None if no part of it is this rank's.
         """
         found = self.parts.find(param)
-        if found is not None and found.part.empty:
+        if found is not None and not found.numel:
             return None
         memory = self.parts.param_part(param)
         tensor = self._current_master(param, memory, state)

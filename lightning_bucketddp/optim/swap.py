@@ -14,7 +14,7 @@ Hooks are torch's public ones. They do not run when ``step`` raises, hence :meth
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.optim.element_wise import plain_step
+from lightning_bucketddp.optim.element_wise import plain_step, require_optimizer
 from lightning_bucketddp.optim.parts import Parts
 from lightning_bucketddp.optim.state_dicts import StateDicts, params_of
 from lightning_bucketddp.optim.stepped import Stepped, version_of
@@ -35,11 +36,6 @@ _swaps: weakref.WeakKeyDictionary[Optimizer, Swap] = weakref.WeakKeyDictionary()
 def swap_of(optimizer: Optimizer) -> Swap | None:
     """An optimizer's swap; None if it steps on its parameters."""
     return _swaps.get(optimizer)
-
-
-def all_swaps() -> list[tuple[Optimizer, Swap]]:
-    """The optimizers that have a swap, and it."""
-    return list(_swaps.items())
 
 
 @dataclass(slots=True)
@@ -95,7 +91,7 @@ class Swap:
     Copies of the optimizer (``copy.deepcopy``, ``pickle``) are plain: torch leaves the hooks behind.
 
     Args:
-        optimizer: Any torch optimizer without a swap; an element-wise one if parameters are sharded.
+        optimizer: A torch optimizer without a swap; an element-wise one if parameters are sharded.
         parts: This rank's part of each parameter; all of it if None.
         with_masters: Whether low-precision parameters have masters.
 
@@ -164,7 +160,7 @@ class Swap:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for optimizer in [it for it, swap in all_swaps() if swap is self]:
+        for optimizer in [it for it, swap in list(_swaps.items()) if swap is self]:
             del _swaps[optimizer]
 
     # -- around a step -------------------------------------------------------------------------------
@@ -274,3 +270,69 @@ class Swap:
         self.stepped.write_back(
             [swap.param for swap in swapped if (self._stepping and swap.grad is not None) or swap.written]
         )
+
+
+def master_params(optimizer: Optimizer) -> Swap:
+    """The optimizer's master parameters; attached to it in the first call.
+
+    Args:
+        optimizer: A torch optimizer.
+
+    Returns:
+        The same object in every call, until it is closed.
+
+    Raises:
+        TypeError: If it is no torch optimizer, but a wrapper around one, which has no hooks and state of its own.
+    """
+    require_optimizer(optimizer)
+    return swap_of(optimizer) or Swap(optimizer)
+
+
+def holders_of_masters(params: Container[int]) -> list[Optimizer]:
+    """The optimizers that step on fp32 masters of some whole parameters, which are given by id."""
+    return [
+        it for it, swap in list(_swaps.items()) if any(id(param) in params for param in swap.stepped.whole_masters())
+    ]
+
+
+def restart_masters(params: Iterable[Tensor]) -> None:
+    """Have masters of whole parameters made anew, in the next step, from the parameters.
+
+    For ranks that got one rank's rounded parameters: that rank's masters know more than the others'.
+    """
+    chosen = {id(param) for param in params}
+    for swap in list(_swaps.values()):
+        for param in swap.stepped.whole_masters():
+            if id(param) in chosen:
+                swap.stepped.set_master(param, None)
+
+
+def prepare_at_first_step(
+    params: Callable[[], Container[int]], prepare: Callable[[Optimizer], object] = master_params
+) -> RemovableHandle:
+    """Prepare every optimizer that steps on some parameters, in its first step.
+
+    Through torch's global step hook, so that an optimizer nobody has handed over steps on masters or shards too. A
+    state dict that is loaded into one *before* its first step is loaded as torch does, in the parameters' dtype and
+    without masters: where training is resumed, prepare the optimizer first.
+
+    Args:
+        params: Gives the ids of the parameters, which may change.
+        prepare: Called once with the optimizer, when it has such parameters. It has to attach a :class:`Swap`, unless
+            there is one.
+
+    Returns:
+        A handle that ends it; optimizers that were prepared stay so.
+    """
+    prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
+        if optimizer in prepared:
+            return
+        ours = params()
+        if any(id(param) in ours for param in params_of(optimizer)):
+            prepare(optimizer)
+            prepared.add(optimizer)
+
+    return register_optimizer_step_pre_hook(look)

@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -42,8 +42,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm.abort import abort
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import diagnose
 from lightning_bucketddp.peers.roll_call import RollCall, read
@@ -225,10 +225,21 @@ class AbortListener:
         """Which ranks are gone, where an error may be the consequence of that."""
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return ""
-        with suppress(RuntimeError):
-            found = diagnose(self.roll_call.ask(0))
-            return f"; {found.text}" if found is not None else ""
-        return f"; {STORE_LOST}"
+        told = self.ask_why(0)
+        return f"; {told}" if told else ""
+
+    def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
+        """Call the roll; why ranks wait in vain, in words, empty if they do not.
+
+        Args:
+            wrapper: Of which wrapper.
+            names: The parameters' names.
+        """
+        try:
+            found = diagnose(self.roll_call.ask(wrapper), names)
+        except RuntimeError:
+            return STORE_LOST
+        return "" if found is None else found.text
 
     def _wait_until_all(self, key: str, seconds: float) -> None:
         """Wait until all ranks have set a key of theirs, or the time is up, or the store is gone."""
@@ -325,12 +336,8 @@ class AbortListener:
     def _end_process(self) -> None:
         """The last resort, for a rank that waits for something which a closed connection does not end."""
         assert self.failure is not None
-        _log.error(
-            "rank %d has not stopped in %.0f s, though %s; its process ends here:",
-            self.roll_call.rank,
-            LEAVE_SECONDS,
-            self.failure.text,
-        )
+        late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {self.failure.text}"
+        _log.error("rank %d %s; its process ends here:", self.roll_call.rank, late)
         with suppress(Exception):  # stderr may have been replaced by something without a file
             faulthandler.dump_traceback()
             sys.stdout.flush()

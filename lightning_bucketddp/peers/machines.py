@@ -8,9 +8,6 @@ from collections.abc import Mapping
 
 from lightning_bucketddp.peers.peers import Peers
 
-_NONE = ""
-"""What a rank says that knows of ranks on other machines: no machine holds them all."""
-
 
 def on_one_machine(peers: Peers) -> bool:
     """Whether all ranks share one machine; the same on every rank. All ranks must call this.
@@ -18,7 +15,7 @@ def on_one_machine(peers: Peers) -> bool:
     They do if all have the same host name, unless a launcher has started fewer ranks here than there are.
     """
     machines = set(peers.exchange("the machine", machine_of_all(peers.world_size, os.environ)))
-    return len(machines) == 1 and machines != {_NONE}
+    return len(machines) == 1 and machines != {""}  # empty where ranks know of others elsewhere
 
 
 def machine_of_all(world_size: int, environment: Mapping[str, str]) -> str:
@@ -30,5 +27,5 @@ def machine_of_all(world_size: int, environment: Mapping[str, str]) -> str:
     """
     started_here = environment.get("LOCAL_WORLD_SIZE", "")
     if started_here.isdecimal() and int(started_here) < world_size:
-        return _NONE
+        return ""
     return socket.gethostname()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -13,12 +15,13 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
-from lightning_bucketddp.peers.abort_listener import STORE_LOST, Failure, listen
-from lightning_bucketddp.peers.agreement import Agreement, Entry, PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.abort_listener import Failure, listen
+from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Diagnosis, Kind, diagnose
-from lightning_bucketddp.peers.here import Here
 from lightning_bucketddp.peers.roll_call import read
-from lightning_bucketddp.peers.status import Phase, Position, Status
+from lightning_bucketddp.peers.status import Here, Phase, Position
+
+_PROBLEM = "problem: "
 
 
 class Peers:
@@ -33,6 +36,7 @@ class Peers:
 
     Attributes:
         number: Which of the group's wrappers this is; the same on every rank.
+        rank: This rank.
         world_size: How many ranks there are.
         message: What every later use raises; empty while this rank has not given up.
         here: Where this rank is.
@@ -40,32 +44,24 @@ class Peers:
 
     def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
         self._listener = listen(collectives)
+        self.rank = collectives.rank
+        self.here = Here(self.rank)
         self.number = self._listener.roll_call.enter(self)
         self.world_size = collectives.world_size
         self.message = ""
-        self.here = Here(collectives.rank)
         self._polls, self._call = 0, 0  # since this wait began; the roll call whose answers are to be looked at
         self._failures: dict[int | None, Failure] = {}  # by pass; None: for good
-        seconds = (timeout or DEFAULT_TIMEOUT).total_seconds()
-        self._agreement = Agreement(self._listener.store, f"{self.number}/", collectives.rank, self.world_size, seconds)
+        self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._said: list[str] = []  # this rank's keys of the agreement before
 
     def close(self) -> None:
         """Answer no more roll calls. Sends nothing."""
-        self._listener.roll_call.leave(self.number, self.status())
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.here.rank
+        self._listener.roll_call.leave(self.number, self.here.status())
 
     @property
     def position(self) -> Position:
         """How far this rank has come."""
         return self.here.position
-
-    def status(self) -> Status:
-        """This rank's record."""
-        return self.here.status()
 
     def end_training(self) -> None:
         """This rank comes to no further pass: it tells those that do, or will."""
@@ -77,16 +73,76 @@ class Peers:
     # -- agreements ----------------------------------------------------------------------------------
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Say ``mine`` on ``topic`` and return what every rank said, by rank; see :meth:`Agreement.exchange`."""
+        """Say ``mine`` on ``topic`` and return what every rank said, by rank.
+
+        It goes through the store, without a collective: a rank may ask in it what the others are not in the middle of
+        answering, without upsetting the order of the collectives.
+
+        Args:
+            topic: A name used once per wrapper.
+            mine: This rank's value.
+
+        Raises:
+            RuntimeError: If some ranks stay silent for the whole timeout; names them.
+        """
         self.here.begin_agreement()
+        store, name = self._listener.store, f"{self.number}/{topic}"
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        counter, complete = f"{name}/said", f"{name}/complete"
         with self._waiting(topic, Phase.AGREEMENT):
-            return self._agreement.exchange(topic, mine, self.poll)
+            store.set(keys[self.rank], mine)
+            if store.add(counter, 1) == self.world_size:
+                store.set(complete, "")
+            deadline = time.monotonic() + self._timeout
+            while not _wait_for(store, complete):
+                self.poll()
+                if time.monotonic() > deadline:
+                    silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                    raise RuntimeError(
+                        f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
+                        f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
+                        "that depends on the rank, or for an error in their output"
+                    )
+            answers = [value.decode() for value in store.multi_get(keys)]
+        for key in self._said:  # all ranks have read the topic before, or they would not have come here
+            store.delete_key(key)
+        self._said = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
+        return answers
 
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
-        """Require that all ranks have the same entries; see :meth:`Agreement.require_same`."""
-        self.here.begin_agreement()
-        with self._waiting(topic, Phase.AGREEMENT):
-            self._agreement.require_same(topic, entries, problem, self.poll)
+        """Require that all ranks have the same entries in the same order.
+
+        Digests are compared first; the entries themselves travel only if they differ.
+
+        Args:
+            topic: A name used once per wrapper, in the error too.
+            entries: What this rank has.
+            problem: What is wrong on this rank, so that it cannot go on whatever the others have.
+
+        Raises:
+            Exception: The problem, on the rank that has it.
+            PeerFailureError: If another rank has a problem; says which.
+            RankMismatchError: On every rank, naming the first entry that differs and both sides.
+            RuntimeError: If some ranks stay silent for the whole timeout.
+        """
+        text = json.dumps(entries)
+        mine = hashlib.sha256(text.encode()).hexdigest() if problem is None else f"{_PROBLEM}{problem}"
+        digests = self.exchange(topic, mine)
+        if problem is not None:
+            raise problem
+        for rank, digest in enumerate(digests):
+            if digest.startswith(_PROBLEM):
+                raise PeerFailureError(
+                    f"rank {self.rank}: rank {rank} cannot go on with {topic}: {digest.removeprefix(_PROBLEM)}"
+                )
+        if len(set(digests)) == 1:
+            return
+        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise RankMismatchError(
+            f"rank {self.rank}: ranks disagree on {topic}: {first_difference(everyone[0], everyone[other], other)}. "
+            "Build the same module with the same options on every rank"
+        )
 
     # -- waiting -------------------------------------------------------------------------------------
 
@@ -256,15 +312,20 @@ class Peers:
         if self.failure():
             with self.giving_up_on_errors():
                 self.raise_if_failed()
-        cause = "another rank ended or did not get here in time; its output tells why"
-        try:
-            found = diagnose(self._listener.roll_call.ask(self.number), self.here.names)
-            cause = self.failure() or (found.text if found is not None else cause)
-        except RuntimeError:
-            cause = STORE_LOST
+        told = self._listener.ask_why(self.number, self.here.names)
+        cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         number = self.position.pass_number
         self.give_up(
             f"rank {self.rank}: reducing {awaited} failed in pass {number}: {cause} ({error})",
             f"could not reduce {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error
+
+
+def _wait_for(store: Store, key: str) -> bool:
+    """Wait a moment for a key; whether it is there."""
+    try:
+        store.wait([key], timedelta(seconds=POLL_SECONDS))
+    except RuntimeError:  # timed out, in words that differ by store; a store that is gone raises here again
+        return store.check([key])
+    return True

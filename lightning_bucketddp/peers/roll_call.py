@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.peers.status import Phase, Status
+from lightning_bucketddp.peers.status import Here, Phase, Status
 
 ANSWER_SECONDS = 2.0
 """How long a rank that has lost a connection waits for answers. Whoever lives answers in milliseconds."""
@@ -18,8 +18,7 @@ ANSWER_SECONDS = 2.0
 class Wrapper(Protocol):
     """What a roll call wants of a wrapper."""
 
-    def status(self) -> Status:
-        """Where this rank is."""
+    here: Here
 
     def look(self, store: Store) -> None:
         """See in the store whether another rank failed."""
@@ -84,7 +83,7 @@ class RollCall:
             store: The connection to use.
             ended: Whether this rank has ended training, whatever wrappers know of it.
         """
-        now = {number: wrapper.status() for number, wrapper in list(self._wrappers.items())}
+        now = {number: wrapper.here.status() for number, wrapper in list(self._wrappers.items())}
         words = {
             number: status._replace(ended=status.ended or ended).packed()
             for number, status in {**self._last_words, **now}.items()

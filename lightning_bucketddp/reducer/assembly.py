@@ -21,8 +21,7 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32
-from lightning_bucketddp.peers.control_checks import ControlChecks
+from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32, ControlChecks
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor

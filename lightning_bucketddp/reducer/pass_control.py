@@ -7,8 +7,7 @@ from collections.abc import Collection
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
-from lightning_bucketddp.peers.control import Control, ControlExchange, Report, fingerprint, write
-from lightning_bucketddp.peers.control_checks import ControlChecks
+from lightning_bucketddp.peers.control import Control, ControlChecks, ControlExchange, Report, fingerprint, write
 from lightning_bucketddp.peers.peers import Peers
 
 

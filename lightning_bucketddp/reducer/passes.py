@@ -14,7 +14,7 @@ from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.control_checks import ControlChecks
+from lightning_bucketddp.peers.control import ControlChecks
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.assembly import Setting
 from lightning_bucketddp.reducer.changes import ParamChanges

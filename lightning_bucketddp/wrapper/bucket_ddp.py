@@ -202,8 +202,8 @@ class BucketDDP(nn.Module, Joinable):
         if runtime is None:
             return call(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
         passes, sharding = runtime.passes, runtime.optimizers.sharding
-        if sharding is not None and sharding.gathering and self._reads_untraced():
-            sharding.wait()
+        if sharding is not None and sharding.params.gathering and self._reads_untraced():
+            sharding.params.wait()
         joining = self._join_config.enable and passes.joining.uneven
         if joining:
             runtime.uneven.meet(self, trains)
@@ -426,7 +426,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
         if runtime is not None and runtime.optimizers.sharding is not None:
-            runtime.optimizers.sharding.wait()
+            runtime.optimizers.sharding.params.wait()
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """The norm of all gradients together, as if they were one vector. All ranks must call this.

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.optim.masters import restart_masters
+from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.validation import named_parameters

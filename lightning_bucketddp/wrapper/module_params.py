@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import ParamSpec
-from lightning_bucketddp.optim.masters import holders_of_masters
+from lightning_bucketddp.optim.swap import holders_of_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.reducer.sparse import find_sparse
 from lightning_bucketddp.wrapper.validation import named_parameters, names_to_ignore, require_valid_parameters

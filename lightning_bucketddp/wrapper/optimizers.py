@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.optim.masters import holders_of_masters, master_params, prepare_at_first_step
 from lightning_bucketddp.optim.sharding import Sharding
 from lightning_bucketddp.optim.state_dicts import SHARD_KEY, STATE_DICT_KEY, params_of
-from lightning_bucketddp.optim.swap import Swap
+from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, prepare_at_first_step
 from lightning_bucketddp.peers.agreement import WrapError
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -164,7 +163,7 @@ class Optimizers:
     def _is_sharded(self, optimizer: Optimizer) -> bool:
         if self.sharding is None:
             return False
-        find, params = self.sharding.find, params_of(optimizer)
+        find, params = self.sharding.params.find, params_of(optimizer)
         return self.sharding.sharded(optimizer) is not None or any(find(param) is not None for param in params)
 
     def checkpoint(self) -> ShardedCheckpoint:

@@ -20,7 +20,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.optim.masters import restart_masters
+from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.peers.peers import Peers
