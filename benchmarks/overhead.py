@@ -12,8 +12,9 @@ buckets.
 
 Two settings. Where a rank is alone, bucketddp sends nothing, and torch's ddp starts an all-reduce per bucket that has
 nobody to wait for. With two gloo ranks on loopback all send. There a backward ends when the other rank's data have
-come: what a bucket costs includes its collective's own time, which is measured apart, and bucketddp's control vector of 4
-bytes per parameter, in the last bucket where that is small, is in the fixed part. What compares best is the slope over parameters.
+come: what a bucket costs includes its collective's own time, which is measured apart. What bucketddp's control vector
+costs, 4 bytes per parameter in the last bucket where that is small, is in the fixed part. What compares best is the
+slope over parameters.
 """
 
 from __future__ import annotations
