@@ -90,9 +90,7 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert issubclass(torch.nn.SyncBatchNorm, torch.nn.modules.batchnorm._BatchNorm)
     param = torch.nn.Parameter(torch.ones(1))
     assert isinstance(param._version, int)
-    assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) >= 1
     assert callable(torch._foreach_add_)
-    assert hasattr(torch.autograd.function.BackwardCFunction, "_set_sequence_nr")
     assert hasattr(torch.ones(1, requires_grad=True).clone().grad_fn, "_set_sequence_nr")
     assert callable(torch.nn.Module._replicate_for_data_parallel)
     assert {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_backward_hooks"} <= set(_HOOKS)

@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_bucketddp.replicas import flat_copies
 from lightning_bucketddp.replicas import replicas as replicas_file
 from lightning_bucketddp.replicas.forward import ReplicatedForward
 from lightning_bucketddp.replicas.replicas import (
@@ -48,7 +47,7 @@ THREE = ["cpu"] * 3
 ALL = {**MODELS, **REPLICATED}
 SINGLE = {"mixed_dtypes", "all_kinds"}  # cast to fp32 inside
 ACROSS_SAMPLES = {"conv_batchnorm_channels_last", "all_kinds"}  # BatchNorm
-SHARED, COPIED, AWAY = "shared", "copied", "as from another device"
+SHARED, COPIED = "shared", "copied"
 
 
 def make(name: str) -> nn.Module:
@@ -70,12 +69,8 @@ def data(step: int, samples: int, name: str = "") -> tuple[Tensor, Tensor]:
 
 
 def replicas_of(module: nn.Module, way: str, count: int = 3, **options: Any) -> Replicas:
-    """Replicas that share, or have copies, of which there are some that take the original to be on another device."""
-    replicas = Replicas(module, ["cpu"] * count, share=way == SHARED, **options)
-    if way == AWAY:
-        for _, _, copies in replicas._pieces:
-            copies._home = torch.device("cpu", 0)  # the CPU too, but another device to compare with
-    return replicas
+    """Replicas that share the parameters, or have copies."""
+    return Replicas(module, ["cpu"] * count, share=way == SHARED, **options)
 
 
 def call(replicas: Replicas, x: Tensor, **kwargs: Any) -> list[Any]:
@@ -139,7 +134,7 @@ def step(module: nn.Module, rate: float = 0.1) -> None:
 # -- gradients ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
+@pytest.mark.parametrize("way", [SHARED, COPIED])
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_gradients_and_module_buffers_are_those_of_modules_called_one_by_one(name: str, way: str) -> None:
     module = make(name)
@@ -178,7 +173,7 @@ def test_running_statistics_of_the_first_replica_persist_and_evaluation_uses_the
     assert module.norm.num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
+@pytest.mark.parametrize("way", [SHARED, COPIED])
 def test_parameters_get_a_gradient_if_any_replica_used_them_and_none_otherwise(way: str) -> None:
     torch.manual_seed(0)
     module = Branches().double()
@@ -195,7 +190,7 @@ def test_parameters_get_a_gradient_if_any_replica_used_them_and_none_otherwise(w
     assert_same_grads(module, reference)
 
 
-@pytest.mark.parametrize("way", [COPIED, AWAY])
+@pytest.mark.parametrize("way", [COPIED])
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(way: str) -> None:
     torch.manual_seed(0)
     module = Bits().double()
@@ -208,7 +203,7 @@ def test_sparse_and_dense_gradients_of_one_parameter_add_up(way: str) -> None:
     assert_same_grads(module, reference)
 
 
-@pytest.mark.parametrize("way", [COPIED, AWAY])
+@pytest.mark.parametrize("way", [COPIED])
 def test_strides_and_ties_are_kept(way: str) -> None:
     module = AllKinds(low=False)
     replica = replicas_of(module, way).refresh()[1]
@@ -241,25 +236,22 @@ def test_buffers_that_require_grad_are_shared_as_parameters_are() -> None:
         assert (replica.graph is module.graph) == (index == 0), "sparse ones are copied too"
 
 
-def test_replicas_at_home_share_parameters_and_others_have_one_piece_of_memory_per_dtype() -> None:
+def test_replicas_at_home_share_parameters_and_others_have_memory_of_their_own() -> None:
     module = AllKinds()
     for replica in replicas_of(module, SHARED).refresh():
         assert all(p is q for p, q in zip(replica.parameters(), module.parameters(), strict=True))
     first, second, _ = replicas_of(module, COPIED).refresh()
-    for replica in (first, second):
-        storages = {(p.dtype, p.untyped_storage().data_ptr()) for p in replica.parameters() if p.numel()}
-        assert len(storages) == 2, "fp32 and bf16"
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     assert not own & {p.untyped_storage().data_ptr() for p in first.parameters() if p.numel()}
     assert first.norm.running_mean is module.norm.running_mean
     assert second.norm.running_mean is not module.norm.running_mean
 
 
-def end_of_backward(together: bool) -> list[str]:
+def end_of_backward() -> list[str]:
     """The last six of: a layer of some replica is reached, a layer's summed gradient has come home."""
     order: list[str] = []
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)).double()
-    modules = replicas_of(module, COPIED, together=together).refresh()
+    modules = replicas_of(module, COPIED).refresh()
     for number, layer in enumerate(module):
         layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: order.append(f"{n} home"))
     total = torch.zeros((), dtype=torch.double)
@@ -273,27 +265,23 @@ def end_of_backward(together: bool) -> list[str]:
     return order[-6:]
 
 
-def test_gradients_come_home_in_one_piece_or_each_while_backward_still_runs() -> None:
-    assert end_of_backward(together=False) == ["2 reached", "2 home", "1 reached", "1 home", "0 reached", "0 home"]
-    assert all(entry.endswith("home") for entry in end_of_backward(together=True)[-3:])
+def test_each_gradient_comes_home_while_backward_still_runs() -> None:
+    assert end_of_backward() == ["2 reached", "2 home", "1 reached", "1 home", "0 reached", "0 home"]
 
 
-def test_the_sum_of_gradients_cannot_be_differentiated_and_says_so() -> None:
-    module = make("mlp")
+@pytest.mark.parametrize("way", [SHARED, COPIED])
+def test_the_sum_of_gradients_can_be_differentiated_again(way: str) -> None:
+    module, reference = make("mlp"), make("mlp")
     x, y = data(0, 6)
-    loss = loss_of(gather(call(replicas_of(module, COPIED), x), "cpu"), y)
-    with pytest.raises(RuntimeError, match=r"replicas of 'layers.0.weight', .* and 5 more .*without create_graph=True"):
-        loss.backward(create_graph=True)
-    reference = make("mlp")
     second = []
-    for net, output in ((module, gather(call(replicas_of(module, SHARED), x), "cpu")), (reference, reference(x))):
+    for net, output in ((module, gather(call(replicas_of(module, way), x), "cpu")), (reference, reference(x))):
         weight = net.layers[0].weight
         [grad] = torch.autograd.grad(loss_of(output, y), [weight], create_graph=True)
         second += torch.autograd.grad(grad.square().sum(), [weight])
     assert_same(second[0], second[1])
 
 
-@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
+@pytest.mark.parametrize("way", [SHARED, COPIED])
 def test_torch_autograd_grad_reaches_the_originals(way: str) -> None:
     module, reference = make("mlp"), make("mlp")
     x, y = data(0, 6)
@@ -308,32 +296,28 @@ def test_torch_autograd_grad_reaches_the_originals(way: str) -> None:
 # -- from step to step -------------------------------------------------------------------------------
 
 
-def storages(replica: nn.Module) -> set[int]:
-    return {p.untyped_storage().data_ptr() for p in replica.parameters()}
-
-
-def test_memory_and_module_objects_are_kept_from_step_to_step() -> None:
+def test_module_objects_are_kept_from_step_to_step_and_the_last_copies_are_not() -> None:
     module = make("mlp")
     replicas = replicas_of(module, COPIED)
-    seen, losses = [], []
+    seen: list[list[nn.Module]] = []
+    copies: list[weakref.ref[Tensor]] = []
+    losses = []
     for number in range(4):
         x, y = data(number, 6)
-        modules = replicas.refresh()
-        seen.append((modules, [storages(replica) for replica in modules]))
-        loss = loss_of(gather(parallel_apply(modules, list(x.chunk(3))), "cpu"), y)
+        seen.append(replicas.refresh())
+        assert not any(copy() is not None for copy in copies), "kept beside the present ones"
+        copies = [weakref.ref(param) for replica in seen[-1] for param in replica.parameters()]
+        assert len(copies) == 3 * len(list(module.parameters()))
+        assert all(copy() is not None for copy in copies)
+        loss = loss_of(gather(parallel_apply(seen[-1], list(x.chunk(3))), "cpu"), y)
         loss.backward()
         losses.append(loss)  # graphs whose backward has run keep no values
         step(module)
-    assert all(entry == seen[0] for entry in seen)
+    assert all(modules == seen[0] for modules in seen)
 
 
-@pytest.mark.parametrize("counted", [True, False], ids=["users counted", "users unknown"])
-@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
-def test_values_that_a_graph_still_needs_are_not_overwritten(
-    way: str, counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not counted:
-        monkeypatch.setattr(flat_copies, "_storage_use_count", None)
+@pytest.mark.parametrize("way", [SHARED, COPIED])
+def test_values_that_a_graph_still_needs_are_not_overwritten(way: str) -> None:
     module, reference = make("mlp"), make("mlp")
     replicas = replicas_of(module, way)
     batches = [data(number, 6) for number in range(3)]
@@ -374,7 +358,7 @@ class RunsAgain(nn.Module):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the forward without gradients
 @pytest.mark.parametrize("evaluated", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("way", [SHARED, COPIED, AWAY])
+@pytest.mark.parametrize("way", [SHARED, COPIED])
 def test_another_forward_before_backward_does_not_change_what_runs_again(
     way: str, reentrant: bool, evaluated: bool
 ) -> None:
@@ -940,10 +924,10 @@ def test_calls_from_several_threads_and_calls_inside_calls_do_not_disturb_each_o
 def test_random_steps(seed: int) -> None:
     draw = random.Random(seed)
     name = draw.choice(sorted(ALL))
-    way, count = draw.choice([SHARED, COPIED, AWAY]), draw.randint(2, 4)
+    way, count = draw.choice([SHARED, COPIED]), draw.randint(2, 4)
     module = make(name)
     params = list(module.parameters())
-    replicas = Replicas(module, ["cpu"] * count, draw.random() < 0.5, share=way == SHARED)
+    replicas = Replicas(module, ["cpu"] * count, share=way == SHARED)
     for number in range(4):
         with torch.no_grad() if draw.random() < 0.2 else nullcontext():
             module.train(draw.random() < 0.7)

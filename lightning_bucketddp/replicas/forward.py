@@ -63,7 +63,7 @@ class ReplicatedForward:
         return gather(outputs, self.output_device, self.dim)
 
     def _made(self) -> Replicas:
-        return Replicas(self._module, self.devices, together=False, share=self._share)
+        return Replicas(self._module, self.devices, share=self._share)
 
     def forget(self) -> None:
         """Frees the replicas, which are made anew if they are needed again."""

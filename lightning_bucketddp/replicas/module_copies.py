@@ -33,8 +33,6 @@ class ModuleTree:
     Attributes:
         modules: The module and its submodules, each once.
         tensors: Its parameters and module buffers, each once.
-        names: What they are called.
-        is_param: Which of them are parameters.
         slots: Where the tensors are; those that modules share are in several. The number of the module that has it;
             where it has it, ``"_parameters"`` or ``"_buffers"``; its name there; its position among the tensors.
     """
@@ -42,11 +40,9 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[Tensor] = []
-        self.names: list[str] = []
-        self.is_param: list[bool] = []
         self.slots: list[tuple[int, str, str, int]] = []
         positions: dict[int, int] = {}
-        for index, (prefix, part) in enumerate(module.named_modules()):
+        for index, part in enumerate(module.modules()):
             self.modules.append(part)
             for registry in ("_parameters", "_buffers"):
                 for name, tensor in part.__dict__[registry].items():
@@ -55,8 +51,6 @@ class ModuleTree:
                     position = positions.setdefault(id(tensor), len(self.tensors))
                     if position == len(self.tensors):
                         self.tensors.append(tensor)
-                        self.names.append(f"{prefix}.{name}" if prefix else name)
-                        self.is_param.append(registry == "_parameters")
                     self.slots.append((index, registry, name, position))
         self._own = frozenset(map(id, chain[Any](self.modules, self.tensors)))
         self._found = self._entries()

@@ -7,7 +7,6 @@ gradients are summed. Here replicas are kept between steps and only filled anew.
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.replicas.apply import parallel_apply
-from lightning_bucketddp.replicas.flat_copies import BEFORE_ALL_OTHERS, FlatCopies
 from lightning_bucketddp.replicas.module_copies import HELD, ModuleCopy, ModuleTree, require_copyable
 from lightning_bucketddp.replicas.nested import move_to
 from lightning_bucketddp.replicas.scatter_gather import Device, accelerators, as_device, as_devices, gather, scatter
 
 __all__ = ["Replicas", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"]
+
+_BEFORE_ALL_OTHERS = 2**63 - 1
+"""The engine runs, of the nodes that are ready, the one with the largest number, which otherwise is the youngest. Nodes
+that are made before forward would run after all of backward, and no gradient would come home before. Setting the number
+is private; without it all is right, and late."""
 
 
 class Replicas:
@@ -35,15 +38,14 @@ class Replicas:
     the others have copies, fresh at each :meth:`refresh`. Where no replica is on that device, what forward does to
     buffers is lost. Buffers that require grad are treated as parameters are.
 
-    Memory of copies is used again at the next :meth:`refresh`, unless a graph whose backward is still to come, or
-    somebody else, holds on to it. Replicas of one device draw random numbers from one generator: call them one after
-    the other, or dropout differs from run to run, and a checkpointed layer drops others when it runs again in backward.
+    Copies are new at each :meth:`refresh`, so that a graph whose backward is still to come keeps its own. Their
+    gradients are added up in the original's, each as soon as backward has reached all of them. Replicas of one device
+    draw random numbers from one generator: call them one after the other, or dropout differs from run to run, and a
+    checkpointed layer drops others when it runs again in backward.
 
     Args:
         module: The original.
         devices: One per replica; the same one may come several times.
-        together: Whether values and gradients move in one piece per dtype, gradients when backward has reached all of
-            them. Otherwise each gradient comes home as soon as it is there, while backward goes on.
         share: Whether replicas on the original's device share its parameters.
 
     Attributes:
@@ -55,34 +57,15 @@ class Replicas:
         TypeError: For scripted and compiled modules.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[Device], together: bool = True, share: bool = True) -> None:
-        self.module, self.devices = module, as_devices(devices)
-        self._together, self._share = together, share
-        self._plan()
+    def __init__(self, module: nn.Module, devices: Sequence[Device], share: bool = True) -> None:
+        self.module, self.devices, self._share = module, as_devices(devices), share
+        self._look_up()
 
-    def _plan(self) -> None:
-        """Looks at the module's structure, and decides which tensors each replica shares or has copies of."""
+    def _look_up(self) -> None:
+        """Looks at the module's structure."""
         require_copyable(self.module)
-        tree = self._tree = ModuleTree(self.module)
-        self._buffers = [position for position, is_param in enumerate(tree.is_param) if not is_param]
-        pieces: dict[tuple[Any, ...], list[int]] = {}
-        singles: list[int] = []
-        for position, tensor in enumerate(tree.tensors):
-            if self._together and _moves_in_pieces(tensor):
-                key = (tensor.device, tensor.dtype, self._trains(position))
-                pieces.setdefault(key, []).append(position)
-            else:
-                singles.append(position)
-        self._pieces: list[tuple[list[int], list[int], FlatCopies]] = []
-        for positions in pieces.values():
-            if copied := self._copied(positions[0]):
-                tensors = [tree.tensors[position] for position in positions]
-                names = [tree.names[position] for position in positions]
-                copies = FlatCopies(tensors, names, [self.devices[index] for index in copied])
-                self._pieces.append((positions, copied, copies))
-        self._singles = [(position, copied) for position in singles if (copied := self._copied(position))]
+        self._tree = ModuleTree(self.module)
         self._sets: dict[tuple[bool, bool], list[ModuleCopy]] = {}
-        self._kinds = self._present_kinds()
 
     def _modules_for_now(self) -> list[ModuleCopy]:
         """The replicas' modules. Others without gradients than with them, and in evaluation than in training.
@@ -95,22 +78,13 @@ class Replicas:
             self._sets[kind] = [ModuleCopy(self._tree) for _ in self.devices]
         return self._sets[kind]
 
-    def _trains(self, position: int) -> bool:
-        return self._tree.is_param[position] or self._tree.tensors[position].requires_grad
-
-    def _copied(self, position: int) -> list[int]:
+    def _copied(self, tensor: Tensor) -> list[int]:
         """The replicas that have a tensor of their own in the place of one of the original's."""
-        home = self._tree.tensors[position].device
-        if self._trains(position):
+        home = tensor.device
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             return [index for index, device in enumerate(self.devices) if device != home or not self._share]
         first = self.devices.index(home) if home in self.devices else None
         return [index for index in range(len(self.devices)) if index != first]
-
-    def _present_kinds(self) -> list[Any]:
-        """What the plan depends on besides the structure."""
-        tensors = self._tree.tensors
-        strides = [tensors[position].stride() for positions, _, _ in self._pieces for position in positions]
-        return [*map(_kind, tensors), *strides, *(tensors[position].requires_grad for position in self._buffers)]
 
     def refresh(self, count: int | None = None) -> list[nn.Module]:
         """Brings the first ``count`` replicas up to date with the original.
@@ -128,10 +102,10 @@ class Replicas:
         count = len(self.devices) if count is None else count
         if not 1 <= count <= len(self.devices):
             raise ValueError(f"expected between 1 and {len(self.devices)} replicas, found {count}")
-        if not self._tree.still_holds() or self._present_kinds() != self._kinds:
-            self._plan()
+        if not self._tree.still_holds():
+            self._look_up()
         copies = self._modules_for_now()[:count]
-        for copy in copies:  # lets go of the last values, so that their memory can serve again
+        for copy in copies:  # lets go of the last values, so that their memory is free for the next
             copy.renew()
         aliases = self._tree.aliases()
         for copy, tensors in zip(copies, self._written(count), strict=True):
@@ -140,41 +114,20 @@ class Replicas:
 
     def _written(self, count: int) -> list[dict[int, Tensor]]:
         """New copies of the original's present tensors for the first replicas, by position."""
-        originals = self._tree.tensors
         held: list[dict[int, Tensor]] = [{} for _ in range(count)]
-        for positions, copied, flat_copies in self._pieces:
-            present = [index for index in copied if index < count]
-            if not present:
-                continue
-            sources = [originals[position] for position in positions]
-            written = flat_copies.write(sources, len(present))
-            if torch.is_grad_enabled():
-                flat_copies.with_edges(sources, written)
-            for index, tensors in zip(present, written, strict=True):
-                held[index].update(zip(positions, tensors, strict=True))
-        for position, copied in self._singles:
-            for index in copied:
+        for position, original in enumerate(self._tree.tensors):
+            for index in self._copied(original):
                 if index < count:
-                    copy = _copied_alone(originals[position], self.devices[index], self._trains(position))
-                    held[index][position] = copy
+                    held[index][position] = _copy_of(original, self.devices[index])
         return held
 
 
-_kind = operator.attrgetter("dtype", "device", "shape")
-
-
-def _moves_in_pieces(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory, which subclasses, sparse and quantized tensors are not."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _copied_alone(tensor: Tensor, device: torch.device, trains: bool) -> Tensor:
-    """A copy on a device; with a gradient edge, if gradients are enabled, where it is one to train."""
-    source = tensor if trains else tensor.detach()
-    copy = source.clone() if source.device == device else source.to(device, non_blocking=device.type != "cpu")
+def _copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; with a gradient edge, if gradients are enabled and the tensor requires one."""
+    copy = tensor.clone() if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
     node: Any = copy.grad_fn
     if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(BEFORE_ALL_OTHERS)
+        node._set_sequence_nr(_BEFORE_ALL_OTHERS)
     return copy
 
 
