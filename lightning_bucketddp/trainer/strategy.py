@@ -155,9 +155,9 @@ class BucketDDPStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         with group_set_up(self._timeout):
             super().setup_distributed()
-        if dist.is_initialized():  # not where a test mocks `init_process_group`
-            self._listener = listen(Collectives(None))
-            self._listener.begin(self._interrupted)
+            if dist.is_initialized():  # not where a test mocks `init_process_group`
+                self._listener = listen(Collectives(None))
+                self._listener.begin(self._interrupted)  # before ranks wait for one another: the last fit is over
 
     @override
     def _configure_launcher(self) -> None:
