@@ -475,7 +475,7 @@ def only_shards() -> tuple[int, int]:
             optimizer.zero_grad()
     with pytest.raises(RuntimeError):  # nothing may be added to what has no memory
         sum(param.sum() for param in ours.parameters()).backward()
-    held, numel = reducer_of(ours).storage._memory.numel, ours.layout.nbytes // 4
+    held, numel = reducer_of(ours).storage.shards.numel, ours.layout.nbytes // 4
     ours.close()
     return held, numel
 

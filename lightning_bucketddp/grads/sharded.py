@@ -27,7 +27,6 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.layout.shards import Part
 
 
 class LayoutObserver(Protocol):
@@ -56,6 +55,7 @@ class Sharded(Storage):
 
     Attributes:
         groups: Among whom shards are divided.
+        shards: Where this rank's shards lie.
     """
 
     def __init__(
@@ -77,23 +77,24 @@ class Sharded(Storage):
         self._make_shards()
 
     def _make_shards(self) -> None:
-        self._memory = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
+        self.shards = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
+
+        def add_up(tensor: Tensor) -> None:
+            self._collectives.all_reduce_sum(tensor).wait()
+
         self._sharded = []
         for slot, view in enumerate(self._inner.views):
             spec = self._table.specs[slot]
             if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
                 view = view.new_zeros(()).expand(spec.shape)
-            self._sharded.append(ShardedGrad.of(view, spec.name, partial(self._pieces, slot), self._sum))
+            self._sharded.append(ShardedGrad.of(view, spec.name, partial(self._pieces, slot), add_up))
 
     def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
         """A slot's part, and all memory that an operation on its gradient concerns."""
-        part = self.part(slot)
-        if not self._memory.is_apart(slot):
+        part = self.shards.part(slot)
+        if not self.shards.is_apart(slot):
             return part, [self._inner.views[slot]]  # which the part is in
         return part, [part] if self._away else [part, self._inner.views[slot]]
-
-    def _sum(self, tensor: Tensor) -> None:
-        self._collectives.all_reduce_sum(tensor).wait()
 
     def observe(self, observer: LayoutObserver) -> None:
         """Let something move along when buckets are laid out anew."""
@@ -112,22 +113,13 @@ class Sharded(Storage):
         self.require_memory()
         return self._inner.views
 
-    @property
-    def parts(self) -> list[Part]:
-        """This rank's part of each slot."""
-        return self._memory.parts
-
-    def part(self, slot: int) -> Tensor:
-        """This rank's part of a slot's published gradient, 1-D."""
-        return self._memory.part(slot)
-
     def is_sharded(self, slot: int) -> bool:
         """Whether a slot's gradient is its published one, of which this rank holds its part."""
         return self._table.params[slot].grad is self._sharded[slot]
 
     def published_grad(self, slot: int) -> Tensor | None:
         """What lies in ``.grad``, as far as this rank holds it."""
-        return self.part(slot) if self.is_sharded(slot) else self._inner.published_grad(slot)
+        return self.shards.part(slot) if self.is_sharded(slot) else self._inner.published_grad(slot)
 
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
@@ -145,7 +137,7 @@ class Sharded(Storage):
         self._inner.open()
         params, pending = self._table.params, self._buckets.pending
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
-        self._memory.set_apart(self._accumulating)
+        self.shards.set_apart(self._accumulating)
         for slot in self._accumulating:
             params[slot].grad = self._inner.views[slot] if slot in pending else None
 
@@ -185,11 +177,11 @@ class Sharded(Storage):
                 self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
-        reduced = self._memory.in_bucket(slot)
+        reduced = self.shards.in_bucket(slot)
         if slot in (self._accumulating or ()):
-            self.part(slot).add_(reduced)
-        elif self._memory.is_apart(slot):
-            self.part(slot).copy_(reduced)
+            self.shards.part(slot).add_(reduced)
+        elif self.shards.is_apart(slot):
+            self.shards.part(slot).copy_(reduced)
         self._bind(slot)
 
     def _bind(self, slot: int) -> None:
@@ -208,7 +200,7 @@ class Sharded(Storage):
         self._inner.end(synchronised)
         self.abandon()
         if synchronised:
-            self._memory.put_back()
+            self.shards.put_back()
             in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
             if self._keep_shards and not in_use:  # whole buckets have memory during passes only
                 self._inner.buffers.put_away()

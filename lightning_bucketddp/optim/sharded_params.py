@@ -28,7 +28,7 @@ class ShardedParams(Parts):
 
     Args:
         slots: The slots.
-        runs: The gradients' buckets.
+        storage: Where gradients lie.
         collectives: The group of all ranks that train together.
         peers: The other ranks.
 
@@ -38,22 +38,22 @@ class ShardedParams(Parts):
 
     swap_before_closure = False  # element-wise optimizers call it first; forward then waits for what it needs alone
 
-    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, peers: Peers) -> None:
+    def __init__(self, slots: SlotTable, storage: Sharded, collectives: Collectives, peers: Peers) -> None:
         self._slots = slots
-        self._runs = runs
+        self._storage = storage
         self._collectives = collectives
         self._peers = peers
         self.slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
         self._arrivals: dict[int, Arrival] = {}
-        self.lay_out(runs.layout)
+        self.lay_out(storage.layout)
 
     # -- parts ---------------------------------------------------------------------------------------
 
     def find(self, param: Tensor) -> ParamPart | None:
         """This rank's part of a parameter; None if the parameter is not sharded."""
         slot = self.slot_of.get(id(param))
-        return None if slot is None else ParamPart(self._slots.specs[slot], self._runs.parts[slot])
+        return None if slot is None else ParamPart(self._slots.specs[slot], self._storage.shards.parts[slot])
 
     def param_part(self, param: Tensor) -> Tensor:
         """The memory of this rank's part of a parameter, 1-D; a copy of it when parameters have left the buffers."""
@@ -67,7 +67,7 @@ class ShardedParams(Parts):
     def sharded_grad(self, param: Tensor) -> Tensor | None:
         """This rank's part of a gradient that is sharded, 1-D; None if the parameter's is not."""
         slot = self.slot_of.get(id(param))
-        return None if slot is None or not self._runs.is_sharded(slot) else self._runs.part(slot)
+        return None if slot is None or not self._storage.is_sharded(slot) else self._storage.shards.part(slot)
 
     def grad_part(self, param: Tensor) -> Tensor | None:
         """The gradient of this rank's part of a parameter, 1-D; None if the parameter has no gradient."""
@@ -113,10 +113,10 @@ class ShardedParams(Parts):
             return
         buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
         self._peers.here.note_update(buckets, complete)
-        groups = self._runs.groups
+        groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
             pending = groups.gathering.all_gather_shards(self._buffers.flats[index])
-            arriving = [self._slots.params[slot] for slot in self._runs.layout.buckets[index].slots]
+            arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
             self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, pending))
 
     def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -125,7 +125,7 @@ class ShardedParams(Parts):
         Each stage has some buckets, the first has one, so that it leaves soon. Parameters that are not sharded are in
         none.
         """
-        if self._runs.groups.shards == 1:
+        if self._storage.groups.shards == 1:
             return []
         by_bucket: dict[int, list[Tensor]] = {}
         for param in params:
@@ -147,7 +147,7 @@ class ShardedParams(Parts):
     # -- the lazy all-gather -------------------------------------------------------------------------
 
     def _wait_for(self, index: int, pending: Work) -> None:
-        names = [self._slots.specs[slot].name for slot in self._runs.layout.buckets[index].slots]
+        names = [self._slots.specs[slot].name for slot in self._storage.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
         with self._peers.waiting_for(f"(gathering) {what}", Phase.UPDATE):
             pending.wait(self._peers.poll)

@@ -37,7 +37,7 @@ class Sharding:
 
     Args:
         slots: The slots.
-        runs: The gradients' buckets.
+        storage: Where gradients lie.
         collectives: The group of all ranks that train together.
         peers: The other ranks.
 
@@ -45,17 +45,17 @@ class Sharding:
         params: The parameters.
     """
 
-    def __init__(self, slots: SlotTable, runs: Sharded, collectives: Collectives, peers: Peers) -> None:
+    def __init__(self, slots: SlotTable, storage: Sharded, collectives: Collectives, peers: Peers) -> None:
         self._slots = slots
-        self._runs = runs
+        self._storage = storage
         self._collectives = collectives
         self._peers = peers
-        self.params = ShardedParams(slots, runs, collectives, peers)
+        self.params = ShardedParams(slots, storage, collectives, peers)
         # By optimizer, how many were sharded before it, and its swap, which is closed when training has ended.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, Swap]] = weakref.WeakKeyDictionary()
         self._sharded_ever = 0
-        weakref.finalize(self, runs.groups.end).atexit = False
-        runs.observe(self)
+        weakref.finalize(self, storage.groups.end).atexit = False
+        storage.observe(self)
 
     # -- optimizers ----------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Sharding:
         found = {param: part for param in params_of(optimizer) if (part := self.params.find(param)) is not None}
         described = self._described(optimizer, swap, found)
         for bucket in sorted({part.part.bucket for part in found.values()}):
-            numel = self._runs.layout.buckets[bucket].numel
+            numel = self._storage.layout.buckets[bucket].numel
             members = {param: it for param, it in described.items() if found[param].part.bucket == bucket}
             held = {
                 param: _per_element(found[param], optimizer.state.get(param, {}), swap.master(param))
@@ -161,7 +161,7 @@ class Sharding:
             if value is not None:
                 part.in_bucket(flat).copy_(value)
         with self._peers.waiting_for(f"(gathering) {what}"):
-            self._runs.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
+            self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Sharding:
 
         parts, whole = self.sharded_grads(params)
         with self._peers.waiting_for("the norm of the gradients"):
-            of_parts, pending = self._runs.groups.inside.all_gather(norm_of(parts))
+            of_parts, pending = self._storage.groups.inside.all_gather(norm_of(parts))
             pending.wait(self._peers.poll)
         return norm_of([of_parts, norm_of(whole)])
 
@@ -205,7 +205,7 @@ class Sharding:
         # Not by what this rank has alone.
         if found is None or not any(flag for (flag,) in self.exchange([int(mine is not None)])):
             return None if param.grad is None else param.grad.detach().clone()
-        numel = self._runs.layout.buckets[found.part.bucket].numel
+        numel = self._storage.layout.buckets[found.part.bucket].numel
         flat = torch.zeros(numel, dtype=found.spec.dtype, device=param.device)
         self._gather_parts(flat, [(found, mine)], f"the gradient of {found.spec.name!r}")
         return found.whole_in_bucket(flat).clone()
@@ -214,13 +214,13 @@ class Sharding:
 
     def before_layout(self, layout: Layout) -> None:
         """Buckets are about to be laid out anew: move what optimizers know of their parts to other ranks."""
-        if layout == self._runs.layout:
+        if layout == self._storage.layout:
             return
         self.params.wait()
         self._require_same_updates()
         mine = {number: optimizer for optimizer, (number, _) in self._optimizers.items()}
         known_everywhere = set.intersection(*map(set, self.exchange(list(mine))))  # dropped by nobody
-        parts = parts_of(layout, self._runs.groups.shards, self._runs.groups.index)
+        parts = parts_of(layout, self._storage.groups.shards, self._storage.groups.index)
         for number in sorted(known_everywhere):
             optimizer, swap = mine[number], self._optimizers[mine[number]][1]
             for param, state, master in self.whole_state(optimizer):
@@ -262,7 +262,7 @@ class Sharding:
         try:
             if not self._peers.message:
                 self.params.wait()
-                self._runs.groups.gathering.end()
+                self._storage.groups.gathering.end()
         except Exception as error:  # of ranks that have failed; who closes is told by other means
             _log.warning("rank %d: parameters are not those of the last step: %s", self._collectives.rank, error)
         for _, swap in list(self._optimizers.values()):
