@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from tests.peers_script import WORLD_SIZE
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 5.0
+QUICK = ["killed:0:pass", "raises:2:broadcast", "ends:0:nowhere"]
+"""What is tried each time; the rest is marked slow."""
 FAILURES = ["killed:1:pass", "killed:0:pass", "raises:0:pass", "raises:2:broadcast"]
 HARMLESS = {
     "ends:0:nowhere": "has done its work",
@@ -20,12 +24,14 @@ HARMLESS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each rank of each scenario has left its exit code, its output and its errors."""
-    folder = tmp_path_factory.mktemp("ranks")
+def marked(scenarios: Iterable[str]) -> list[Any]:
+    return [pytest.param(it, marks=() if it in QUICK else pytest.mark.slow) for it in scenarios]
+
+
+def left_by(scenarios: Iterable[str], folder: Path) -> Path:
+    """Run scenarios side by side; each rank leaves its exit code, its output and its errors in the folder."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.peers_script", str(folder), *FAILURES, *HARMLESS],
+        [sys.executable, "-m", "tests.peers_script", str(folder), *scenarios],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,6 +41,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert run.returncode == 0, run.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return left_by(QUICK, tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return left_by({*FAILURES, *HARMLESS} - {*QUICK}, tmp_path_factory.mktemp("rest"))
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, scenario: str) -> Path:
+    return request.getfixturevalue("quick" if scenario in QUICK else "rest")
 
 
 def said(folder: Path, scenario: str) -> list[tuple[int, str, str]]:
@@ -49,7 +70,7 @@ def time_of(what: str, output: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("scenario", FAILURES)
+@pytest.mark.parametrize("scenario", marked(FAILURES))
 def test_the_end_of_one_rank_is_an_error_with_its_name_on_the_others(folder: Path, scenario: str) -> None:
     what, which, _ = scenario.split(":")
     results = said(folder, scenario)
@@ -63,7 +84,7 @@ def test_the_end_of_one_rank_is_an_error_with_its_name_on_the_others(folder: Pat
             assert what != "raises" or f"rank {which} raised ArithmeticError: no data today" in errors, errors[-3000:]
 
 
-@pytest.mark.parametrize("scenario", HARMLESS)
+@pytest.mark.parametrize("scenario", marked(HARMLESS))
 def test_a_rank_that_ends_or_catches_its_error_harms_nobody(folder: Path, scenario: str) -> None:
     what, which, _ = scenario.split(":")
     for rank, (code, output, errors) in enumerate(said(folder, scenario)):
