@@ -203,6 +203,27 @@ def test_buckets_are_rebuilt_when_all_ranks_have_cleared_gradients(run_ranks: Ru
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+def local_on_one_rank() -> None:
+    """A rebuild is due and waits for cleared gradients, and only rank 0 runs a local backward."""
+    ours, plain = pair()
+    backward([ours, plain], 0)
+    before = ours.layout
+    for model in (ours.module, plain):
+        model.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+    backward([ours, plain], 1)
+    with ours.no_sync():
+        if dist.get_rank() == 0:
+            backward([ours, plain], 2)
+    backward([ours, plain], 3)
+    assert ours.layout == before
+    averaged(plain)  # the mean of sums is the sum of means
+    assert_full(ours, plain)
+
+
+def test_a_rebuild_does_not_depend_on_who_has_local_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(2, local_on_one_rank, fresh=True)
+
+
 def unfrozen_on_top(clears: bool) -> None:
     """A parameter becomes trainable while rank 1 still holds accumulated shards."""
     torch.manual_seed(0)

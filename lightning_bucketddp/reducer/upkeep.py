@@ -158,7 +158,8 @@ class Upkeep:
             if not planner.knows(since):
                 planner.add(since)
             self._parts.learner.look_at(since)
-        if planner.due:
+        # Shards move with collectives, and a rank whose loss reaches no parameter opens no local pass.
+        if planner.due and (it.synchronised or not self.setting.options.shard_optimizer):
             self._lay_out()
         return replace(it, trainable=since)
 
