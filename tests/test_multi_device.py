@@ -387,7 +387,7 @@ def two_threads_of_the_engine(share: bool) -> None:
     thread.start()
     assert inside.wait(30)
     try:
-        assert not passes.upkeep.setting.lock.acquire(blocking=False), (
+        assert not passes.setting.lock.acquire(blocking=False), (
             "a gradient's thread would open the pass at the same time"
         )
     finally:

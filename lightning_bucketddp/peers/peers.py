@@ -79,14 +79,14 @@ class Peers:
         answering, without upsetting the order of the collectives.
 
         Args:
-            topic: A name used once per wrapper.
+            topic: The subject, for errors; the same on every rank.
             mine: This rank's value.
 
         Raises:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
         self.here.begin_agreement()
-        store, name = self._listener.store, f"{self.number}/{topic}"
+        store, name = self._listener.store, f"{self.number}/{self.position.agreement}/{topic}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         counter, complete = f"{name}/said", f"{name}/complete"
         with self._waiting(topic, Phase.AGREEMENT):
@@ -115,7 +115,7 @@ class Peers:
         Digests are compared first; the entries themselves travel only if they differ.
 
         Args:
-            topic: A name used once per wrapper, in the error too.
+            topic: The subject, for errors; the same on every rank.
             entries: What this rank has.
             problem: What is wrong on this rank, so that it cannot go on whatever the others have.
 

@@ -8,14 +8,14 @@ from lightning_bucketddp.reducer.state import PassState, Role
 
 
 class Joining:
-    """What this rank does where some ranks have fewer batches than others.
+    """Whether ranks may run out of data before others, and whether this one has.
 
     Args:
         divisor: What the sum over the ranks is divided by.
         peers: The other ranks.
 
     Attributes:
-        uneven: Whether some ranks may run out of data before others.
+        uneven: Whether ranks may run out of data before others.
         role: What this rank does in passes.
     """
 
@@ -26,7 +26,7 @@ class Joining:
         self._contributed = False  # in a local pass since the last reduction
 
     def begin(self, divide_by_active: bool) -> None:
-        """Ranks may run out of data from now on.
+        """Let ranks run out of data from now on.
 
         Args:
             divide_by_active: Divide gradients by the number of ranks that have data.
@@ -39,12 +39,12 @@ class Joining:
         self._divisor.divide_by_active = True
 
     def end(self) -> None:
-        """All ranks have data again."""
+        """Say that all ranks have data again."""
         self.uneven = self._divisor.divide_by_active = False
-        self._peers.here.forget_forwards()  # they differ between the ranks, as they should
+        self._peers.here.forget_forwards()  # ranks have run different numbers of them
 
     def join(self, joined: bool) -> None:
-        """Say whether this rank has run out of data, and goes on with its last batch."""
+        """Say whether this rank has run out of data and goes on with its last batch."""
         self.role = Role.JOINED if joined else Role.ACTIVE
 
     @property
@@ -57,15 +57,15 @@ class Joining:
         return self.role is Role.ACTIVE
 
     def contributes(self) -> bool:
-        """Whether batches of this rank's own are in the next reduction."""
+        """Whether the next reduction has gradients of this rank's own batches."""
         return self.counts() or self._contributed
 
     def forget(self) -> None:
-        """What local passes accumulated was dropped."""
+        """Say that the gradients of local passes were dropped."""
         self._contributed = False
 
     def pass_ended(self, state: PassState) -> None:
-        """A pass of this kind has ended."""
+        """Note that a pass of this kind has ended."""
         if state is PassState.LOCAL:
             self._contributed |= self.counts()
         elif state is PassState.SYNCHRONISED:

@@ -1,4 +1,4 @@
-"""What the reducer needs to know of the module's parameters."""
+"""The module's parameters, as the reducer sees them."""
 
 from __future__ import annotations
 

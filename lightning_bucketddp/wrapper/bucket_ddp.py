@@ -218,8 +218,6 @@ class BucketDDP(nn.Module, Joinable):
         runtime.module_buffers.forward_begins(passes.synchronise)
         with cutting_graphs(runtime.graph_cuts):
             output = call(*args, **kwargs)
-        if self._replicated is not None:
-            passes.note_replicas(self._replicated.parts)
         runtime.hook_roots(output)
         return output
 
