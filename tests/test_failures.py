@@ -303,7 +303,7 @@ def late_gradient() -> str:
     inputs, target = batch(0, dist.get_rank())
     loss_of(ours(inputs), target).backward()
     module.calls = 2
-    with pytest.raises(RuntimeError, match="arrived after") as error:
+    with pytest.raises(RuntimeError, match="came after its bucket") as error:
         loss_of(ours(inputs), target).backward()
     return str(error.value)
 

@@ -460,7 +460,7 @@ def test_a_backward_without_a_root(run_ranks: RunRanks, local: bool) -> None:
 def comes_twice() -> None:
     plain, ours = pair(LateScale, 0.0001)
     warm_up(plain, ours)
-    with pytest.raises(RuntimeError, match="a gradient of parameter 'scale' arrived after its bucket was on its way"):
+    with pytest.raises(RuntimeError, match="a gradient of parameter 'scale' came after its bucket had been launched"):
         ours(inputs_of(0), True).square().mean().backward()
 
 

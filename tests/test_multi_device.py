@@ -23,8 +23,8 @@ from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
 from lightning_bucketddp.replicas.forward import warn_of_replicas
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
-from tests.inside import learns_order, passes_of, views_of
-from tests.models import Branches, Checkpointed, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
+from tests.inside import passes_of, views_of
+from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
 from tests.reference import assert_grads, copying, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -175,31 +175,6 @@ def compared_with_plain(
         loss_of(expected, target).backward()
     if not local:
         assert_grads(net.module, mean_over_ranks(plain))
-
-
-def taught_by_one_replica(share: bool) -> list[bool]:
-    """Whether each of some passes is to teach how gradients come."""
-    torch.manual_seed(0)
-    module = Checkpointed(use_reentrant=True)
-    plain = copy.deepcopy(module)
-    net = replicated(module, share, bucket_cap_mb=TINY)
-    teaches = []
-    for step, size in enumerate([1, 1, 4, 1, 3]):
-        teaches.append(learns_order(net))
-        compared_with_plain(net, plain, step, size)
-    for first in (1, 4), (4, 1):
-        other, its_plain = replicated(copy.deepcopy(plain), share, bucket_cap_mb=TINY), copy.deepcopy(plain)
-        for step, size in enumerate([first[dist.get_rank()], 4, 1]):
-            compared_with_plain(other, its_plain, step, size)
-        assert not learns_order(other)
-        other.close()
-    net.close()
-    return teaches
-
-
-@PLACES
-def test_batches_of_one_replica_do_not_show_how_often_gradients_come(run_ranks: RunRanks, share: bool) -> None:
-    assert run_ranks(2, taught_by_one_replica, share) == [[True, True, True, False, False]] * 2
 
 
 def uneven_parts(share: bool) -> list[int]:
