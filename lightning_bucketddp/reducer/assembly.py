@@ -24,6 +24,7 @@ from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32, ControlChecks
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
+from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
@@ -49,6 +50,7 @@ class Setting:
 
     Attributes:
         changes: Has the ranks take in changed parameters.
+        joining: Whether ranks may run out of data, and whether this one has.
         divisor: What the sum over the ranks is divided by.
         recorder: Records passes.
         checks: Compares the ranks when they meet in a pass.
@@ -68,7 +70,8 @@ class Setting:
         self.collectives, self.peers, self.options = collectives, peers, options
         self.one_machine, self.others = one_machine, others
         self.changes = ParamChanges(params, collectives, peers, options.init_sync)
-        self.divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
+        self.joining = Joining(peers)
+        self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.recorder = PassRecorder(collectives)
         self.checks = ControlChecks(peers)
         self.queue = WrapperQueue(collectives.group)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DivideBy
 from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.state import Pass, Role
 
@@ -16,19 +18,16 @@ class GradientDivisor(Participant):
 
     Args:
         divide_by: What the user asked for.
-        rank: This rank.
-        world_size: How many ranks there are.
+        collectives: The group.
+        joining: Knows whether joined ranks are left out of the mean.
 
     Attributes:
-        divide_by_active: Whether joined ranks are left out of the mean.
         factor: What the last reduction multiplied the mean over all ranks by; None for nothing.
     """
 
-    def __init__(self, divide_by: DivideBy, rank: int, world_size: int) -> None:
-        self._divide_by = divide_by
-        self._rank = rank
-        self._world_size = world_size
-        self.divide_by_active = False
+    def __init__(self, divide_by: DivideBy, collectives: Collectives, joining: Joining) -> None:
+        self._divide_by, self._joining = divide_by, joining
+        self._rank, self._world_size = collectives.rank, collectives.world_size
         self.factor: float | Tensor | None = None
         self._opened: Pass | None = None
         self._uncleared: str | None = None
@@ -133,7 +132,7 @@ class GradientDivisor(Participant):
             return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
-        if self.divide_by_active and (joined := exchange.read().ranks_out_of_data):
+        if self._joining.divides_by_active and (joined := exchange.read().ranks_out_of_data):
             return self._world_size / (self._world_size - joined)
         return None
 

@@ -14,7 +14,6 @@ from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.assembly import Setting
-from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.record import PassRecorder
@@ -57,7 +56,7 @@ class Passes:
         self.setting = Setting(params, collectives, peers, options, one_machine, others)
         self.upkeep = Upkeep(self.setting, hook, self._open_by_gradient)
         self.synchronise = True
-        self.joining = Joining(self.setting.divisor, peers)
+        self.joining = self.setting.joining
         self._root_synchronises = True
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
