@@ -1,4 +1,4 @@
-"""``last_pass()`` says what happened, and the logger says as much as ``TORCH_DISTRIBUTED_DEBUG`` asks for."""
+"""``last_pass()``, and what the logger says at each ``TORCH_DISTRIBUTED_DEBUG``."""
 
 import dataclasses
 import logging
@@ -17,18 +17,15 @@ from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.peers.control import HEADER
 from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, loss_of, tokens
 from tests.pool import Nursery, WorkerPool
+from tests.reference import TINY
 
 RunRanks = Callable[..., list[Any]]
-TINY = 0.0003  # MiB
 
 
 def train(ours: BucketDDP, step: int) -> None:
     ours.zero_grad()
     inputs, target = batch(step, dist.get_rank())
     loss_of(ours(inputs), target).backward()
-
-
-# -- the record --------------------------------------------------------------------------------------
 
 
 def buckets_of_a_pass() -> None:
@@ -48,21 +45,19 @@ def buckets_of_a_pass() -> None:
         assert sum(bucket.launched_early for bucket in record.buckets) == ours.early_launches
         assert (ours.early_launches > 0) == (step > 0)
         times = [bucket.launched_at for bucket in record.buckets]
-        assert times == sorted(times)
         assert times[0] > 0
+        assert times == sorted(times)
         assert times[-1] < record.backward_seconds + record.exposed_seconds
         assert record.grad_nbytes == layout.nbytes
         assert record.control_nbytes in (4 * (HEADER + len(layout.slots)), 8 * (HEADER + len(layout.slots)))
         assert record.sparse_nbytes == 0
         assert record.unused_here == record.unused_everywhere == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.number = 3
     ours.close()
 
 
-def test_buckets_are_listed_in_the_order_in_which_they_were_launched(run_ranks: RunRanks) -> None:
-    run_ranks(2, buckets_of_a_pass)
-
-
-def layouts_and_local_passes() -> list[tuple[bool, int, int]]:
+def layouts_and_local_passes() -> None:
     ours = BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)
     seen = []
     for step in range(4):
@@ -72,16 +67,11 @@ def layouts_and_local_passes() -> list[tuple[bool, int, int]]:
         train(ours, step)
         record = ours.last_pass()
         seen.append((record.relaid, record.layouts, record.local_passes))
-    ours.close()
-    return seen
-
-
-def test_layouts_and_local_passes_are_counted(run_ranks: RunRanks) -> None:
-    seen = run_ranks(2, layouts_and_local_passes)[0]
     assert seen == [(False, 1, 0), (True, 2, 0), (False, 2, 2), (False, 2, 0)]
+    ours.close()
 
 
-def unused_names() -> None:
+def unused_parameters() -> None:
     rank = dist.get_rank()
     ours = BucketDDP(Branches(), bucket_cap_mb=TINY)
     here = [("left.weight", "left.bias"), ("right.weight", "right.bias")]
@@ -96,10 +86,6 @@ def unused_names() -> None:
     assert record.unused_everywhere == ("idle",), "a record does not change"
     assert ours.last_pass().unused_here == ours.last_pass().unused_everywhere == ()
     ours.close()
-
-
-def test_unused_parameters_are_named(run_ranks: RunRanks) -> None:
-    run_ranks(2, unused_names)
 
 
 def sparse_gradients() -> None:
@@ -117,53 +103,6 @@ def sparse_gradients() -> None:
     ours.close()
 
 
-def test_sparse_gradients_are_in_the_record(run_ranks: RunRanks) -> None:
-    run_ranks(2, sparse_gradients)
-
-
-class SlowBackward(torch.autograd.Function):
-    """The identity, whose backward sleeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-class Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, seconds: float) -> Tensor:
-        return self.second(SlowBackward.apply(self.first(x), seconds))
-
-
-def late_rank() -> tuple[float, float]:
-    """Rank 1's backward takes longer."""
-    rank = dist.get_rank()
-    ours = BucketDDP(Slow())
-    loss = ours(batch(0, rank)[0], 0.6 if rank == 1 else 0.2).square().mean()
-    with ours.backward_pass(loss):
-        loss.backward()
-    record = ours.last_pass()
-    ours.close()
-    return record.backward_seconds, record.exposed_seconds
-
-
-def test_times_tell_backward_from_what_is_exposed(run_ranks: RunRanks) -> None:
-    (backward, exposed), (late_backward, _) = run_ranks(2, late_rank)
-    assert backward >= 0.2
-    assert late_backward >= 0.6
-    assert exposed > 0.1, "rank 0 had to wait"
-
-
 def dropped_pass() -> None:
     rank = dist.get_rank()
     ours = BucketDDP(Fragile())
@@ -178,8 +117,44 @@ def dropped_pass() -> None:
     ours.close()
 
 
-def test_a_dropped_pass_leaves_no_record(run_ranks: RunRanks) -> None:
-    run_ranks(2, dropped_pass)
+@pytest.mark.parametrize(
+    "job", [buckets_of_a_pass, layouts_and_local_passes, unused_parameters, sparse_gradients, dropped_pass]
+)
+def test_the_record_says_what_the_pass_did(run_ranks: RunRanks, job: Callable[[], None]) -> None:
+    run_ranks(2, job)
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity. Its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+def late_rank() -> tuple[float, float]:
+    """Rank 1's backward takes longer."""
+    ours = BucketDDP(nn.Linear(8, 8))
+    hidden = ours(batch(0, dist.get_rank())[0])
+    loss = SlowBackward.apply(hidden, 0.6 if dist.get_rank() == 1 else 0.2).square().mean()
+    with ours.backward_pass(loss):
+        loss.backward()
+    record = ours.last_pass()
+    ours.close()
+    return record.backward_seconds, record.exposed_seconds
+
+
+def test_times_tell_backward_from_exposed_communication(run_ranks: RunRanks) -> None:
+    (backward, exposed), (late_backward, _) = run_ranks(2, late_rank)
+    assert backward >= 0.2
+    assert late_backward >= 0.6
+    assert exposed > 0.1, "rank 0 had to wait"
 
 
 def table() -> str:
@@ -187,8 +162,6 @@ def table() -> str:
     train(ours, 0)
     train(ours, 1)
     record = ours.last_pass()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.number = 3
     ours.close()
     return str(record)
 
@@ -230,46 +203,42 @@ def log_of_three_passes() -> list[str]:
     return lines
 
 
-def log_at_level(level: dist.DebugLevel) -> list[str]:
+def log_by_level() -> list[list[str]]:
     before = dist.get_debug_level()
-    dist.set_debug_level(level)
+    found = []
     try:
-        return log_of_three_passes()
+        for level in (dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL):
+            dist.set_debug_level(level)
+            found.append(log_of_three_passes())
     finally:
         dist.set_debug_level(before)
+    return found
 
 
-def test_off_is_silent(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, log_at_level, dist.DebugLevel.OFF) == [[], []]
-
-
-def test_info_tells_of_each_layout(run_ranks: RunRanks) -> None:
-    for rank, lines in enumerate(run_ranks(2, log_at_level, dist.DebugLevel.INFO)):
-        first, second = lines
-        assert first.startswith(f"INFO rank {rank}: gradients of 6 parameters laid out for pass 0: ")
-        assert second.startswith(f"INFO rank {rank}: gradients of 6 parameters laid out for pass 1: ")
-        assert "in 5 buckets, in launch order: 64 B middle.bias; 256 B middle.weight; " in first
-        assert "in launch order: 256 B last.bias to middle.bias (3); " in second
-
-
-def assert_detailed(lines: list[str]) -> None:
+def require_details(lines: list[str]) -> None:
     kinds = ["layout" if "laid out" in line else line.split(",")[0] for line in lines]
     assert kinds == ["layout", "INFO pass 0", "layout", "INFO pass 1", "INFO pass 2"]
     assert all("exposed" in line and "last.bias" in line for line in lines if "INFO pass" in line)
 
 
-def test_detail_gives_the_table_of_each_pass(run_ranks: RunRanks) -> None:
-    for lines in run_ranks(2, log_at_level, dist.DebugLevel.DETAIL):
-        assert_detailed(lines)
+def test_the_log_says_as_much_as_the_debug_level_asks(run_ranks: RunRanks) -> None:
+    for rank, (off, info, detail) in enumerate(run_ranks(2, log_by_level)):
+        assert off == []
+        first, second = info
+        assert first.startswith(f"INFO rank {rank}: gradients of 6 parameters laid out for pass 0: ")
+        assert second.startswith(f"INFO rank {rank}: gradients of 6 parameters laid out for pass 1: ")
+        assert "in 5 buckets, in launch order: 64 B middle.bias; 256 B middle.weight; " in first
+        assert "in launch order: 256 B last.bias to middle.bias (3); " in second
+        require_details(detail)
 
 
-def test_the_environment_variable_decides_also_with_torchs_checked_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+def test_the_environment_variable_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then checks its collectives too
     nursery = Nursery()
     pool = WorkerPool(2, nursery)
     try:
         for lines in pool.run(log_of_three_passes):
-            assert_detailed(lines)
+            require_details(lines)
     finally:
         pool.stop()
         nursery.end()
