@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.random_models import RandomModel, Stage, draw_stages
+from tests.reducer.random_models import RandomModel, Stage, draw_stages
 
 STEADY_ROUNDS = 3
 """After as many the order of gradients is known."""

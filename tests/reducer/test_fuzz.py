@@ -1,6 +1,6 @@
 """Random models through random schedules, against what one process works out for all ranks.
 
-``pytest tests/test_fuzz.py --fuzz-seed=123`` runs one case again, ``--fuzz-cases=500`` runs many.
+``pytest tests/reducer/test_fuzz.py --fuzz-seed=123`` runs one case again, ``--fuzz-cases=500`` runs many.
 """
 
 import copy
@@ -22,8 +22,8 @@ from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads import buffers as grad_buffer
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.inside import views_of
-from tests.random_models import BATCH, WIDTH, RandomModel
-from tests.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
+from tests.reducer.random_models import BATCH, WIDTH, RandomModel
+from tests.reducer.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
 from tests.reference import copying
 
 CASES_PER_JOB = 20
@@ -364,7 +364,7 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
 
 
 def rerun(seed: int) -> str:
-    return f"again: pytest tests/test_fuzz.py --fuzz-seed={seed}"
+    return f"again: pytest tests/reducer/test_fuzz.py --fuzz-seed={seed}"
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, 16), (3, 8)], ids=["2", "3"])
