@@ -120,7 +120,7 @@ class GradientDivisor(Participant):
             report.tokens = tokens or 0
 
     def settle(self, settled: Settled) -> None:
-        """Rescale what was reduced."""
+        """Rescale the reduced gradients."""
         factor = self.factor = self._factor(settled.exchange)
         if factor is not None:
             for bucket in settled.buckets.active:

@@ -14,7 +14,7 @@ class Params(Protocol):
 
     Attributes:
         named: Each parameter once, in registration order.
-        sparse: Names of those with sparse gradients.
+        sparse: Names of parameters with sparse gradients.
         changes: How often parameters were taken in.
     """
 

@@ -96,7 +96,7 @@ class Passes:
             self.upkeep.note_trainable()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
-        """Add to what gradients are divided by."""
+        """Add to the number of tokens by which gradients are divided."""
         self.require_usable()  # settling a broken pass later would drop these tokens
         self.setting.divisor.count_tokens(tokens if self.joining.counts() else 0)
 

@@ -41,7 +41,7 @@ class OrderLearner(Participant):
 
     @property
     def reads_control(self) -> bool:
-        """Whether this pass teaches: the ranks share what it showed only if none has failed."""
+        """Whether this pass teaches. The ranks share its order only if none has failed."""
         return self._teaches
 
     def look_at(self, trainable: TrainableSet) -> None:
@@ -63,7 +63,7 @@ class OrderLearner(Participant):
             self._position[slot] = len(self._position)
 
     def settle(self, settled: Settled) -> None:
-        """Share what this pass showed, and have buckets laid out anew. If no rank saw a gradient, try the next pass."""
+        """Share the order, and have buckets rebuilt. If no rank had a gradient, let the next pass teach."""
         if not self._teaches or self._opened is None or self._opened.origin is Origin.CALL:
             return
         slots = range(len(self._table))

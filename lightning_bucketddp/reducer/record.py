@@ -1,14 +1,14 @@
 """What happened in a pass, for people: a frozen record, its table, and log lines.
 
-``TORCH_DISTRIBUTED_DEBUG`` (or ``torch.distributed.set_debug_level``) decides what the logger ``lightning_bucketddp``
-gets, at level INFO; a rank may have another setting than the others, as nothing here is sent:
+``TORCH_DISTRIBUTED_DEBUG``, or ``torch.distributed.set_debug_level``, chooses the lines that the logger
+``lightning_bucketddp`` gets at level INFO. Ranks may differ in it, as nothing here is sent:
 
     OFF       nothing
     INFO      one line whenever gradients are laid out
     DETAIL    the table of each synchronised pass as well
 
-All times are the host's, by ``time.perf_counter``. On accelerators a collective is launched, and waited for, long
-before the device gets to it; a profiler tells when.
+All times are the host's, by ``time.perf_counter``. On accelerators the host launches a collective, and waits for it,
+long before the device runs it; a profiler shows the device's times.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ class PassRecord:
         number: Which synchronised pass, counted from 0, as in errors.
         rank: This rank.
         world_size: Number of ranks.
-        relaid: Whether gradients have been laid out anew since the record before.
+        rebuilt: Whether buckets were rebuilt since the record before.
         layouts: How many layouts there have been so far, the first included.
-        local_passes: Passes inside ``no_sync`` since the reduction before.
+        local_passes: Local passes since the reduction before.
         buckets: The buckets that were reduced, in launch order.
         control_nbytes: Bytes of the control vector, which travels with the last bucket or behind it.
-        sparse_nbytes: Bytes that this rank received for parameters with sparse gradients, in whichever layout.
+        sparse_nbytes: Bytes that this rank received for parameters with sparse gradients.
         backward_seconds: From the opening to the end of backward. A pass opens with the first gradient in plain
             PyTorch, and before backward in a Trainer, in ``backward_pass`` or with ``find_unused_parameters``.
-        exposed_seconds: From the end of backward until the gradients were there: launching what was left, and waiting
-            for the buckets, the control vector and, where there are any, sparse gradients and the order of readiness.
+        exposed_seconds: From the end of backward until gradients were published: launching the remaining buckets, and
+            waiting for all collectives.
         unused_here: Parameters that were trainable since the reduction before and had no gradient on this rank.
-        unused_everywhere: Those of them that had none on any rank.
+        unused_everywhere: Parameters among these that had no gradient on any rank.
     """
 
     number: int
     rank: int
     world_size: int
-    relaid: bool
+    rebuilt: bool
     layouts: int
     local_passes: int
     buckets: tuple[BucketRecord, ...]
@@ -99,12 +99,12 @@ class PassRecord:
 
     def __str__(self) -> str:
         early = sum(bucket.launched_early for bucket in self.buckets)
-        relaid = ", new in this pass" if self.relaid else ""
+        rebuilt = ", new in this pass" if self.rebuilt else ""
         lines = [
             f"pass {self.number}, rank {self.rank} of {self.world_size}: backward "
             f"{self.backward_seconds * 1e3:.3f} ms, exposed {self.exposed_seconds * 1e3:.3f} ms (host time)",
             f"  {_size(self.grad_nbytes)} in {len(self.buckets)} buckets, {early} launched early; control vector "
-            f"{_size(self.control_nbytes)}; layout {self.layouts}{relaid}; {self.local_passes} local passes before",
+            f"{_size(self.control_nbytes)}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
         ]
         if self.sparse_nbytes:
             lines.append(f"  {_size(self.sparse_nbytes)} received for sparse gradients")
@@ -180,7 +180,7 @@ class PassRecorder(Participant):
         table, storage, buckets, sparse = self._watched
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
         layout, launches, early = storage.layout, [(it.index, it.launched_at) for it in buckets.active], self.early
-        layouts, relaid = self._layouts, self._layouts != self._layouts_before
+        layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
         control, control_nbytes, sparse_nbytes = settled.control, settled.exchange.nbytes, sparse.nbytes
         pending, sparse_pending, sparse_used = buckets.pending, sparse.contributing, sparse.used_somewhere
 
@@ -192,7 +192,7 @@ class PassRecorder(Participant):
                 number=opened.number,
                 rank=self._rank,
                 world_size=self._world_size,
-                relaid=relaid,
+                rebuilt=rebuilt,
                 layouts=layouts,
                 local_passes=local_passes,
                 buckets=tuple(

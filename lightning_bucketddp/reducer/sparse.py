@@ -125,7 +125,7 @@ class SparseGrads(Participant):
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
         if grad is None:
-            self.contributing.discard(index)  # zero_grad() has dropped what there was
+            self.contributing.discard(index)  # zero_grad() has dropped the gradient
             return None
         self._require_fit(index, grad)
         grad = grad.coalesce() if grad.is_sparse else grad
@@ -212,7 +212,7 @@ class SparseGrads(Participant):
         self._held = []
 
     def dropped(self) -> None:
-        """Drop what accumulated since the last reduction."""
+        """Drop the gradients since the last reduction."""
         for index in self.contributing:
             self._params[index].grad = None
         self.ended()

@@ -131,7 +131,7 @@ class Upkeep:
         storage.open()
 
     def prepare(self, it: Pass) -> Pass:
-        """Have the ranks agree on what a pass concerns, and lay buckets out anew if that is due.
+        """Have the ranks agree on parameters and trainable set, and rebuild buckets if that is due.
 
         Returns:
             The pass, with the set that was trainable since the last reduction.

@@ -66,7 +66,7 @@ def layouts_and_local_passes() -> None:
                 train(ours, step)
         train(ours, step)
         record = ours.last_pass()
-        seen.append((record.relaid, record.layouts, record.local_passes))
+        seen.append((record.rebuilt, record.layouts, record.local_passes))
     assert seen == [(False, 1, 0), (True, 2, 0), (False, 2, 2), (False, 2, 0)]
     ours.close()
 
