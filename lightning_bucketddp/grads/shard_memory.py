@@ -29,9 +29,8 @@ class ShardMemory:
     def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_apart: bool) -> None:
         self.parts: list[Part] = parts_of(layout, groups.shards, groups.index)
         self._buckets, self._groups, self._always_apart = buckets, groups, always_apart
-        self._apart: dict[int, Tensor] = {}  # by bucket
-        if always_apart:
-            self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in buckets.all}
+        apart = buckets.all if always_apart else []
+        self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in apart}
 
     @property
     def numel(self) -> int:

@@ -64,8 +64,7 @@ class ShardedGrad(Tensor):
     @property
     def own_part(self) -> Tensor:
         """This rank's part; 1-D, possibly empty."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.pieces()[0]
+        return self.pieces()[0]
 
     @classmethod
     def __torch_function__(

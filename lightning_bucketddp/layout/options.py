@@ -155,7 +155,8 @@ class Options:
         if self.grad_dtype is not None and not self.use_contiguous_buffers:
             self._refuse("grad_dtype", "accumulates gradients in contiguous buffers", "use_contiguous_buffers")
         if self.master_params and self.grad_dtype is None:
-            self._refuse("master_params", "steps on gradients of higher precision than the parameters'", "grad_dtype")
+            why = "steps on gradients of higher precision than the parameters' (give grad_dtype=torch.float32 with it)"
+            self._refuse("master_params", why, "grad_dtype")
         if self.shard_optimizer and not self.use_contiguous_buffers:
             self._refuse("shard_optimizer", "divides contiguous buffers between the ranks", "use_contiguous_buffers")
         if self.scatter_every_pass and not self.shard_optimizer:

@@ -127,11 +127,6 @@ class BufferSpec:
     dtype: torch.dtype
     numel: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -150,7 +145,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, padding included."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(self.bucket_nbytes(bucket) for bucket in self.buckets)
 
     def bucket_nbytes(self, bucket: Bucket) -> int:
         """Bytes of one bucket, padding included."""
