@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model_shapes import ModelShapes, gpt2_medium, gpt_1_3b, resnet50
 from report import median, plots, save, table
 
-from lightning_bucketddp.layout.plan import MIB, ParamSpec, contiguous_strides, plan
+from lightning_bucketddp.layout.plan import MIB, ParamSpec, plan
 from lightning_bucketddp.layout.schedule import (
     Cluster,
     CollectiveCost,
@@ -146,7 +146,7 @@ class Gradients:
         for layer, done in zip(backward, accumulate(layer.flops for layer in backward), strict=True):
             for at, shape in reversed(list(enumerate(layer.shapes))):
                 name = f"{layer.name}.{at}"
-                specs.append(ParamSpec(name, shape, contiguous_strides(shape), torch.float32, "meta"))
+                specs.append(ParamSpec.of(name, torch.empty(shape, device="meta")))
                 ready.append(done / model.forward_flops)
         return cls(tuple(specs), tuple(ready), tuple(spec.nbytes for spec in specs))
 

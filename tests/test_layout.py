@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,9 +7,7 @@ from lightning_bucketddp.layout.plan import (
     MAX_DEFAULT_BUCKET_BYTES,
     MIB,
     ParamSpec,
-    contiguous_strides,
     default_bucket_cap,
-    is_dense,
     plan,
 )
 
@@ -18,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> ParamSpec:
-    return ParamSpec(name, shape, contiguous_strides(shape), dtype, device)
+    return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
 
 
 @st.composite
@@ -131,20 +128,13 @@ def test_one_parameter_larger_than_the_cap_has_its_own_bucket() -> None:
     assert [bucket.slots for bucket in layout.buckets] == [(0,), (1,), (2,)]
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="each of the 1 parameters once"):
-        plan([spec("a", (1,))], [0, 0])
-    with pytest.raises(ValueError, match="bucket cap of 0 or more, found -1"):
-        plan([spec("a", (1,))], [0], bucket_cap_bytes=-1)
-
-
 def test_dense_strides_are_kept_and_others_are_not() -> None:
     weight = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
     assert ParamSpec.of("w", weight).strides == weight.stride() == (12, 1, 6, 3)
     assert ParamSpec.of("t", torch.zeros(3, 5).t()).strides == (1, 5)
     assert ParamSpec.of("e", torch.zeros(1, 3).expand(4, 3)).strides == (3, 1)
-    assert not is_dense((4, 3), (0, 1))
-    assert is_dense((), ())
+    assert ParamSpec.of("s", torch.zeros(4, 6)[:, :3]).strides == (3, 1)
+    assert ParamSpec.of("n", torch.zeros(())).strides == ()
 
 
 def test_more_ranks_have_fewer_default_buckets() -> None:

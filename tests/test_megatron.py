@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
-from lightning_bucketddp.grads import contiguous
 from tests.inside import reducer_of, views_of
 from tests.models import MODELS, Branches, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
@@ -192,7 +191,6 @@ def test_one_reduction_per_buffer_after_backward(
 
 def packed_before_the_end() -> list[bool]:
     module = Mlp(depth=3)
-    before, contiguous.OUTSIDE_BYTES = contiguous.OUTSIDE_BYTES, 1
     ours = BucketDDP(module, overlap=False)
     seen: list[bool] = []
     views = views_of(ours)
@@ -201,7 +199,6 @@ def packed_before_the_end() -> list[bool]:
         inputs, target = batch(step, dist.get_rank())
         ours.zero_grad()
         loss_of(ours(inputs), target).backward()
-    contiguous.OUTSIDE_BYTES = before
     ours.close()
     return seen
 

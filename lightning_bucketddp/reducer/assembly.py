@@ -136,7 +136,7 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
     layout = planner.plan()
     if options.shard_optimizer:
         groups = ShardGroups(collectives, options.shard_group_size)
-        return Sharded(table, buckets, layout, collectives, groups, options.scatter_every_pass)
+        return Sharded(table, buckets, layout, groups, options.scatter_every_pass)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
     plain = options.comm_hook is None and options.wire_dtype is None

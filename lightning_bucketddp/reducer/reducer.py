@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.queue import WrapperQueue
-from lightning_bucketddp.grads.bucket import NONE, Bucket, Buckets
+from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
@@ -153,8 +153,7 @@ class Reducer:
         if it.origin is Origin.CALL:  # every gradient takes part
             buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
         elif it.role is Role.ACTIVE:
-            buckets.settled = NONE if it.synchronised else buckets.pending
-            buckets.marks_only = buckets.in_order and self.storage.one_stream()
+            buckets.begin_marking(it.synchronised, self.storage.one_stream())
 
     # -- called by autograd --------------------------------------------------------------------------
 
@@ -288,7 +287,6 @@ class Reducer:
             exchange = self._control.send(report, self.buckets.pending)
         for bucket in self.buckets.awaiting():
             bucket.work.wait(poll)
-        self.buckets.awaited = None
         exchange.wait(poll)
         return exchange
 
@@ -385,8 +383,7 @@ class Reducer:
     def _enter(self, state: PassState) -> None:
         assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
         self._state = state
-        self.buckets.settled = NONE
-        self.buckets.marks_only = False
+        self.buckets.end_marking()
 
     def _report(self, failed: bool = False) -> Report:
         assert self._pass is not None
