@@ -43,7 +43,7 @@ class Passes:
     Attributes:
         upkeep: The reducer, and what keeps it in line with the module.
         joining: Whether ranks may run out of data, and whether this one has.
-        synchronise: False inside ``no_sync``.
+        synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
     def __init__(
@@ -100,6 +100,10 @@ class Passes:
     def reduces(self) -> bool:
         """Whether passes are reduced, where no root tells otherwise."""
         return self.synchronise or self.upkeep.setting.options.scatter_every_pass
+
+    def set_synchronise(self, synchronise: bool) -> None:
+        """Say whether gradients of the passes that follow are reduced."""
+        self.synchronise = synchronise
 
     # -- steps ---------------------------------------------------------------------------------------
 
