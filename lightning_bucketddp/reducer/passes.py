@@ -39,7 +39,7 @@ class Passes:
         setting: The parts that stay when parameters change.
         upkeep: Owns the reducer, and keeps it in line with the module.
         joining: Whether ranks may run out of data, and whether this one has.
-        synchronise: False inside ``no_sync``.
+        synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
     def __init__(
@@ -75,6 +75,10 @@ class Passes:
     def reduces(self) -> bool:
         """Whether passes are reduced, unless a root decides otherwise."""
         return self.synchronise or self.setting.options.scatter_every_pass
+
+    def set_synchronise(self, synchronise: bool) -> None:
+        """Say whether gradients of the passes that follow are reduced."""
+        self.synchronise = synchronise
 
     # -- steps ---------------------------------------------------------------------------------------
 
