@@ -16,6 +16,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
+DIRECTORY_KEY = "bucketddp_directory"
+"""Entry of a loaded checkpoint: the directory from which the optimizers are still to be loaded."""
+
 
 def is_checkpoint_directory(path: Path) -> bool:
     """Whether ranks have written their parts there."""
@@ -76,7 +79,7 @@ def load_weights(
         weights_only: Whether unpickling is forbidden. It cannot be.
 
     Returns:
-        What the Trainer had collected, and the loaded weights as ``state_dict``.
+        What the Trainer had collected, the loaded weights as ``state_dict``, and the directory.
 
     Raises:
         ValueError: If names or shapes differ, no Trainer has written the directory, or unpickling is forbidden.
@@ -93,7 +96,7 @@ def load_weights(
             f"expected a Trainer's checkpoint in {path}, found one that save_sharded() has written; load it by "
             "BucketDDP.load_sharded()"
         )
-    return {**checkpoint, "state_dict": module.state_dict()}
+    return {**checkpoint, "state_dict": module.state_dict(), DIRECTORY_KEY: path}
 
 
 def whole_state(wrapper: BucketDDP, optimizer: Optimizer, interrupted: bool) -> dict[str, Any]:

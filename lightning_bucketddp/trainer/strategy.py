@@ -120,7 +120,6 @@ class BucketDDPStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._state_dict_type = state_dict_type
-        self._resumed_from: Path | None = None  # the directory from which optimizers are still to be loaded
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
@@ -352,8 +351,7 @@ class BucketDDPStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        self._resumed_from = path if checkpoints.is_checkpoint_directory(path) else None
-        if self._resumed_from is None:
+        if not checkpoints.is_checkpoint_directory(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         return checkpoints.load_weights(path, self.lightning_module, self.bucket_ddp, weights_only)
@@ -362,12 +360,12 @@ class BucketDDPStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
             finetuning.restore_trainable(checkpoint, self.lightning_module)
-        if self._resumed_from is None:
+        if (directory := checkpoint.get(checkpoints.DIRECTORY_KEY)) is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self.bucket_ddp is not None
         parts = self.bucket_ddp.sharded_checkpoint()
-        parts.load(self._resumed_from, self.optimizers, strict=True, with_module=False)
+        parts.load(directory, self.optimizers, strict=True, with_module=False)
 
     register_strategies: Any = classmethod(common.register_names)
 
