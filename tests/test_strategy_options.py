@@ -118,8 +118,8 @@ def test_options_arrive_in_the_wrapper(run_ranks: Any) -> None:
             "comm_hook or ddp_comm_hook, found both",
         ),
         ({"comm_hook": "bf16", "wire_dtype": "bfloat16"}, "expected either comm_hook or wire_dtype"),
-        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "found None; for torch's wrappers"),
-        ({"ddp_comm_state": 3}, "expected no state of a communication hook without the hook"),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "found None; to wrap a plain all-reduce"),
+        ({"ddp_comm_state": 3}, "expected a communication hook for the given state"),
         ({"model_averaging_period": 4}, "together with a PostLocalSGDState"),
         ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "sometimes"}, "expected uneven_inputs to be None"),
@@ -142,7 +142,7 @@ def test_model_averaging_needs_a_period_and_excludes_masters() -> None:
         averaging()
     with pytest.raises(ValueError, match="expected model averaging or shard_optimizer=True, found both"):
         averaging(model_averaging_period=2, shard_optimizer=True)
-    with pytest.raises(ValueError, match="expected model averaging or fp32 master parameters, found both"):
+    with pytest.raises(ValueError, match="expected model averaging or master_params=True, found both"):
         averaging(model_averaging_period=2, grad_dtype="float32")
 
 
