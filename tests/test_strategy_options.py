@@ -46,7 +46,7 @@ def test_everything_that_ddp_accepts_is_an_argument() -> None:
 def test_every_argument_of_the_wrapper_is_an_option_with_its_default() -> None:
     defaults = {each.name: each.default for each in fields(Options)}
     here = dict(inspect.signature(BucketDDP).parameters)
-    assert here.keys() - _LIGHTNINGS_OWN - {"options"} <= defaults.keys()
+    assert here.keys() - _LIGHTNINGS_OWN - {"options", "torch_options"} <= defaults.keys()
     for name in here.keys() & defaults.keys():
         assert here[name].default == defaults[name], name
 

@@ -103,10 +103,6 @@ class Sharded(Storage):
         """Whether a slot's ``.grad`` is published, so that this rank holds its part."""
         return self._table.params[slot].grad is self._sharded[slot]
 
-    def published_grad(self, slot: int) -> Tensor | None:
-        """The part of the slot's ``.grad`` that this rank holds."""
-        return self.shards.part(slot) if self.is_sharded(slot) else self._table.params[slot].grad
-
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
         if self._away:

@@ -86,10 +86,6 @@ class Storage(Protocol):
     def zero(self) -> None:
         """Set all gradients to zero, in place."""
 
-    def published_grad(self, slot: int) -> Tensor | None:
-        """The slot's ``.grad``, or the part of it that this rank holds."""
-        return self._table.params[slot].grad
-
     def bind_main_grads(self, bound: bool) -> None:
         """Give parameters their ``main_grad``, or take it away."""
         return
@@ -119,16 +115,3 @@ def leave_out(absent: Sequence[int], views: Sequence[Tensor], buckets: Buckets) 
     if absent:
         buckets.pending.difference_update(absent)
         torch._foreach_zero_([views[slot] for slot in absent])
-
-
-def first_uncleared(storage: Storage, table: SlotTable, buckets: Buckets) -> str | None:
-    """The first parameter with a ``.grad`` that is not zero and was reduced before."""
-    old = [
-        (slot, grad)
-        for slot in range(len(table))
-        if slot not in buckets.pending and (grad := storage.published_grad(slot)) is not None and grad.numel()
-    ]
-    if not old:
-        return None
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([grad for _, grad in old])])
-    return next((table.specs[slot].name for (slot, _), norm in zip(old, norms.tolist(), strict=True) if norm), None)

@@ -109,8 +109,8 @@ class Upkeep:
 
     def _accumulated(self) -> set[int]:
         """The indices of the parameters with a gradient since their last reduction."""
-        table = self.reducer.table
-        slots = {table.index_of(slot) for slot in self.reducer.buckets.pending}
+        table, pending = self.reducer.table, self.reducer.buckets.pending
+        slots = {index for index, slot in table.slot_of_index.items() if slot in pending}
         return slots | table.waiting | self._parts.sparse.contributing
 
     # -- before a pass -------------------------------------------------------------------------------

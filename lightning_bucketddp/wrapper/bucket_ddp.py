@@ -102,9 +102,9 @@ class BucketDDP(nn.Module, Joinable):
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.closed = self._replaced = False
         self.register_load_state_dict_pre_hook(add_own_name)
-        given = dict(zip(Options.__match_args__, torch_options, strict=False), **options)
+        given = {**dict(zip(Options.__match_args__, torch_options, strict=False)), **options}
         try:
-            self._options = Options(**given)
+            self._options = Options(*torch_options, **options)
             require("module", module, "an nn.Module", nn.Module)
             require_valid_parameters(module, self._may_be_frozen)
             self._replicated = replicated_forward(module, device_ids, output_device, dim)
@@ -209,8 +209,6 @@ class BucketDDP(nn.Module, Joinable):
             return call(*args, **kwargs)
         with cutting_graphs(runtime.graph_cuts):
             output = call(*args, **kwargs)
-        if self._replicated is not None:
-            runtime.passes.note_replicas(self._replicated.parts)
         runtime.hook_roots(output)
         return output
 
