@@ -32,7 +32,7 @@ class Collectives:
     Args:
         process_group: The group; None for the default one.
         owned: Whether :meth:`end` destroys the group.
-        backend_averages: Whether the backend is known to have ``ReduceOp.AVG``; else see :meth:`probe`.
+        averages: Whether the backend is known to have ``ReduceOp.AVG``; else see :meth:`probe`.
 
     Attributes:
         group: The process group.
@@ -44,9 +44,7 @@ class Collectives:
         ValueError: If this process is not in the group.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None, owned: bool = False, backend_averages: bool = False
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, owned: bool = False, averages: bool = False) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "expected torch.distributed to be initialised, found no default process group; call "
@@ -59,8 +57,7 @@ class Collectives:
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
-        self._owned = owned
-        self._backend_averages = backend_averages
+        self._owned, self._backend_averages = owned, averages
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._on_gloo = {device for device, backend in backends if backend == "gloo"}
 
@@ -86,7 +83,7 @@ class Collectives:
     def leave_behind(self, why: str) -> None:
         """Note that collectives are under way which some ranks will never join.
 
-        They would be paired with whatever is started after them.
+        The next collectives of those ranks would be paired with them.
 
         Args:
             why: What happened.
@@ -106,7 +103,7 @@ class Collectives:
                 f"({why}); start the processes anew, or make a new group"
             )
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> Collectives:
+    def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Make groups of some of the ranks, and return this rank's. All ranks must call this.
 
         Args:
@@ -166,8 +163,6 @@ class Collectives:
     def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
-        fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
-
         Args:
             flat: The tensor; contiguous.
             wire_dtype: One of :data:`WIRE_DTYPES`: values travel in it and are summed in fp32, in two stages, an
@@ -183,21 +178,23 @@ class Collectives:
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
-        op = dist.ReduceOp.SUM
-        finish: Callable[[], object] | None = None
-        if not divided:
-            if flat.dtype is torch.float16:
-                flat.mul_(1.0 / self.world_size)
-            elif self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
-                op = dist.ReduceOp.AVG
-            else:
-                finish = partial(flat.mul_, 1.0 / self.world_size)
-        return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), finish, flat)
+        op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
+        return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), None, flat)
+
+    def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
+        """What to reduce with for a mean. Where the backend cannot average, ``flat`` is divided here.
+
+        fp16 always is, before the sum: a sum of many ranks overflows at 65504.
+        """
+        if self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
+            return dist.ReduceOp.AVG
+        flat.mul_(1.0 / self.world_size)
+        return dist.ReduceOp.SUM
 
     def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor) -> Work:
         """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
         shard = self.shard(sent)
-        shard.copy_(wire.mean_of_parts(received, self.world_size))  # rounds: this rank keeps what the others get
+        wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
         handle = getattr(dist, _ALL_GATHER)(sent, shard, group=self.group, async_op=True)
         return self._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
 
@@ -226,33 +223,27 @@ class Collectives:
         """
         if self._nothing_to_do(flat):
             return Work()
-        shard = wire.real(self.shard(flat))
-        numel = self._shard_length(flat) * self.world_size * (2 if flat.is_complex() else 1)
-        flat = wire.real(flat)
-        fits = flat.numel() == numel
-        dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat) else flat.dtype
-        if dtype is flat.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
-            whole = flat if fits else wire.padded(flat, numel, dtype)
-            mean = whole.new_empty(numel // self.world_size)
-            op = dist.ReduceOp.AVG
-            if not self._backend_averages or dtype not in _AVERAGED_BY_THE_BACKEND:
-                op = dist.ReduceOp.SUM
-                whole.mul_(1.0 / self.world_size)  # before the sum: fp16 overflows at 65504
-            handle = getattr(dist, _REDUCE_SCATTER)(mean, whole, op=op, group=self.group, async_op=True)
+        shard, whole = wire.real(self.shard(flat)), wire.real(flat)
+        numel = self._shard_length(flat) * self.world_size * (whole.numel() // flat.numel())
+        fits = whole.numel() == numel
+        dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
+        if dtype is whole.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
+            sent = whole if fits else wire.padded(whole, numel, dtype)
+            mean = sent.new_empty(numel // self.world_size)
+            op = self._averaging_op(sent)
+            handle = getattr(dist, _REDUCE_SCATTER)(mean, sent, op=op, group=self.group, async_op=True)
             return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
-        if dtype is flat.dtype is torch.float32 and fits:
-            sent, counts = wire.parts_for_others(flat, self.rank, self.world_size)
+        if dtype is whole.dtype is torch.float32 and fits:
+            sent, counts = wire.parts_for_others(whole, self.rank, self.world_size)
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, counts, counts, group=self.group, async_op=True)
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
             return self._started(handle, finish, flat)
-        sent = wire.padded(flat, numel, dtype)
+        sent = wire.padded(whole, numel, dtype)
         received = torch.empty_like(sent)
         handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return self._started(
-            handle, lambda: shard.copy_(wire.mean_of_parts(received, self.world_size)[: shard.numel()]), flat
-        )
+        return self._started(handle, partial(wire.mean_of_parts, received, self.world_size, shard), flat)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start replacing every rank's :meth:`shard` of ``flat`` by what that rank has there, in place.

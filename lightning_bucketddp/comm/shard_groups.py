@@ -31,7 +31,7 @@ def require_divides(group_size: int | None, world_size: int) -> None:
 
 
 class ShardGroups:
-    """The groups in which shards travel. All ranks must construct it.
+    """The groups in which shards travel. All ranks must make it.
 
     Args:
         collectives: The group of all ranks that train together.
@@ -39,23 +39,24 @@ class ShardGroups:
 
     Attributes:
         inside: The ranks among which shards are divided.
-        across: The ranks with this rank's shard; None if there is no other.
-        gathering: The same ranks as inside, for collectives whose place among the others varies.
-        shards: Into how many shards each bucket is cut.
-        index: Which of them is this rank's.
+        across: The ranks with the same shard as this one; None if there is no other.
+        gathering: The ranks of ``inside`` again, for collectives whose place among the others varies.
+        shards: Number of shards of each bucket.
+        index: This rank's shard.
     """
 
     def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
         ranks = collectives.world_size
         require_divides(group_size, ranks)
-        size = ranks if group_size is None else group_size
+        size = group_size or ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
-        self.inside = collectives if size == ranks else collectives.divided(groups)
-        self.gathering = collectives if ranks == 1 else collectives.divided(groups)
+        self.inside = collectives if size == ranks else collectives.split(groups)
+        self.gathering = collectives if ranks == 1 else collectives.split(groups)
         self.across: Collectives | None = None
         if size < ranks:
-            self.across = collectives.divided([range(place, ranks, size) for place in range(size)])
+            self.across = collectives.split([range(place, ranks, size) for place in range(size)])
         self.shards, self.index = self.inside.world_size, self.inside.rank
+        self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
@@ -70,13 +71,11 @@ class ShardGroups:
         return work
 
     def leave_behind(self, why: str) -> None:
-        """Note that collectives are under way in the groups which some ranks will never join."""
-        for collectives in (self.gathering, self.across, self.inside):
-            if collectives is not None:
-                collectives.leave_behind(why)
+        """Note that collectives are under way which some ranks will never join."""
+        for collectives in self._all:
+            collectives.leave_behind(why)
 
     def end(self) -> None:
         """Destroy the groups that were made. Nothing may be under way in them."""
-        for collectives in (self.gathering, self.across, self.inside):
-            if collectives is not None:
-                collectives.end()
+        for collectives in self._all:
+            collectives.end()

@@ -33,15 +33,16 @@ def padded(flat: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return copy
 
 
-def mean_of_parts(received: Tensor, world_size: int) -> Tensor:
-    """The mean of the ranks' parts, summed in fp32 at least.
+def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
+    """Write the mean of the ranks' parts, summed in fp32 at least.
 
     Args:
         received: As many parts as there are ranks, one after the other.
         world_size: The number of ranks.
+        out: Where to: 1-D, of a part's length or, without the padding, less.
     """
     dtype = torch.promote_types(received.dtype, torch.float32)
-    return received.view(world_size, -1).sum(0, dtype=dtype).mul_(1.0 / world_size)
+    out.copy_(received.view(world_size, -1)[:, : out.numel()].sum(0, dtype=dtype).mul_(1.0 / world_size))
 
 
 def parts_for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[int]]:
