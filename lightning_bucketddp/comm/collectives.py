@@ -65,9 +65,9 @@ class Collectives:
 
     @property
     def name(self) -> str:
-        """The group's name, the same on all its ranks and on no other group of the same store.
+        """The group's name: the same on all its ranks, and another on each group of the same store.
 
-        torch numbers groups, and starts again after ``destroy_process_group()``: the members tell such groups apart.
+        torch numbers groups, and starts again after ``destroy_process_group()``. Their members tell such groups apart.
         """
         members = hashlib.sha256(repr(dist.get_process_group_ranks(self.group)).encode()).hexdigest()
         return f"{self.group.group_name}/{members[:16]}"
@@ -91,10 +91,10 @@ class Collectives:
         _left_behind[self.group] = why
 
     def require_nothing_left_behind(self) -> None:
-        """Require that the group is fit for use in this process.
+        """Require that no collectives of a failed pass are under way.
 
         Raises:
-            RuntimeError: If collectives of a failed pass are under way.
+            RuntimeError: If some are.
         """
         why = _left_behind.get(self.group)
         if why is not None:
@@ -107,17 +107,17 @@ class Collectives:
         """Make groups of some of the ranks, and return this rank's. All ranks must call this.
 
         Args:
-            parts: The ranks, within this group, of each; every rank is in one of them.
+            parts: Per group, its ranks within this one. Every rank is in one of them.
         """
         everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
         mine: dist.ProcessGroup | None = None
         for part in parts:
-            if of_all or self.rank in part:  # every process has to help with every group of the default one
+            if of_all or self.rank in part:  # within the default group, every process has to help with every part
                 made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
                 mine = made if self.rank in part else mine
         assert mine is not None
-        # Within another group than the default one it is not destroyed: torch would use its name again, and with the
-        # name what its ranks have left in the store.
+        # A part of another group is never destroyed: torch would use its name again, and find under this name what
+        # its ranks have left in the store.
         return Collectives(mine, of_all, self._backend_averages)
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Collectives:
             device: The device whose tensors travel.
 
         Raises:
-            RuntimeError: What the backend raises when a peer is gone or the time is up.
+            RuntimeError: From the backend, when a peer is gone or the time is up.
         """
         if self.world_size == 1:
             return
@@ -151,10 +151,10 @@ class Collectives:
     def divisor_before(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None) -> int | None:
         """The divisor to apply while gradients are packed, where that spares a walk through memory.
 
-        On the CPU: gloo's own average divides everything in a second walk.
+        That is so on the CPU: gloo's own average divides everything in a second walk.
 
         Returns:
-            The world size, or None if :meth:`all_reduce_mean` should divide.
+            The world size; None if :meth:`all_reduce_mean` divides.
         """
         if self.world_size == 1 or wire_dtype is not None or device.type != "cpu":
             return None
@@ -165,9 +165,9 @@ class Collectives:
 
         Args:
             flat: The tensor; contiguous.
-            wire_dtype: One of :data:`WIRE_DTYPES`: values travel in it and are summed in fp32, in two stages, an
-                all-to-all of shards and an all-gather of their means. All ranks end with the same bits. Of no effect
-                on a tensor of less, or other, precision.
+            wire_dtype: bf16 or fp16: values travel in it and are summed in fp32. There are two stages, an all-to-all of
+                shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
+                less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
         """
         if self._nothing_to_do(flat):
@@ -203,8 +203,7 @@ class Collectives:
     def shard(self, flat: Tensor) -> Tensor:
         """The part of ``flat`` (1-D) that is this rank's in a reduce-scatter.
 
-        Shards have equal length, ``numel / world_size`` rounded up, but for the last ones, which may be shorter or
-        empty.
+        Shards have ``numel / world_size`` elements, rounded up. The last shards may be shorter or empty.
         """
         length = self._shard_length(flat)
         return flat[self.rank * length : (self.rank + 1) * length]
@@ -215,7 +214,7 @@ class Collectives:
     def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
         """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
 
-        The rest of ``flat`` is of no meaning afterwards.
+        The rest of ``flat`` means nothing afterwards.
 
         Args:
             flat: 1-D, floating or complex, contiguous; of any length.
@@ -246,7 +245,7 @@ class Collectives:
         return self._started(handle, partial(wire.mean_of_parts, received, self.world_size, shard), flat)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
-        """Start replacing every rank's :meth:`shard` of ``flat`` by what that rank has there, in place.
+        """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
 
         Args:
             flat: 1-D, contiguous; its length is a multiple of the world size.
@@ -266,14 +265,14 @@ class Collectives:
         return self._started(dist.all_reduce(tensor, group=self.group, async_op=True), None, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        """Start replacing ``tensor`` by that of the group's rank ``source``, in place."""
+        """Start replacing ``tensor`` by the one of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
             return Work()
         handle = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
         return self._started(handle, None, tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
-        """Start gathering every rank's ``tensor``, of the same shape and dtype on all of them.
+        """Start gathering every rank's ``tensor``; shape and dtype are the same on all ranks.
 
         Returns:
             A tensor of shape ``(world size, *tensor.shape)``, by rank, and the work to wait for before it is read.
@@ -289,7 +288,7 @@ class Collectives:
 
         Args:
             mine: This rank's.
-            poll: As for :meth:`Work.wait`; of no effect where the backend sends nothing from the CPU.
+            poll: As for :meth:`Work.wait`. No effect where the backend sends nothing from the CPU.
         """
         if self.world_size == 1:
             return [mine]

@@ -15,13 +15,12 @@ hooks that start everything at once may have several buckets under way.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,16 +57,16 @@ class CommHookError(RuntimeError):
 
 
 class HookBucket:
-    """A bucket as a hook sees it; has the methods of ``torch.distributed.GradBucket``.
+    """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``.
 
-    Complex gradients are shown as real ones, with a last dimension of 2 for the real and imaginary parts.
+    Complex gradients appear as real ones, with a last dimension of 2 for the real and imaginary parts.
 
     Args:
         layout: The layout.
         index: The bucket's index in it.
         flat: The bucket's tensor.
         params: The parameters of its slots.
-        is_last: Whether it is the last that is reduced in this pass.
+        is_last: Whether it is the last bucket of this pass.
     """
 
     def __init__(self, layout: Layout, index: int, flat: Tensor, params: Sequence[Tensor], is_last: bool) -> None:
@@ -90,7 +89,7 @@ class HookBucket:
         torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [self._buffer[:0]])
 
     def index(self) -> int:
-        """The bucket's place in the launch order; stable for as long as the layout stands."""
+        """The bucket's place in the launch order. It changes with the layout alone."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -98,7 +97,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace the tensor that :meth:`buffer` and :meth:`gradients` show, of the same number of elements."""
+        """Replace the tensor behind :meth:`buffer` and :meth:`gradients` by one of as many elements."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
@@ -113,7 +112,7 @@ class HookBucket:
         return self._params
 
     def is_last(self) -> bool:
-        """Whether this bucket is the last that is reduced in this pass."""
+        """Whether this bucket is the last of this pass."""
         return self._is_last
 
 
@@ -127,17 +126,15 @@ class CommHook:
 
     Attributes:
         name: Qualified name.
-        one_at_a_time: Whether a bucket may be launched only when the one before it has completed.
+        one_at_a_time: Whether a bucket waits for the hook to complete the one before.
 
     Raises:
         TypeError: If the hook is not callable.
-        ValueError: If its annotations say that it takes no bucket, or returns no future.
     """
 
     def __init__(self, function: HookFunction, state: Any, leave_behind: Callable[[str], None]) -> None:
         if not callable(function):
             raise TypeError(f"expected a communication hook to be callable, found {function!r}")
-        _require_annotations(function)
         self.name = _qualified_name(function)
         self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
         self._function = function
@@ -145,7 +142,7 @@ class CommHook:
         self._leave_behind = leave_behind
 
     def options(self) -> dict[str, object]:
-        """The hook's name and its state's numbers, by name: they must be the same on every rank."""
+        """The hook's name and its state's numbers. They must be the same on every rank."""
         options: dict[str, object] = {"comm_hook": self.name}
         if isinstance(self._state, PowerSGDState | PostLocalSGDState):  # they decide how much is sent, and to whom
             for name in self._state.__slots__:
@@ -199,20 +196,20 @@ class CommHook:
     # -- PowerSGD's memory of buckets ----------------------------------------------------------------
 
     def forget_buckets(self) -> None:
-        """Drop what the state knows of buckets: they have changed, or what was sent was not used."""
+        """Drop PowerSGD's memory of all buckets: they have changed, or the pass failed."""
         if isinstance(self._state, PowerSGDState):
             self._state.error_dict.clear()
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
     def forget_slot(self, layout: Layout, index: int, slot: int) -> None:
-        """Drop what PowerSGD still owes to a slot that no rank used, and its bucket's factors.
+        """Drop PowerSGD's error of a slot that no rank used, and its bucket's factors.
 
-        A matrix of zeros leaves zeros or NaNs in the factors, from which they would never recover.
+        A matrix of zeros leaves zeros or NaNs in the factors for good.
 
         Args:
             layout: The layout.
-            index: Which bucket.
+            index: The bucket's index.
             slot: The slot.
         """
         if not isinstance(self._state, PowerSGDState):
@@ -248,53 +245,34 @@ def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:
     """The hook that the options ask for.
 
     Args:
-        options: Have a hook, the name of one, or None. A named hook has a state of its own; ``"powersgd"`` takes a
-            ``PowerSGDState``.
+        options: Have a hook, the name of one, or None. ``"powersgd"`` takes a ``PowerSGDState``; the other named hooks
+            take no state.
         collectives: The group that named hooks use.
 
     Raises:
         ValueError: If the state is not the hook's.
     """
     hook, state = options.comm_hook, options.comm_hook_state
+    if hook is None or hook in ("bf16", "fp16"):
+        if state is not None:
+            raise ValueError(f"expected comm_hook_state to be None with comm_hook={hook!r}, found {state!r}")
+        state = collectives.group
+    elif hook == "powersgd":
+        state = _power_sgd_state(state, collectives.group)
     if hook is None:
-        if state is not None:
-            raise ValueError("expected comm_hook_state to be None without a comm_hook, found one; pass the hook too")
         return None
-    if isinstance(hook, str):
-        return CommHook(_NAMED[hook], _own_state(hook, state, collectives), collectives.leave_behind)
-    return CommHook(hook, state, collectives.leave_behind)
+    return CommHook(_NAMED[hook] if isinstance(hook, str) else hook, state, collectives.leave_behind)
 
 
-def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
-    if name != "powersgd":
-        if state is not None:
-            raise ValueError(f"expected comm_hook_state to be None with comm_hook={name!r}, which has none, found one")
-        return collectives.group
+def _power_sgd_state(state: Any, group: dist.ProcessGroup) -> PowerSGDState:
     if state is None:  # epsilon: without one a gradient of zeros becomes NaN
-        return PowerSGDState(process_group=collectives.group, orthogonalization_epsilon=1e-8)
+        return PowerSGDState(process_group=group, orthogonalization_epsilon=1e-8)
     if not isinstance(state, PowerSGDState):
         raise ValueError(f"expected comm_hook_state to be a PowerSGDState, found a {type(state).__name__}")
-    if state.process_group not in (None, collectives.group):
+    if state.process_group not in (None, group):
         raise ValueError("expected a PowerSGDState with the wrapper's process group (or None), found another group")
-    state.process_group = collectives.group
+    state.process_group = group
     return state
-
-
-def _require_annotations(function: HookFunction) -> None:
-    """Require that a hook's annotations, if it has any, fit a communication hook. torch DDP does the same."""
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError):  # names that exist for type checkers alone, or a callable without annotations
-        return
-    grad_bucket = dist.GradBucket  # type: ignore[attr-defined]
-    result = hints.get("return", Any)
-    gives_future = (get_origin(result) or result) in (torch.futures.Future, Any)
-    if not gives_future or hints.get("bucket", Any) not in (grad_bucket, HookBucket, Any):
-        raise ValueError(
-            "expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket and that "
-            f"returns a torch.futures.Future[torch.Tensor], found {_qualified_name(function)}"
-            f"{inspect.signature(function)}"
-        )
 
 
 def _qualified_name(function: Any) -> str:

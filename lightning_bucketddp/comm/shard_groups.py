@@ -1,7 +1,7 @@
-"""Among which ranks the shards are divided, and which ranks hold copies of the same shard.
+"""Groups of ranks for shards: the ranks that divide the shards, and the ranks that hold the same shard.
 
-Six ranks with ``group_size=3``, as on two nodes. Gradients are reduce-scattered inside, and their shards then averaged
-across; parameters are gathered inside alone::
+Six ranks with ``group_size=3``, as on two nodes. Gradients are reduce-scattered inside a group, then their shards are
+averaged across groups. Parameters are gathered inside a group::
 
     inside      ranks 0 1 2   ranks 3 4 5
     shard             0 1 2         0 1 2
@@ -18,10 +18,10 @@ from lightning_bucketddp.comm.work import Work
 
 
 def require_divides(group_size: int | None, world_size: int) -> None:
-    """Require that the ranks can be divided into groups of one size.
+    """Require that ``group_size`` divides the number of ranks.
 
     Raises:
-        ValueError: If not.
+        ValueError: If it does not.
     """
     if group_size is not None and world_size % group_size:
         raise ValueError(
@@ -63,7 +63,7 @@ class ShardGroups:
         return self.inside.shard(flat)
 
     def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
-        """As :meth:`Collectives.reduce_scatter_mean`, the mean being over all ranks."""
+        """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too."""
         work = self.inside.reduce_scatter_mean(flat, wire_dtype)
         across = self.across
         if across is not None:

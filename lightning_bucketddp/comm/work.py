@@ -58,8 +58,8 @@ class Work:
 
         Args:
             start: Starts it; called when the stage before has completed. The work that it returns may have stages too.
-            early: Whether it may start before backward has ended. Its group must carry nothing else until all
-                buckets have started theirs, in index order.
+            early: Whether it may start before backward has ended. Its group must carry nothing else until all buckets
+                have started theirs, in index order.
 
         Returns:
             This work.
@@ -72,7 +72,7 @@ class Work:
         return not self._later and self._stage_done()
 
     def try_proceed(self) -> bool:
-        """Start the early stages, as far as that needs no wait.
+        """Start the early stages that need no wait.
 
         Call it for one bucket after the other, in index order, up to the first that returns False.
 
@@ -86,14 +86,14 @@ class Work:
         return True
 
     def proceed(self, poll: Callable[[], None] | None = None, early_only: bool = False) -> None:
-        """Start all stages, and wait for all but the last: other collectives may be started then.
+        """Start all stages, and wait for all but the last. Other collectives may start then.
 
         All ranks must call it at the same point among their collectives.
 
         Args:
             poll: As for :meth:`wait`.
-            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group, so
-                call it for all of them before :meth:`proceed` starts the rest.
+            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group. So
+                call this for all of them before the call that starts the rest.
 
         Raises:
             RuntimeError: As :meth:`wait`.
@@ -104,13 +104,13 @@ class Work:
             self._complete(poll)
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
-        """Wait for all stages, in the sense of the device (host or current stream). Proceed first if need be.
+        """Wait for all stages: on the host, or on the current stream for an accelerator.
 
         Args:
-            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception it raises ends the wait.
+            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception in it ends the wait.
 
         Raises:
-            RuntimeError: What the backend raises when a peer is gone or the time is up.
+            RuntimeError: From the backend, when a peer is gone or the time is up.
         """
         self.proceed(poll)
         self._complete(poll)
@@ -118,8 +118,8 @@ class Work:
     def settle(self) -> bool:
         """Finish the last stage if it has completed, without waiting.
 
-        On the host only: on accelerators the current stream would wait. A collective that failed is left to
-        :meth:`wait`, which raises.
+        It does so on the host only, as on accelerators the current stream would wait. It ignores a collective that
+        failed: :meth:`wait` raises.
 
         Returns:
             Whether nothing is left to wait for.

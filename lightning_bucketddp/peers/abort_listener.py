@@ -1,23 +1,23 @@
 """The thread that hears of another rank's failure, and ends this rank.
 
-A rank that fails leaves the others blocked: in a pass, or in a collective of Lightning's, of a metric's or of the
-user's. So one thread per process and group waits for a key of the store. It answers roll calls. When a rank fails it
-logs the reason. It wakes the main thread by closing this process's connections (:func:`abort`), if that does not wake
-by itself. While all is well nobody asks the store anything.
+A rank that fails leaves the others blocked: in a pass, or in a collective of Lightning, a metric or the user. So one
+thread per process and group waits for a key of the store. It answers roll calls. When a rank fails, it logs the reason,
+and closes this process's connections (:func:`abort`) if the main thread does not wake by itself. While all is well it
+asks the store nothing.
 
 Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
-    wake/<rank>                  look! This rank's listener waits for this key alone, and deletes it
-    call                         the last roll call: its number and who calls
-    status/<rank>                the rank's records, one per wrapper, and which roll call they answer
+    wake/<rank>                  look into the store! The rank's listener waits for this key alone, and deletes it
+    call                         the last roll call: its number, and the rank that calls
+    status/<rank>                the number of the roll call that the rank has answered; its records, one per wrapper
     failure/<fit>                the first failure that ends all ranks, in words
-    heard/<fit>/<rank>           this rank has the reason
-    end                          the rank that may serve the store ends: nobody may listen any more
-    closed/<fit>/<rank>          this rank does not listen any more
+    heard/<fit>/<rank>           the rank has heard of the failure
+    end                          the rank that may serve the store ends: stop listening
+    closed/<fit>/<rank>          the rank has stopped listening
     <wrapper>/failed             the last pass that failed on some rank, and why
-    <wrapper>/<topic>/<rank>     what a rank says on a topic; everyone reads everyone's
-    <wrapper>/<topic>/said       how many ranks have said something on the topic
-    <wrapper>/<topic>/complete   all have
+    <wrapper>/<topic>/<rank>     a rank's answer on a topic; everyone reads everyone's
+    <wrapper>/<topic>/said       how many ranks have answered
+    <wrapper>/<topic>/complete   all ranks have answered
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def listen(collectives: Collectives) -> AbortListener:
 def tell_failure(error: BaseException) -> None:
     """Tell the ranks of all groups that this one stops, and wait a moment until they have heard.
 
-    If another rank failed before, this one says so, and the error gets a note (Python 3.11 and later).
+    If another rank failed before, this one logs that, and the error gets a note (Python 3.11 and later).
 
     Args:
         error: What was raised here.
@@ -100,7 +100,7 @@ def _tell_of_uncaught_exceptions() -> None:
 
 
 class AbortListener:
-    """Hears of failures on other ranks, and tells of this rank's.
+    """Hears of other ranks' failures, and tells the others of this rank's.
 
     Args:
         collectives: The group. Held weakly: when its last user drops it, the listener ends too.
@@ -127,7 +127,7 @@ class AbortListener:
             self._closed.set()
             return
         self.roll_call.write(self.store)
-        # A store serves one call at a time, and this thread's lasts until the end: it needs a connection of its own.
+        # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
             args=(self.store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -191,29 +191,25 @@ class AbortListener:
         if self._closed.is_set():
             return
         first = False
-        if isinstance(error, PeerFailureError):  # the rank that it tells of says it best, in a moment
+        if isinstance(error, PeerFailureError):  # the rank that failed says it best, in a moment
             self._heard.wait(1)
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
-            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}{self._silent(error)}"))
+            # Another rank that is gone may be the cause of an error of torch's.
+            torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            gone = self.ask_why(0) if torchs else ""
+            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)
         assert self.failure is not None
         if own not in self.failure.text:  # where all ranks have the same error, nobody needs to be told
             self._say()
             if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
                 error.add_note(self._reason())
-        if first or self.roll_call.rank == 0:  # the reason may end with this process, and rank 0 may serve the store
+        if first or self.roll_call.rank == 0:  # the reason may end with this process, as may the store with rank 0
             self._wait_until_all("heard")
 
-    def _silent(self, error: BaseException) -> str:
-        """Which ranks are gone, where that may be the cause of an error."""
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            return ""
-        told = self.ask_why(0)
-        return f"; {told}" if told else ""
-
     def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
-        """Call the roll; why ranks wait in vain, in words, empty if they do not.
+        """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
 
         Args:
             wrapper: The number of a wrapper.
@@ -231,7 +227,7 @@ class AbortListener:
         keys = [f"{key}/{self._fit}/{rank}" for rank in range(self.roll_call.world_size)]
         deadline = time.monotonic() + LINGER_SECONDS
         with suppress(RuntimeError):
-            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints when it ends so
+            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints such an end
                 time.sleep(0.02)
 
     def close(self) -> None:
@@ -276,19 +272,19 @@ class AbortListener:
             self._store_lost = not self._closed.is_set()
 
     def _wait(self, store: Store, key: str) -> bool:
-        """Wait until this rank is to look; False if it need not listen any more."""
+        """Wait until something wakes this rank; False if it need not listen any more."""
         if _serves(store) and not self._heard.is_set():
             store.wait([key], _WAIT)
             return not self._closed.is_set()
-        # A wait for a file reads it a hundred times a second. And a rank that has heard of a failure may end any time.
+        # A wait for a file reads it a hundred times a second. And after a failure this rank may end at any time.
         while not self._closed.wait(_LOOK_SECONDS):
             if store.check([key]):
                 return True
         return False
 
     def _leave(self, store: Store) -> None:
-        """See to it that the main thread leaves."""
-        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # otherwise the main thread says it, if its error is another
+        """Make the main thread leave: wake it after a second, end the process after thirty."""
+        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread says it, if its own error is another
             self._say()
         store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
@@ -298,7 +294,7 @@ class AbortListener:
                 self._end_process()
 
     def abort(self) -> None:
-        """Wake every rank that waits in the group, here and elsewhere, if training has failed."""
+        """Wake every rank that waits in the group, here and elsewhere, after a failure."""
         group = self._group()
         if group is not None and self.failure is not None:
             Collectives(group).leave_behind(self.failure.text)
@@ -315,19 +311,18 @@ class AbortListener:
             _log.error(self._reason())
 
     def _end_process(self) -> None:
-        """End a rank that waits for something which a closed connection does not end: the last resort."""
+        """End a process whose main thread did not wake. The last resort."""
         assert self.failure is not None
         late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {self.failure.text}"
         _log.error("rank %d %s; its process ends here:", self.roll_call.rank, late)
         with suppress(Exception):  # stderr may have been replaced by something without a file
             faulthandler.dump_traceback()
             sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(1)
 
 
 def _serves(store: Store) -> bool:
-    """Whether a process serves the store, which lets others wait for a key without asking again and again."""
+    """Whether a process serves the store. Then a wait for a key is one request."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, TCPStore)

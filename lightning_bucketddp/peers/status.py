@@ -10,7 +10,7 @@ from zlib import crc32
 
 
 class Phase(Enum):
-    """What a rank waits for. The comment names the number of the position that counts it."""
+    """What a rank waits for. The comments name the counter of ``Position`` that goes with it."""
 
     RUNS = "nothing, or a collective that nobody counts"
     ROOT = "the others, at the root of a pass"  # pass_number
@@ -45,7 +45,7 @@ class Position:
 
 @dataclass
 class Status:
-    """Where one rank is. The rank keeps its own up to date, and others get a snapshot when they ask.
+    """Where one rank is. Each rank keeps its own record up to date, and hands out snapshots of it.
 
     Attributes:
         rank: The rank.
