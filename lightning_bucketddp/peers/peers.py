@@ -50,7 +50,6 @@ class Peers:
         self.number = self._roll_call.enter(self.here)
         self.message = ""
         self._polls = 0  # since this wait began
-        self._call = 0  # the roll call whose answers are due; 0 for none
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._said: list[str] = []  # this rank's keys of the last agreement
 
@@ -83,7 +82,7 @@ class Peers:
         store, name = self._listener.store, f"{self.number}/{topic}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         counter, complete = f"{name}/said", f"{name}/complete"
-        self._polls = self._call = 0
+        self._polls = 0
         with self.here.waiting(topic, Phase.AGREEMENT):
             store.set(keys[self.rank], mine)
             if store.add(counter, 1) == self.world_size:
@@ -149,7 +148,7 @@ class Peers:
             what: What is waited for, in words.
             phase: What kind of thing it is.
         """
-        self._polls = self._call = 0
+        self._polls = 0
         with self.here.waiting(what, phase):
             try:
                 with self.giving_up_on_errors():
@@ -162,8 +161,8 @@ class Peers:
     def poll(self) -> None:
         """Look whether this rank waits in vain. Call it every half second while the rank waits.
 
-        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank has. Half a second later it looks at the
-        answers. The listener brings all other news: the store is not asked.
+        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank does. The listener brings all other news:
+        the store is not asked.
 
         Raises:
             PeerFailureError: If another rank failed in this pass, or for good, or has ended training.
@@ -171,13 +170,12 @@ class Peers:
         """
         self.raise_if_failed()
         self._polls += 1
+        if self._polls == 1 or self._polls & (self._polls - 1):
+            return
         found: Failure | None = None
         with suppress(RuntimeError):  # the store is gone; the collective will tell
-            if self._call:
-                found = diagnose(self._roll_call.records(self.number, self._call), self.here.names)
-                self._call = 0
-            elif self._polls > 1 and self._polls & (self._polls - 1) == 0:
-                self._call = self._roll_call.call(since=self._polls * POLL_SECONDS / 2)
+            statuses = self._roll_call.ask(self.number, unless_within=self._polls * POLL_SECONDS / 2)
+            found = diagnose(statuses, self.here.names)
         if found is not None:
             self._listener.publish(found)
             self.raise_if_failed()

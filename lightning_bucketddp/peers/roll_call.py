@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 from lightning_bucketddp.peers.status import Status
 
 ANSWER_SECONDS = 2.0
-"""How long a rank that has lost a connection waits for answers. A rank that lives answers in milliseconds."""
+"""How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
 
 
 class FailedPass(NamedTuple):
@@ -113,26 +113,32 @@ class RollCall:
             status.end_training()
         self.write(self._store)
 
-    def call(self, since: float) -> int:
-        """Ask all ranks where they are, unless another rank has just done so.
+    def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
+        """Call the roll, and wait a moment until all ranks have answered.
 
         Args:
-            since: For how many seconds the others have not called.
+            wrapper: The number of a wrapper.
+            unless_within: Do nothing if another rank has called in the last so many seconds, or calls right now.
 
         Returns:
-            The call's number; 0 if another rank was first.
+            What the ranks have written of the wrapper. Ranks that have not answered are marked.
         """
-        if time.monotonic() < self._called_at + since:
-            return 0
+        if time.monotonic() < self._called_at + unless_within:
+            return []
         call = _number(self._call) + 1
         mine = f"{call} {self.rank}"
-        if self._store.compare_set("call", self._call, mine).decode() != mine:
-            return 0
-        self.wake()
-        return call
+        if self._store.compare_set("call", self._call, mine).decode() == mine:
+            self.wake()
+        elif unless_within:
+            return []
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            found = self._records(wrapper, call)
+            if all(status.heard for status in found) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
 
-    def records(self, wrapper: int, call: int) -> list[Status]:
-        """What the ranks have last written of a wrapper. Ranks that have not answered a call are marked."""
+    def _records(self, wrapper: int, call: int) -> list[Status]:
         keys = [f"status/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):
             return []
@@ -144,17 +150,6 @@ class RollCall:
             elif answered < call:
                 found.append(Status(rank, heard=False))
         return found
-
-    def ask(self, wrapper: int) -> list[Status]:
-        """Call, whoever else does, and wait a moment until all have answered."""
-        call = _number(self._call) + 1
-        self.call(since=0)  # if another rank has just called with this number, that does as well
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            found = self.records(wrapper, call)
-            if all(status.heard for status in found) or time.monotonic() > deadline:
-                return found
-            time.sleep(0.02)
 
 
 def _number(call: str) -> int:
