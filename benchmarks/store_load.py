@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lightning_bucketddp.comm.collectives import POLL_SECONDS
+from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 

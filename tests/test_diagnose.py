@@ -6,24 +6,25 @@ import time
 
 import pytest
 
-from lightning_bucketddp.peers.diagnose import Kind, diagnose
+from lightning_bucketddp.peers.diagnose import diagnose, silent
 from lightning_bucketddp.peers.status import Phase, Position, Status
 
 NAMES = ("stem.weight", "head.weight")
 
 
 def at(rank: int, phase: Phase = Phase.RUNS, what: str = "", **more: object) -> Status:
-    numbers = {name: more.pop(name) for name in list(more) if name in Position._fields}
+    numbers = {name: more.pop(name) for name in list(more) if name in Position.__annotations__}
     return Status(rank, Position(**numbers), phase, what, **more)  # type: ignore[arg-type]
 
 
 IN_PASS = {"phase": Phase.PASS, "what": "the gradients of 'head.weight'", "pass_number": 6}
 
 
-def test_records_travel_as_json_without_loss() -> None:
-    status = at(3, Phase.EXCHANGE, "the module buffers", pass_number=2, exchange=7, step_ended=True, trainable="01")
-    assert Status.unpacked(status.packed(), heard=True) == status
-    assert not Status.unpacked(status.packed(), heard=False).heard
+def test_a_snapshot_stays_as_it_was() -> None:
+    status = at(3, Phase.PASS, lambda: "the module buffers", pass_number=2, trainable=(True,))
+    before = status.snapshot()
+    status.end_pass()
+    assert (before.position.pass_number, before.waiting_for, before.trainable) == (2, "the module buffers", (True,))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_records_travel_as_json_without_loss() -> None:
             at(1, Phase.AGREEMENT, "the trainable parameters", pass_number=6, agreement=2),
             at(2, pass_number=7, agreement=2),
         ],
-        [at(1, Phase.OTHER, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
+        [at(1, Phase.RUNS, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
     ],
     ids=["they run", "all are in the pass", "exchange", "agreement", "uncounted"],
 )
@@ -46,63 +47,68 @@ def test_ranks_that_may_still_come_are_left_alone(others: list[Status]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "kind", "words"),
+    ("statuses", "mismatch", "words"),
     [
-        ([at(0), at(1, failure="raised OSError: disk full")], Kind.FAILED, "rank 1 raised OSError: disk full"),
+        ([at(0), at(1, failure="raised OSError: disk full")], False, "rank 1 raised OSError: disk full"),
         (
             [at(0, **IN_PASS), at(1, ended=True, pass_number=3)],
-            Kind.ENDED,
+            False,
             "rank 1 has ended training after 3 passes, while rank 0 is in pass 6",
         ),
         (
             [at(0, step=3, backward=2, **IN_PASS), at(1, step=3, backward=2, step_ended=True, pass_number=6)],
-            Kind.SKIPPED,
+            True,
             "rank 1 ran 2 backwards in step 3, in which rank 0 is in pass 6, backward 3 of the step",
         ),
         (
             [at(0, step=3, **IN_PASS), at(1, Phase.EXCHANGE, "the module buffers", step=4, exchange=1, pass_number=6)],
-            Kind.SKIPPED,
+            True,
             "rank 1 ran no backward in step 3, in which rank 0 is in pass 6",
         ),
         (
             [at(0, Phase.EXCHANGE, "the module buffers", step=3, exchange=2), at(1, step=4, exchange=1)],
-            Kind.SKIPPED,
+            True,
             "rank 1 has left step 3, in which rank 0 waits for the module buffers in pass 0",
         ),
         (
             [at(0, Phase.EXCHANGE, "the statistics of 'a'", exchange=2, pass_number=6), at(1, exchange=1, **IN_PASS)],
-            Kind.ELSEWHERE,
+            True,
             "rank 1 is in pass 6 and has ended its backward, while rank 0 waits for the statistics of 'a' in pass 6",
         ),
         (
             [at(0, Phase.EXCHANGE, "the module buffers", exchange=2), at(1, Phase.EXCHANGE, "'a'", exchange=2)],
-            Kind.ELSEWHERE,
+            True,
             "rank 0 waits for the module buffers in pass 0, while rank 1 waits for 'a' in pass 0",
         ),
         (
             [at(0, update=3, **IN_PASS), at(1, Phase.UPDATE, "'head.weight'", update=4, pass_number=6)],
-            Kind.ELSEWHERE,
+            True,
             "after 3 optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4",
         ),
         (
             [at(0, trainable="11", **IN_PASS), at(1, Phase.AGREEMENT, "sets", agreement=1, trainable="10")],
-            Kind.ELSEWHERE,
+            True,
             "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1",
         ),
         (
             [at(0, **IN_PASS), at(1, Phase.AGREEMENT, "the parameters of pass 6", agreement=1, pass_number=6)],
-            Kind.ELSEWHERE,
+            True,
             "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on the parameters of pass 6",
         ),
-        ([at(0, **IN_PASS), at(1), at(2, heard=False)], Kind.STUCK, "nothing is heard of rank(s) 2"),
     ],
 )
-def test_what_is_wrong_is_said_in_words_that_name_both_ranks(statuses: list[Status], kind: Kind, words: str) -> None:
+def test_what_is_wrong_is_said_in_words_with_both_ranks(statuses: list[Status], mismatch: bool, words: str) -> None:
     for order in (statuses, statuses[::-1]):
         found = diagnose(order, NAMES)
         assert found is not None
-        assert found.kind is kind
+        assert found.mismatch is mismatch
         assert words in found.text
+
+
+def test_silent_ranks_may_still_come() -> None:
+    ranks = [at(0, **IN_PASS), at(1), at(2, heard=False)]
+    assert diagnose(ranks) is None
+    assert silent(ranks) == "nothing is heard of rank(s) 2"
 
 
 def test_what_follows_training_is_run_by_ranks_that_have_ended_it() -> None:

@@ -1,12 +1,13 @@
-"""One rank's values of many tensors, given to all ranks."""
+"""Broadcast many tensors at once."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _take_tensors
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.work import Work
@@ -24,60 +25,51 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank one rank's values of ``tensors``, in place.
 
-    The values travel in staging tensors of at most 32 MiB (or one tensor's size) per dtype and device, two at a time.
+    The values travel in staging tensors per dtype and device, two at a time. Each has at most 32 MiB, or one tensor.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
         collectives: The group.
         poll: As for :meth:`Work.wait`.
-        source: The rank, in the group, whose values it is.
-        hidden: Whether the values are written past autograd's version counters. A graph that saved one of the tensors
-            stays valid then, but nobody can notice the change by the counter.
+        source: The rank, in the group, that has the values.
+        hidden: Whether to write past autograd's version counters. A graph that saved one of the tensors stays valid
+            then, but the counter does not show the change.
     """
-    has_values = collectives.rank == source
-    under_way: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
+    is_source = collectives.rank == source
+    under_way: list[tuple[Work, Tensor, list[Tensor]]] = []
 
     def end_first() -> None:
-        work, staging, chunk = under_way.popleft()
+        work, staging, chunk = under_way.pop(0)
         work.wait(poll)
-        if not (has_values and hidden):  # else version counters, by which backward raises, would differ between ranks
+        if not (is_source and hidden):  # version counters, by which backward raises, must be alike on all ranks
             write_back(staging, chunk, hidden)
 
     for chunk in chunks(tensors):
-        staging = stage(chunk) if has_values else chunk[0].new_empty(sum(tensor.numel() for tensor in chunk))
+        staging = stage(chunk) if is_source else chunk[0].new_empty(sum(tensor.numel() for tensor in chunk))
         under_way.append((collectives.broadcast(staging, source), staging, chunk))
         if len(under_way) > 1:
             end_first()
-    while under_way:
+    if under_way:
         end_first()
 
 
 def chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype and device into chunks of at most ``_CHUNK_BYTES``; a larger tensor stands alone."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Group tensors by dtype and device into chunks of at most 32 MiB. A larger tensor stands alone."""
+    by_kind = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
     for tensor in tensors:
         if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            by_kind[tensor.dtype, tensor.device].append(tensor)
     for kind in by_kind.values():
-        chunk: list[Tensor] = []
-        held = 0
-        for tensor in kind:
-            nbytes = tensor.numel() * tensor.element_size()
-            if chunk and held + nbytes > _CHUNK_BYTES:
-                yield chunk
-                chunk, held = [], 0
-            chunk.append(tensor)
-            held += nbytes
-        yield chunk
+        yield from _take_tensors(kind, _CHUNK_BYTES)
 
 
 def stage(chunk: list[Tensor]) -> Tensor:
-    """One flat tensor of all values of a chunk."""
+    """Copy all values of a chunk into one flat tensor."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
 def write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
-    """Copy back what :func:`stage` put together, past autograd's version counters if ``hidden``."""
+    """Copy the values of a flat tensor back into the chunk, past autograd's version counters if ``hidden``."""
     parts = staging.split([tensor.numel() for tensor in chunk])
     # `.data` shares memory but not the version counter: an in-place write through it does not make autograd
     # reject a backward that saved the tensor.

@@ -32,7 +32,7 @@ class Collectives:
     Args:
         process_group: The group; None for the default one.
         owned: Whether :meth:`end` destroys the group.
-        backend_averages: Whether the backend is known to have ``ReduceOp.AVG``; else see :meth:`probe`.
+        averages: Whether the backend is known to have ``ReduceOp.AVG``; else see :meth:`probe`.
 
     Attributes:
         group: The process group.
@@ -44,9 +44,7 @@ class Collectives:
         ValueError: If this process is not in the group.
     """
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None, owned: bool = False, backend_averages: bool = False
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, owned: bool = False, averages: bool = False) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "expected torch.distributed to be initialised, found no default process group; call "
@@ -59,8 +57,7 @@ class Collectives:
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
-        self._owned = owned
-        self._backend_averages = backend_averages
+        self._owned, self._backend_averages = owned, averages
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._on_gloo = {device for device, backend in backends if backend == "gloo"}
 
@@ -68,9 +65,9 @@ class Collectives:
 
     @property
     def name(self) -> str:
-        """The group's name, the same on all its ranks and on no other group of the same store.
+        """The group's name: the same on all its ranks, and another on each group of the same store.
 
-        torch numbers groups, and starts again after ``destroy_process_group()``: the members tell such groups apart.
+        torch numbers groups, and starts again after ``destroy_process_group()``. Their members tell such groups apart.
         """
         members = hashlib.sha256(repr(dist.get_process_group_ranks(self.group)).encode()).hexdigest()
         return f"{self.group.group_name}/{members[:16]}"
@@ -86,7 +83,7 @@ class Collectives:
     def leave_behind(self, why: str) -> None:
         """Note that collectives are under way which some ranks will never join.
 
-        They would be paired with whatever is started after them.
+        The next collectives of those ranks would be paired with them.
 
         Args:
             why: What happened.
@@ -94,10 +91,10 @@ class Collectives:
         _left_behind[self.group] = why
 
     def require_nothing_left_behind(self) -> None:
-        """Require that the group is fit for use in this process.
+        """Require that no collectives of a failed pass are under way.
 
         Raises:
-            RuntimeError: If collectives of a failed pass are under way.
+            RuntimeError: If some are.
         """
         why = _left_behind.get(self.group)
         if why is not None:
@@ -106,21 +103,21 @@ class Collectives:
                 f"({why}); start the processes anew, or make a new group"
             )
 
-    def divided(self, parts: Sequence[Sequence[int]]) -> Collectives:
+    def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
         """Make groups of some of the ranks, and return this rank's. All ranks must call this.
 
         Args:
-            parts: The ranks, within this group, of each; every rank is in one of them.
+            parts: Per group, its ranks within this one. Every rank is in one of them.
         """
         everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
         mine: dist.ProcessGroup | None = None
         for part in parts:
-            if of_all or self.rank in part:  # every process has to help with every group of the default one
+            if of_all or self.rank in part:  # within the default group, every process has to help with every part
                 made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
                 mine = made if self.rank in part else mine
         assert mine is not None
-        # Within another group than the default one it is not destroyed: torch would use its name again, and with the
-        # name what its ranks have left in the store.
+        # A part of another group is never destroyed: torch would use its name again, and find under this name what
+        # its ranks have left in the store.
         return Collectives(mine, of_all, self._backend_averages)
 
     def end(self) -> None:
@@ -138,7 +135,7 @@ class Collectives:
             device: The device whose tensors travel.
 
         Raises:
-            RuntimeError: What the backend raises when a peer is gone or the time is up.
+            RuntimeError: From the backend, when a peer is gone or the time is up.
         """
         if self.world_size == 1:
             return
@@ -154,10 +151,10 @@ class Collectives:
     def divisor_before(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None) -> int | None:
         """The divisor to apply while gradients are packed, where that spares a walk through memory.
 
-        On the CPU: gloo's own average divides everything in a second walk.
+        That is so on the CPU: gloo's own average divides everything in a second walk.
 
         Returns:
-            The world size, or None if :meth:`all_reduce_mean` should divide.
+            The world size; None if :meth:`all_reduce_mean` divides.
         """
         if self.world_size == 1 or wire_dtype is not None or device.type != "cpu":
             return None
@@ -166,13 +163,11 @@ class Collectives:
     def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
-        fp16 is divided before it is summed: a sum of many ranks overflows at 65504.
-
         Args:
             flat: The tensor; contiguous.
-            wire_dtype: One of :data:`WIRE_DTYPES`: values travel in it and are summed in fp32, in two stages, an
-                all-to-all of shards and an all-gather of their means. All ranks end with the same bits. Of no effect
-                on a tensor of less, or other, precision.
+            wire_dtype: bf16 or fp16: values travel in it and are summed in fp32. There are two stages, an all-to-all of
+                shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
+                less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
         """
         if self._nothing_to_do(flat):
@@ -183,21 +178,23 @@ class Collectives:
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
-        op = dist.ReduceOp.SUM
-        finish: Callable[[], object] | None = None
-        if not divided:
-            if flat.dtype is torch.float16:
-                flat.mul_(1.0 / self.world_size)
-            elif self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
-                op = dist.ReduceOp.AVG
-            else:
-                finish = partial(flat.mul_, 1.0 / self.world_size)
-        return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), finish, flat)
+        op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
+        return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), None, flat)
+
+    def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
+        """What to reduce with for a mean. Where the backend cannot average, ``flat`` is divided here.
+
+        fp16 always is, before the sum: a sum of many ranks overflows at 65504.
+        """
+        if self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
+            return dist.ReduceOp.AVG
+        flat.mul_(1.0 / self.world_size)
+        return dist.ReduceOp.SUM
 
     def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor) -> Work:
         """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
         shard = self.shard(sent)
-        shard.copy_(wire.mean_of_parts(received, self.world_size))  # rounds: this rank keeps what the others get
+        wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
         handle = getattr(dist, _ALL_GATHER)(sent, shard, group=self.group, async_op=True)
         return self._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
 
@@ -206,8 +203,7 @@ class Collectives:
     def shard(self, flat: Tensor) -> Tensor:
         """The part of ``flat`` (1-D) that is this rank's in a reduce-scatter.
 
-        Shards have equal length, ``numel / world_size`` rounded up, but for the last ones, which may be shorter or
-        empty.
+        Shards have ``numel / world_size`` elements, rounded up. The last shards may be shorter or empty.
         """
         length = self._shard_length(flat)
         return flat[self.rank * length : (self.rank + 1) * length]
@@ -218,7 +214,7 @@ class Collectives:
     def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
         """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
 
-        The rest of ``flat`` is of no meaning afterwards.
+        The rest of ``flat`` means nothing afterwards.
 
         Args:
             flat: 1-D, floating or complex, contiguous; of any length.
@@ -226,36 +222,30 @@ class Collectives:
         """
         if self._nothing_to_do(flat):
             return Work()
-        shard = wire.real(self.shard(flat))
-        numel = self._shard_length(flat) * self.world_size * (2 if flat.is_complex() else 1)
-        flat = wire.real(flat)
-        fits = flat.numel() == numel
-        dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat) else flat.dtype
-        if dtype is flat.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
-            whole = flat if fits else wire.padded(flat, numel, dtype)
-            mean = whole.new_empty(numel // self.world_size)
-            op = dist.ReduceOp.AVG
-            if not self._backend_averages or dtype not in _AVERAGED_BY_THE_BACKEND:
-                op = dist.ReduceOp.SUM
-                whole.mul_(1.0 / self.world_size)  # before the sum: fp16 overflows at 65504
-            handle = getattr(dist, _REDUCE_SCATTER)(mean, whole, op=op, group=self.group, async_op=True)
+        shard, whole = wire.real(self.shard(flat)), wire.real(flat)
+        numel = self._shard_length(flat) * self.world_size * (whole.numel() // flat.numel())
+        fits = whole.numel() == numel
+        dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
+        if dtype is whole.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
+            sent = whole if fits else wire.padded(whole, numel, dtype)
+            mean = sent.new_empty(numel // self.world_size)
+            op = self._averaging_op(sent)
+            handle = getattr(dist, _REDUCE_SCATTER)(mean, sent, op=op, group=self.group, async_op=True)
             return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
-        if dtype is flat.dtype is torch.float32 and fits:
-            sent, counts = wire.parts_for_others(flat, self.rank, self.world_size)
+        if dtype is whole.dtype is torch.float32 and fits:
+            sent, counts = wire.parts_for_others(whole, self.rank, self.world_size)
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, counts, counts, group=self.group, async_op=True)
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
             return self._started(handle, finish, flat)
-        sent = wire.padded(flat, numel, dtype)
+        sent = wire.padded(whole, numel, dtype)
         received = torch.empty_like(sent)
         handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return self._started(
-            handle, lambda: shard.copy_(wire.mean_of_parts(received, self.world_size)[: shard.numel()]), flat
-        )
+        return self._started(handle, partial(wire.mean_of_parts, received, self.world_size, shard), flat)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
-        """Start replacing every rank's :meth:`shard` of ``flat`` by what that rank has there, in place.
+        """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
 
         Args:
             flat: 1-D, contiguous; its length is a multiple of the world size.
@@ -275,14 +265,14 @@ class Collectives:
         return self._started(dist.all_reduce(tensor, group=self.group, async_op=True), None, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
-        """Start replacing ``tensor`` by that of the group's rank ``source``, in place."""
+        """Start replacing ``tensor`` by the one of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
             return Work()
         handle = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
         return self._started(handle, None, tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
-        """Start gathering every rank's ``tensor``, of the same shape and dtype on all of them.
+        """Start gathering every rank's ``tensor``; shape and dtype are the same on all ranks.
 
         Returns:
             A tensor of shape ``(world size, *tensor.shape)``, by rank, and the work to wait for before it is read.
@@ -298,7 +288,7 @@ class Collectives:
 
         Args:
             mine: This rank's.
-            poll: As for :meth:`Work.wait`; of no effect where the backend sends nothing from the CPU.
+            poll: As for :meth:`Work.wait`. No effect where the backend sends nothing from the CPU.
         """
         if self.world_size == 1:
             return [mine]

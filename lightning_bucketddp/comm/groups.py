@@ -1,4 +1,4 @@
-"""Process groups: the backends there are, a second group of all processes, the end of a group."""
+"""Process groups: the available backends, a second group of all processes, the abort of a group."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def available_backends() -> list[str]:
 
 
 def debug_level() -> str:
-    """``"OFF"``, ``"INFO"`` or ``"DETAIL"``, by ``TORCH_DISTRIBUTED_DEBUG`` or ``set_debug_level``, in this process."""
+    """Level of torch's debugging in this process: ``"OFF"``, ``"INFO"`` or ``"DETAIL"``."""
     return dist.get_debug_level().name  # type: ignore[attr-defined]  # documented, not in __all__
 
 
 def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A second group of all processes, made once. The order of its collectives is its own.
+    """A second group of all processes, made once. Its collectives have an order of their own.
 
     All processes must call this at the same point.
 
     Args:
-        timeout: How long its collectives wait, if the group has to be made; torch's default if None.
+        timeout: How long its collectives wait, if this call makes the group. None for torch's default.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -46,10 +46,10 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Make blocked collectives raise, here and on ranks that wait for this one. The group is of no use afterwards.
+    """Make blocked collectives raise, here and on ranks that wait for this one. The group cannot be used afterwards.
 
-    May be called from any thread. gloo's own ``abort()`` leaves a blocked rank blocked. But gloo closes all connections
-    of a group when one of its receives is not served in time.
+    Call it from any thread. gloo's own ``abort()`` leaves a blocked rank blocked. But gloo closes all connections of a
+    group when one of its receives takes longer than its timeout.
     """
     with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
         peer = (group.rank() + 1) % group.size()

@@ -1,24 +1,23 @@
 """Communication hooks: torch's own and the user's, on every backend.
 
 A hook replaces the all-reduce of a bucket. It has torch's signature, ``hook(state, bucket) -> Future[Tensor]``, and
-torch's duties: it sends what it likes, divides by the world size itself, and its future's tensor becomes the bucket.
+torch's duties: it sends what it likes and divides by the world size itself. Its future's tensor becomes the bucket.
 torch's ``GradBucket`` has no constructor, so hooks get an object with the same methods.
 
-What does not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and torch's quantization hooks on gloo,
+Two things do not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and torch's quantization hooks on gloo,
 where they fail under torch DDP too.
 
-Some hooks start further collectives when an earlier one has completed (PowerSGD), on whichever thread completes it.
-With several buckets under way their order would differ between ranks, which pairs the wrong tensors. Only hooks that
-are known to start everything at once may therefore have several buckets under way. For any other hook, a bucket is
-launched when the hook's future for the bucket before it has completed. On accelerators that is at once, in the sense
-of the stream.
+Some hooks start further collectives when an earlier one has completed (PowerSGD), on the thread that completes it.
+With several buckets under way their order would differ between ranks, and wrong tensors would be paired. So a bucket is
+launched when the hook has completed the bucket before. On accelerators that is at once, as the stream waits. Only known
+hooks that start everything at once may have several buckets under way.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -54,20 +53,20 @@ _START_EVERYTHING_AT_ONCE = (
 
 
 class CommHookError(RuntimeError):
-    """A communication hook raised, or did not give what was expected of it."""
+    """A communication hook raised, or returned something else than a future of the bucket's size."""
 
 
 class HookBucket:
-    """A bucket as a hook sees it; has the methods of ``torch.distributed.GradBucket``.
+    """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``.
 
-    Complex gradients are shown as real ones, with a last dimension of 2 for the real and imaginary parts.
+    Complex gradients appear as real ones, with a last dimension of 2 for the real and imaginary parts.
 
     Args:
         layout: The layout.
-        index: Which of its buckets.
+        index: The bucket's index in it.
         flat: The bucket's tensor.
         params: The parameters of its slots.
-        is_last: Whether it is the last that is reduced in this pass.
+        is_last: Whether it is the last bucket of this pass.
     """
 
     def __init__(self, layout: Layout, index: int, flat: Tensor, params: Sequence[Tensor], is_last: bool) -> None:
@@ -80,18 +79,17 @@ class HookBucket:
         self._is_last = is_last
         parts = 2 if flat.is_complex() else 1
         self._buffer = real(flat)
-        self._places = [((slot.offset - bucket.start) * parts, slot.spec.numel * parts) for slot in slots]
-        self._shapes = [slot.spec.shape if parts == 1 else (*slot.spec.shape, parts) for slot in slots]
-        self._zero_padding()
-
-    def _zero_padding(self) -> None:
-        """Reset the gaps between slots: what a hook left there (noise, a rounding error) must not add up."""
-        starts = [start for start, _ in self._places[1:]] + [self._buffer.numel()]
-        gaps = [self._buffer[at + n : next_at] for (at, n), next_at in zip(self._places, starts, strict=True)]
+        self._places = [
+            ((slot.offset - bucket.start) * parts, slot.spec.numel * parts, slot.spec.shape + (parts,) * (parts > 1))
+            for slot in slots
+        ]
+        starts = [start for start, *_ in self._places[1:]] + [self._buffer.numel()]
+        gaps = [self._buffer[at + n : next_at] for (at, n, _), next_at in zip(self._places, starts, strict=True)]
+        # What a hook left between slots (noise, a rounding error) must not add up.
         torch._foreach_zero_([gap for gap in gaps if gap.numel()] or [self._buffer[:0]])
 
     def index(self) -> int:
-        """The bucket's place in the launch order; stable for as long as the layout stands."""
+        """The bucket's place in the launch order. It changes with the layout alone."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -99,24 +97,22 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace the tensor that :meth:`buffer` and :meth:`gradients` show, of the same number of elements."""
+        """Replace the tensor behind :meth:`buffer` and :meth:`gradients` by one of as many elements."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
         """Per parameter, a contiguous view of the present buffer with the parameter's shape, as in torch.
 
-        The elements of a gradient that is not laid out row-major (channels_last) are therefore in another order.
+        Elements of gradients with other strides (channels_last) are therefore in another order.
         """
-        return [
-            self._buffer[at : at + n].view(shape) for (at, n), shape in zip(self._places, self._shapes, strict=True)
-        ]
+        return [self._buffer[at : at + n].view(shape) for at, n, shape in self._places]
 
     def parameters(self) -> list[Tensor]:
         """The parameters."""
         return self._params
 
     def is_last(self) -> bool:
-        """Whether this bucket is the last that is reduced in this pass."""
+        """Whether this bucket is the last of this pass."""
         return self._is_last
 
 
@@ -130,17 +126,15 @@ class CommHook:
 
     Attributes:
         name: Qualified name.
-        one_at_a_time: Whether a bucket may be launched only when the one before it has completed.
+        one_at_a_time: Whether a bucket waits for the hook to complete the one before.
 
     Raises:
         TypeError: If the hook is not callable.
-        ValueError: If its annotations say that it takes no bucket, or returns no future.
     """
 
     def __init__(self, function: HookFunction, state: Any, leave_behind: Callable[[str], None]) -> None:
         if not callable(function):
             raise TypeError(f"expected a communication hook to be callable, found {function!r}")
-        _require_annotations(function)
         self.name = _qualified_name(function)
         self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
         self._function = function
@@ -148,7 +142,7 @@ class CommHook:
         self._leave_behind = leave_behind
 
     def options(self) -> dict[str, object]:
-        """The hook's name and its state's numbers, by name: they must be the same on every rank."""
+        """The hook's name and its state's numbers. They must be the same on every rank."""
         options: dict[str, object] = {"comm_hook": self.name}
         if isinstance(self._state, PowerSGDState | PostLocalSGDState):  # they decide how much is sent, and to whom
             for name in self._state.__slots__:
@@ -168,38 +162,54 @@ class CommHook:
             CommHookError: If the hook raises, or returns something else than a future.
         """
         target = bucket.buffer()
-        try:
+        with self._naming(bucket):
             future = self._function(self._state, bucket)
             if not isinstance(future, torch.Future):
                 raise TypeError(f"expected it to return a torch.futures.Future, found {type(future).__name__}")
+        finish = partial(self._finish, bucket, future, target)
+        return Work(_HookHandle(future), finish, True, self._leave_behind, self.one_at_a_time)
+
+    @torch.no_grad()
+    def _finish(self, bucket: HookBucket, future: torch.Future[Any], target: Tensor) -> None:
+        """Copy the hook's result into the bucket's memory."""
+        with self._naming(bucket):
+            result = future.wait()  # on accelerators the current stream waits, not the host
+            if isinstance(result, list | tuple) and len(result) == 1:  # as from Work.get_future()
+                result = result[0]
+            if not isinstance(result, Tensor) or result.numel() != target.numel():
+                found = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
+                raise TypeError(f"expected its future to hold a tensor of {target.numel()} elements, found {found}")
+            if result.data_ptr() != target.data_ptr() or result.dtype is not target.dtype:
+                target.copy_(result.reshape(-1))
+
+    @contextmanager
+    def _naming(self, bucket: HookBucket) -> Iterator[None]:
+        """Turn what the hook raises into an error that names the hook and the bucket."""
+        try:
+            yield
         except Exception as error:
             self._leave_behind(str(error))
-            raise self._failed(bucket, error) from error
-        handle = _HookHandle(future, target, partial(self._failed, bucket))
-        return Work(handle, on_host=True, left_behind=self._leave_behind, sends_more=self.one_at_a_time)
-
-    def _failed(self, bucket: HookBucket, error: BaseException) -> CommHookError:
-        return CommHookError(
-            f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
-        )
+            raise CommHookError(
+                f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
+            ) from error
 
     # -- PowerSGD's memory of buckets ----------------------------------------------------------------
 
     def forget_buckets(self) -> None:
-        """Drop what the state knows of buckets: they have changed, or what was sent was not used."""
+        """Drop PowerSGD's memory of all buckets: they have changed, or the pass failed."""
         if isinstance(self._state, PowerSGDState):
             self._state.error_dict.clear()
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
     def forget_slot(self, layout: Layout, index: int, slot: int) -> None:
-        """Drop what PowerSGD still owes to a slot that no rank used, and its bucket's factors.
+        """Drop PowerSGD's error of a slot that no rank used, and its bucket's factors.
 
-        A matrix of zeros leaves zeros or NaNs in the factors, from which they would never recover.
+        A matrix of zeros leaves zeros or NaNs in the factors for good.
 
         Args:
             layout: The layout.
-            index: Which bucket.
+            index: The bucket's index.
             slot: The slot.
         """
         if not isinstance(self._state, PowerSGDState):
@@ -215,102 +225,54 @@ class CommHook:
 
 
 class _HookHandle:
-    """A hook's future, with the methods of a ``dist.Work``. After a wait the result is in the bucket.
+    """A hook's future, with the methods of a ``dist.Work`` that :class:`Work` needs."""
 
-    Args:
-        future: The future.
-        target: The bucket's memory.
-        failed: Makes the error that :meth:`wait` raises.
-    """
-
-    def __init__(
-        self, future: torch.Future[Tensor], target: Tensor, failed: Callable[[BaseException], CommHookError]
-    ) -> None:
+    def __init__(self, future: torch.Future[Any]) -> None:
         self._future = future
-        self._target = target
-        self._failed = failed
 
     def is_completed(self) -> bool:
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None:
+        if timeout is not None:  # otherwise the work's finish waits
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise RuntimeError("the time is up")
-            return
-        try:
-            result = self._future.wait()  # on accelerators the current stream waits, not the host
-            _copy_result(result, self._target)
-        except Exception as error:
-            raise self._failed(error) from error
-
-
-@torch.no_grad()
-def _copy_result(result: Any, target: Tensor) -> None:
-    if isinstance(result, list | tuple) and len(result) == 1:  # as from Work.get_future()
-        result = result[0]
-    if not isinstance(result, Tensor) or result.numel() != target.numel():
-        found = f"one of {result.numel()}" if isinstance(result, Tensor) else type(result).__name__
-        raise TypeError(f"expected its future to hold a tensor of {target.numel()} elements, found {found}")
-    if result.data_ptr() != target.data_ptr() or result.dtype is not target.dtype:
-        target.copy_(result.reshape(-1))
 
 
 def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:
     """The hook that the options ask for.
 
     Args:
-        options: Have a hook, the name of one, or None. A named hook has a state of its own; ``"powersgd"`` takes a
-            ``PowerSGDState``.
+        options: Have a hook, the name of one, or None. ``"powersgd"`` takes a ``PowerSGDState``; the other named hooks
+            take no state.
         collectives: The group that named hooks use.
 
     Raises:
         ValueError: If the state is not the hook's.
     """
     hook, state = options.comm_hook, options.comm_hook_state
+    if hook is None or hook in ("bf16", "fp16"):
+        if state is not None:
+            raise ValueError(f"expected comm_hook_state to be None with comm_hook={hook!r}, found {state!r}")
+        state = collectives.group
+    elif hook == "powersgd":
+        state = _power_sgd_state(state, collectives.group)
     if hook is None:
-        if state is not None:
-            raise ValueError("expected comm_hook_state to be None without a comm_hook, found one; pass the hook too")
         return None
-    if isinstance(hook, str):
-        return CommHook(_NAMED[hook], _own_state(hook, state, collectives), collectives.leave_behind)
-    return CommHook(hook, state, collectives.leave_behind)
+    return CommHook(_NAMED[hook] if isinstance(hook, str) else hook, state, collectives.leave_behind)
 
 
-def _own_state(name: str, state: Any, collectives: Collectives) -> Any:
-    if name != "powersgd":
-        if state is not None:
-            raise ValueError(f"expected comm_hook_state to be None with comm_hook={name!r}, which has none, found one")
-        return collectives.group
+def _power_sgd_state(state: Any, group: dist.ProcessGroup) -> PowerSGDState:
     if state is None:  # epsilon: without one a gradient of zeros becomes NaN
-        return PowerSGDState(process_group=collectives.group, orthogonalization_epsilon=1e-8)
+        return PowerSGDState(process_group=group, orthogonalization_epsilon=1e-8)
     if not isinstance(state, PowerSGDState):
         raise ValueError(f"expected comm_hook_state to be a PowerSGDState, found a {type(state).__name__}")
-    if state.process_group is None:
-        state.process_group = collectives.group
-    if state.process_group is not collectives.group:
+    if state.process_group not in (None, group):
         raise ValueError("expected a PowerSGDState with the wrapper's process group (or None), found another group")
+    state.process_group = group
     return state
-
-
-def _require_annotations(function: HookFunction) -> None:
-    """Require that a hook's annotations, if it has any, fit a communication hook. torch DDP does the same."""
-    try:
-        signature = inspect.signature(function, eval_str=True)
-    except (NameError, TypeError, ValueError):  # names that exist for type checkers alone, or no signature at all
-        return
-    grad_bucket = dist.GradBucket  # type: ignore[attr-defined]
-    bucket = [it.annotation for it in signature.parameters.values()][1:2]
-    result = signature.return_annotation
-    takes_bucket = all(it in (signature.empty, grad_bucket, HookBucket, Any) for it in bucket)
-    gives_future = result in (signature.empty, Any) or getattr(result, "__origin__", result) is torch.futures.Future
-    if not (takes_bucket and gives_future):
-        raise ValueError(
-            "expected a communication hook (state, bucket) whose bucket is a torch.distributed.GradBucket and that "
-            f"returns a torch.futures.Future[torch.Tensor], found {_qualified_name(function)}{signature}"
-        )
 
 
 def _qualified_name(function: Any) -> str:

@@ -10,11 +10,11 @@ _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[WrapperQueue, None]] 
 
 
 class WrapperQueue:
-    """One wrapper's place among the wrappers that have a pass open in one backward, first the pass that ends first.
+    """One wrapper's place among the wrappers that have a pass open in one backward. The pass that ends first is first.
 
-    Backward reaches wrappers' outputs, and the engine ends their passes, in an order that the program decides. When
-    gradients are ready depends on what this rank uses. Only the pass that ends first may therefore launch early: the
-    collectives of different wrappers would otherwise come in another order on other ranks.
+    The program decides the order in which backward reaches wrappers' outputs and the engine ends their passes. It does
+    not decide when gradients are ready. So only the pass that ends first may launch early. Otherwise the collectives
+    of different wrappers would come in another order on other ranks.
 
     Args:
         group: The process group.

@@ -1,7 +1,7 @@
-"""Among which ranks the shards are divided, and which ranks hold copies of the same shard.
+"""Groups of ranks for shards: the ranks that divide the shards, and the ranks that hold the same shard.
 
-Six ranks with ``group_size=3``, as on two nodes. Gradients are reduce-scattered inside, and their shards then averaged
-across; parameters are gathered inside alone::
+Six ranks with ``group_size=3``, as on two nodes. Gradients are reduce-scattered inside a group, then their shards are
+averaged across groups. Parameters are gathered inside a group::
 
     inside      ranks 0 1 2   ranks 3 4 5
     shard             0 1 2         0 1 2
@@ -18,10 +18,10 @@ from lightning_bucketddp.comm.work import Work
 
 
 def require_divides(group_size: int | None, world_size: int) -> None:
-    """Require that the ranks can be divided into groups of one size.
+    """Require that ``group_size`` divides the number of ranks.
 
     Raises:
-        ValueError: If not.
+        ValueError: If it does not.
     """
     if group_size is not None and world_size % group_size:
         raise ValueError(
@@ -31,7 +31,7 @@ def require_divides(group_size: int | None, world_size: int) -> None:
 
 
 class ShardGroups:
-    """The groups in which shards travel. All ranks must construct it.
+    """The groups in which shards travel. All ranks must make it.
 
     Args:
         collectives: The group of all ranks that train together.
@@ -39,30 +39,31 @@ class ShardGroups:
 
     Attributes:
         inside: The ranks among which shards are divided.
-        across: The ranks with this rank's shard; None if there is no other.
-        gathering: The same ranks as inside, for collectives whose place among the others varies.
-        shards: Into how many shards each bucket is cut.
-        index: Which of them is this rank's.
+        across: The ranks with the same shard as this one; None if there is no other.
+        gathering: The ranks of ``inside`` again, for collectives whose place among the others varies.
+        shards: Number of shards of each bucket.
+        index: This rank's shard.
     """
 
     def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
         ranks = collectives.world_size
         require_divides(group_size, ranks)
-        size = ranks if group_size is None else group_size
+        size = group_size or ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
-        self.inside = collectives if size == ranks else collectives.divided(groups)
-        self.gathering = collectives if ranks == 1 else collectives.divided(groups)
+        self.inside = collectives if size == ranks else collectives.split(groups)
+        self.gathering = collectives if ranks == 1 else collectives.split(groups)
         self.across: Collectives | None = None
         if size < ranks:
-            self.across = collectives.divided([range(place, ranks, size) for place in range(size)])
+            self.across = collectives.split([range(place, ranks, size) for place in range(size)])
         self.shards, self.index = self.inside.world_size, self.inside.rank
+        self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
         return self.inside.shard(flat)
 
     def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
-        """As :meth:`Collectives.reduce_scatter_mean`, the mean being over all ranks."""
+        """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too."""
         work = self.inside.reduce_scatter_mean(flat, wire_dtype)
         across = self.across
         if across is not None:
@@ -70,13 +71,11 @@ class ShardGroups:
         return work
 
     def leave_behind(self, why: str) -> None:
-        """Note that collectives are under way in the groups which some ranks will never join."""
-        for collectives in (self.gathering, self.across, self.inside):
-            if collectives is not None:
-                collectives.leave_behind(why)
+        """Note that collectives are under way which some ranks will never join."""
+        for collectives in self._all:
+            collectives.leave_behind(why)
 
     def end(self) -> None:
         """Destroy the groups that were made. Nothing may be under way in them."""
-        for collectives in (self.gathering, self.across, self.inside):
-            if collectives is not None:
-                collectives.end()
+        for collectives in self._all:
+            collectives.end()

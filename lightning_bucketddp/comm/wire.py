@@ -1,4 +1,4 @@
-"""What travels in an all-to-all, and the means of what has arrived. Tensors only; nothing is sent here.
+"""Pack what travels in an all-to-all, and average what has arrived. Pure functions of tensors.
 
 Three ranks and a bucket of 7 elements: shards have 3 elements, 2 are padding::
 
@@ -12,42 +12,43 @@ import torch
 from torch import Tensor
 
 _CACHED_NUMEL = 65536
-"""Elements that are worked on at a time where several operations follow each other: 256 KiB of fp32."""
+"""Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
 
 
 def real(flat: Tensor) -> Tensor:
-    """The 1-D real tensor of the same memory."""
+    """The memory of a 1-D tensor as a real 1-D tensor."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def may_travel_in(dtype: torch.dtype, flat: Tensor) -> bool:
-    """Whether the tensor has this dtype, or a floating one of more precision."""
+    """Whether a tensor has this dtype, or a floating one of more precision."""
     return flat.dtype is dtype or (flat.is_floating_point() and flat.dtype.itemsize > dtype.itemsize)
 
 
 def padded(flat: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """A copy of ``flat`` in ``dtype``, with zeros behind it, ``numel`` elements together."""
+    """A copy of ``flat`` in ``dtype``, with zeros behind it up to ``numel`` elements."""
     copy = flat.new_empty(numel, dtype=dtype)
     copy[: flat.numel()].copy_(flat)
     copy[flat.numel() :].zero_()
     return copy
 
 
-def mean_of_parts(received: Tensor, world_size: int) -> Tensor:
-    """The mean of the ranks' parts, summed in fp32 at least.
+def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
+    """Write the mean of the ranks' parts, summed in fp32 at least.
 
     Args:
         received: As many parts as there are ranks, one after the other.
         world_size: The number of ranks.
+        out: Where to: 1-D, of a part's length or, without the padding, less.
     """
     dtype = torch.promote_types(received.dtype, torch.float32)
-    return received.view(world_size, -1).sum(0, dtype=dtype).mul_(1.0 / world_size)
+    out.copy_(received.view(world_size, -1)[:, : out.numel()].sum(0, dtype=dtype).mul_(1.0 / world_size))
 
 
 def parts_for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[int]]:
-    """What a rank sends when its own part need not travel, and how much of it each rank gets.
+    """The tensor to send without this rank's own part, and how much of it each rank gets.
 
-    What is sent is one piece of memory, so only the first and the last rank can leave their own part out.
+    A rank sends one piece of memory. So only the first and the last rank can leave their own part out.
     """
     length = flat.numel() // world_size
     counts = [length] * world_size
@@ -58,11 +59,11 @@ def parts_for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, 
 
 
 def average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: int) -> None:
-    """Replace a rank's shard by the mean of it and the others' parts.
+    """Replace a rank's shard by its mean with the others' parts.
 
     Args:
         shard: 1-D.
-        received: What came of :func:`parts_for_others`; the rank's own part may be among it.
+        received: The parts that arrived, perhaps with the rank's own; see :func:`parts_for_others`.
         rank: The rank.
         world_size: The number of ranks.
     """

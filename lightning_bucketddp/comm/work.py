@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 POLL_SECONDS = 0.5
-"""How often a rank that waits for a collective looks whether another rank has failed."""
+"""How often a rank polls while it waits for a collective."""
 
 
 class Handle(Protocol):
@@ -28,17 +28,17 @@ class Work:
 
         all-to-all inside, sum  ->  all-to-all across (early), sum  ->  all-gather across, copy
 
-    A stage is never started by the completion of the one before it, as collectives complete in another order on each
-    rank. The program starts it: all ranks call :meth:`proceed` or :meth:`wait` at the same point among their
-    collectives. Early stages may start sooner, see :meth:`then`.
+    The completion of a stage does not start the next one: collectives complete in another order on each rank. The
+    program starts it. All ranks call :meth:`proceed` or :meth:`wait` at the same point among their collectives. Early
+    stages may start sooner, see :meth:`then`.
 
     Args:
         handle: What torch returned for the first stage; None if there is nothing to wait for (one rank).
         finish: Called once, on the waiting thread, when the stage has completed.
         on_host: Whether the host waits for the stage (CPU tensors). On accelerators the current stream waits.
         left_behind: Called with the error when a wait raises. The collective is still under way then.
-        sends_more: Whether it may start further collectives by itself, which must come before everybody else's.
-            :meth:`proceed` waits for it then.
+        sends_more: Whether it may start further collectives by itself. :meth:`proceed` waits for it then, so that no
+            other collective comes in between.
     """
 
     def __init__(
@@ -49,25 +49,22 @@ class Work:
         left_behind: Callable[[str], None] = lambda error: None,
         sends_more: bool = False,
     ) -> None:
-        self._handle = handle
-        self._finish = finish
-        self._on_host = on_host
-        self._left_behind = left_behind
-        self._sends_more = sends_more
-        self._later: tuple[_Stage, ...] = ()
+        self._handle, self._finish, self._on_host = handle, finish, on_host
+        self._left_behind, self._sends_more = left_behind, sends_more
+        self._later: list[_Stage] = []
 
     def then(self, start: Callable[[], Work], early: bool = False) -> Work:
         """Add a stage.
 
         Args:
-            start: Starts it; called when the stage before has completed. What it returns may have later stages too.
-            early: Whether it may start before backward has ended. Its group must carry nothing else until all
-                buckets have started theirs, in index order.
+            start: Starts it; called when the stage before has completed. The work that it returns may have stages too.
+            early: Whether it may start before backward has ended. Its group must carry nothing else until all buckets
+                have started theirs, in index order.
 
         Returns:
             This work.
         """
-        self._later += (_Stage(start, early),)
+        self._later.append(_Stage(start, early))
         return self
 
     def done(self) -> bool:
@@ -75,7 +72,7 @@ class Work:
         return not self._later and self._stage_done()
 
     def try_proceed(self) -> bool:
-        """Start the early stages, as far as that needs no wait.
+        """Start the early stages that need no wait.
 
         Call it for one bucket after the other, in index order, up to the first that returns False.
 
@@ -89,14 +86,14 @@ class Work:
         return True
 
     def proceed(self, poll: Callable[[], None] | None = None, early_only: bool = False) -> None:
-        """Start all stages, and wait for all but the last: other collectives may be started then.
+        """Start all stages, and wait for all but the last. Other collectives may start then.
 
         All ranks must call it at the same point among their collectives.
 
         Args:
             poll: As for :meth:`wait`.
-            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group, so
-                call it for all of them before :meth:`proceed` starts the rest.
+            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group. So
+                call this for all of them before the call that starts the rest.
 
         Raises:
             RuntimeError: As :meth:`wait`.
@@ -107,13 +104,13 @@ class Work:
             self._complete(poll)
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
-        """Wait for all stages, in the sense of the device (host or current stream). Proceed first if need be.
+        """Wait for all stages: on the host, or on the current stream for an accelerator.
 
         Args:
-            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception it raises ends the wait.
+            poll: Called every :data:`POLL_SECONDS` while the host waits. An exception in it ends the wait.
 
         Raises:
-            RuntimeError: What the backend raises when a peer is gone or the time is up.
+            RuntimeError: From the backend, when a peer is gone or the time is up.
         """
         self.proceed(poll)
         self._complete(poll)
@@ -121,8 +118,8 @@ class Work:
     def settle(self) -> bool:
         """Finish the last stage if it has completed, without waiting.
 
-        On the host only: on accelerators the current stream would wait. A collective that failed is left to
-        :meth:`wait`, which raises.
+        It does so on the host only, as on accelerators the current stream would wait. It ignores a collective that
+        failed: :meth:`wait` raises.
 
         Returns:
             Whether nothing is left to wait for.
@@ -142,10 +139,9 @@ class Work:
         """Complete the present stage and start the next one."""
         self._complete(poll)
         started = self._later[0].start()
-        self._handle, self._finish = started._handle, started._finish
-        self._on_host, self._sends_more = started._on_host, started._sends_more
-        self._left_behind = started._left_behind
-        self._later = started._later + self._later[1:]
+        self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
+        self._left_behind, self._sends_more = started._left_behind, started._sends_more
+        self._later[:1] = started._later
 
     def _complete(self, poll: Callable[[], None] | None) -> None:
         """Wait for the present stage and finish it."""
@@ -171,18 +167,17 @@ class _Stage(NamedTuple):
 def _poll_until_completed(handle: Handle, poll: Callable[[], None]) -> None:
     """Block the host until the collective has completed, and call ``poll`` every :data:`POLL_SECONDS`.
 
-    It waits with a timeout, after which gloo's collectives go on. A callback of the collective's future would first
-    have to get hold of the interpreter's lock in gloo's thread, which takes longer than a small collective.
+    It waits with a timeout, after which gloo's collectives go on. The alternative is a callback of the collective's
+    future. It takes the interpreter's lock in gloo's thread, which is slower than a small collective.
     """
     while not handle.is_completed():
         begin = time.monotonic()
         try:
             handle.wait(timedelta(seconds=POLL_SECONDS))
+            return
         except RuntimeError:
             if handle.is_completed():
                 return  # in time after all, or with an error that the caller's wait raises
             if time.monotonic() - begin < POLL_SECONDS / 2:
                 raise  # not for want of time
-        else:
-            return
         poll()  # not in the handler: what it raises has nothing to do with the time being up

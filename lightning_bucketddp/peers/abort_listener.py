@@ -1,24 +1,23 @@
-"""What ends training on one rank ends it on all, and every rank can say why.
+"""The thread that hears of another rank's failure, and ends this rank.
 
-A rank that fails leaves the others in whatever they wait for: a pass, or a collective of Lightning's, of a metric's or
-of the user's, which knows nothing of a store. So one thread per process and group waits for a key of the store. It
-answers roll calls, keeps the reason of a failure, says it at once, and wakes the main thread: by closing this process's
-connections (:func:`abort`), if it does not wake by itself. Nobody asks the store anything while all is well.
+A rank that fails leaves the others blocked: in a pass, or in a collective of Lightning, a metric or the user. So one
+thread per process and group waits for a key of the store. It answers roll calls. When a rank fails, it logs the reason,
+and closes this process's connections (:func:`abort`) if the main thread does not wake by itself. While all is well it
+asks the store nothing.
 
 Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
-    wake/<rank>                  look! This rank's listener waits for this key alone, and deletes it
-    call                         the last roll call: its number and who calls
-    status/<rank>                the rank's records, one per wrapper, and which roll call they answer
+    wake/<rank>                  look into the store! The rank's listener waits for this key alone, and deletes it
+    call                         the last roll call: its number, and the rank that calls
+    status/<rank>                the number of the roll call that the rank has answered; its records, one per wrapper
     failure/<fit>                the first failure that ends all ranks, in words
-    heard/<fit>/<rank>           this rank has the reason
-    end                          the rank that may serve the store ends: nobody may listen any more
-    closed/<fit>/<rank>          this rank does not listen any more
-    <wrapper>/failed             the last pass in which backward raised on some rank, and why
-    <wrapper>/failed for good    the first failure after which the wrapper's ranks cannot go on together
-    <wrapper>/<topic>/<rank>     what a rank says on a topic; everyone reads everyone's
-    <wrapper>/<topic>/said       how many ranks have said something on the topic
-    <wrapper>/<topic>/complete   all have
+    heard/<fit>/<rank>           the rank has heard of the failure
+    end                          the rank that may serve the store ends: stop listening
+    closed/<fit>/<rank>          the rank has stopped listening
+    <wrapper>/failed             the last pass that failed on some rank, and why
+    <wrapper>/<topic>/<rank>     a rank's answer on a topic; everyone reads everyone's
+    <wrapper>/<topic>/said       how many ranks have answered
+    <wrapper>/<topic>/complete   all ranks have answered
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
@@ -45,36 +43,24 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # d
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.diagnose import diagnose
+from lightning_bucketddp.peers.diagnose import Failure, diagnose, silent
 from lightning_bucketddp.peers.roll_call import RollCall, read
 
 LINGER_SECONDS = 2.0
 """How long a rank that failed waits for the others to hear of it."""
 
 LEAVE_SECONDS = 30.0
-"""How long a rank that has heard may go on before its process is ended; what torchrun allows after SIGTERM."""
+"""How long a rank that has heard may go on before its process is ended; torchrun allows as much after SIGTERM."""
 
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
-STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
+_STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
 _WAIT = timedelta(days=365)
 
 _log = logging.getLogger(__name__)
 _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakref.WeakKeyDictionary()
 _made: Counter[str] = Counter()
-
-
-class Failure(NamedTuple):
-    """Why ranks cannot go on.
-
-    Attributes:
-        text: A sentence without its full stop, which begins with the rank.
-        mismatch: Whether ranks are not at the same point of the program, rather than that one of them failed.
-    """
-
-    text: str
-    mismatch: bool = False
 
 
 def listen(collectives: Collectives) -> AbortListener:
@@ -90,7 +76,7 @@ def listen(collectives: Collectives) -> AbortListener:
 def tell_failure(error: BaseException) -> None:
     """Tell the ranks of all groups that this one stops, and wait a moment until they have heard.
 
-    If another rank failed before, this one says so, and the error gets a note (Python 3.11 and later).
+    If another rank failed before, this one logs that, and the error gets a note (Python 3.11 and later).
 
     Args:
         error: What was raised here.
@@ -104,7 +90,7 @@ def _tell_of_uncaught_exceptions() -> None:
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        with suppress(Exception):  # the exception itself is to be seen
+        with suppress(Exception):  # the exception itself must be seen
             tell_failure(error)
         before(kind, error, traceback)
         for listener in list(_listeners.values()):
@@ -114,16 +100,15 @@ def _tell_of_uncaught_exceptions() -> None:
 
 
 class AbortListener:
-    """Hears of failures on other ranks, and tells of this rank's.
+    """Hears of other ranks' failures, and tells the others of this rank's.
 
     Args:
-        collectives: The group. Not held: when its last user drops it, the listener ends too.
+        collectives: The group. Held weakly: when its last user drops it, the listener ends too.
 
     Attributes:
         store: The group's namespace.
         roll_call: Where all ranks are.
         failure: The first failure that ends all ranks, as far as is known here.
-        store_lost: Whether the process that serves the store has ended without a word.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -133,15 +118,16 @@ class AbortListener:
         _made[name] += 1
         self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
         self.failure: Failure | None = None
-        self.store_lost = False
+        self._store_lost = False
         self._fit = 0
-        self._is_stopping: Callable[[], bool] = _never
+        self._is_stopping: Callable[[], bool] = lambda: False
         self._heard, self._leaving, self._closed = threading.Event(), threading.Event(), threading.Event()
-        self._said = threading.Lock()  # held when the reason has been said
+        self._said = False  # the reason
         if collectives.world_size == 1:
+            self._closed.set()
             return
         self.roll_call.write(self.store)
-        # A store serves one call at a time, and this thread's lasts until the end: it needs a connection of its own.
+        # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
             args=(self.store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -154,21 +140,21 @@ class AbortListener:
         return type(None), ()  # a copy of a strategy listens for nobody
 
     def begin(self, is_stopping: Callable[[], bool]) -> None:
-        """A fit begins, on all ranks: what failed before has been handled.
+        """A fit begins, on all ranks: earlier failures have been handled.
 
         Args:
-            is_stopping: Whether this rank is on its way out, and may take its time: for saving a checkpoint, say.
+            is_stopping: Whether this rank is on its way out, and may take its time: to save a checkpoint, say.
         """
         self._fit += 1
         self._is_stopping = is_stopping
         self.failure = None
-        self._said = threading.Lock()
+        self._said = False
         self._heard.clear()
         self._leaving.clear()
 
     def end(self) -> None:
         """The fit has ended on this rank."""
-        self._is_stopping = _never
+        self._is_stopping = lambda: False
         self._leaving.set()
 
     def noticed(self) -> None:
@@ -189,88 +175,81 @@ class AbortListener:
             self.failure = self.failure or Failure(*json.loads(first))
             self.roll_call.wake()
         except RuntimeError:  # the store is gone
-            self.failure = self.failure or Failure(STORE_LOST if self.store_lost else failure.text, failure.mismatch)
+            self.failure = self.failure or (Failure(_STORE_LOST) if self._store_lost else failure)
             return False
         return first == mine
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
-        for _ in range(2):
-            try:
-                self._take_leave(error)
-                return
-            except RuntimeError:  # Lightning's handler of SIGTERM starts a broadcast, which raises here
-                continue
+        try:
+            self._take_leave(error)
+        except RuntimeError:  # Lightning's handler of SIGTERM has started a broadcast in between, which raises
+            self._take_leave(error)
 
     def _take_leave(self, error: BaseException) -> None:
         self._leaving.set()
-        if self.roll_call.world_size == 1 or self._closed.is_set():
+        if self._closed.is_set():
             return
         first = False
-        if isinstance(error, PeerFailureError):  # the rank that it tells of says it best, in a moment
+        if isinstance(error, PeerFailureError):  # the rank that failed says it best, in a moment
             self._heard.wait(1)
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
-            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}{self._silent(error)}"))
+            # Another rank that is gone may be the cause of an error of torch's.
+            torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            gone = self.ask_why(0) if torchs else ""
+            first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)
         assert self.failure is not None
-        if own not in self.failure.text:  # with the same error everywhere, nobody needs to be told
+        if own not in self.failure.text:  # where all ranks have the same error, nobody needs to be told
             self._say()
             if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
                 error.add_note(self._reason())
-        if first or self.roll_call.rank == 0:  # the reason may end with this process, and rank 0 may serve the store
-            self._wait_until_all("heard", LINGER_SECONDS)
-
-    def _silent(self, error: BaseException) -> str:
-        """Which ranks are gone, where an error may be the consequence of that."""
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            return ""
-        told = self.ask_why(0)
-        return f"; {told}" if told else ""
+        if first or self.roll_call.rank == 0:  # the reason may end with this process, as may the store with rank 0
+            self._wait_until_all("heard")
 
     def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
-        """Call the roll; why ranks wait in vain, in words, empty if they do not.
+        """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
 
         Args:
-            wrapper: Of which wrapper.
+            wrapper: The number of a wrapper.
             names: The parameters' names.
         """
         try:
-            found = diagnose(self.roll_call.ask(wrapper), names)
+            statuses = self.roll_call.ask(wrapper)
         except RuntimeError:
-            return STORE_LOST
-        return "" if found is None else found.text
+            return _STORE_LOST
+        found = diagnose(statuses, names)
+        return found.text if found is not None else silent(statuses)
 
-    def _wait_until_all(self, key: str, seconds: float) -> None:
+    def _wait_until_all(self, key: str) -> None:
         """Wait until all ranks have set a key of theirs, or the time is up, or the store is gone."""
         keys = [f"{key}/{self._fit}/{rank}" for rank in range(self.roll_call.world_size)]
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + LINGER_SECONDS
         with suppress(RuntimeError):
-            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints when it ends so
+            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints such an end
                 time.sleep(0.02)
 
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
-        if self.roll_call.world_size == 1 or self._closed.is_set():
+        if self._closed.is_set():
             return
         self._closed.set()
         self._leaving.set()
-        if not self.store_lost and not self._heard.is_set():  # else the store may be gone, of which torch prints
+        if not self._store_lost and not self._heard.is_set():  # else the store may be gone, and torch prints that
             with suppress(RuntimeError):
                 self._say_farewell()
         self._thread.join(timeout=5)
 
     def _say_farewell(self) -> None:
-        self.roll_call.write(self.store, ended=True)
+        self.roll_call.end()
         self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
-        if not _serves(self.store):
-            return
-        if self.roll_call.rank == 0:  # perhaps the store ends with this process: nobody may be in the middle of a call
+        if self.roll_call.rank or not _serves(self.store):
+            self.store.set(f"wake/{self.roll_call.rank}", "")
+        else:  # the store may end with this process: nobody may be in the middle of a call
             self.store.set("end", "")
             self.roll_call.wake()
-            self._wait_until_all("closed", LINGER_SECONDS)
-        else:
-            self.store.set(f"wake/{self.roll_call.rank}", "")
+            self._wait_until_all("closed")
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -290,35 +269,32 @@ class AbortListener:
                     self._heard.set()
                     self._leave(store)
         except RuntimeError:
-            self.store_lost = not self._closed.is_set()
+            self._store_lost = not self._closed.is_set()
 
     def _wait(self, store: Store, key: str) -> bool:
-        """Wait until this rank is to look; False if it need not listen any more."""
+        """Wait until something wakes this rank; False if it need not listen any more."""
         if _serves(store) and not self._heard.is_set():
             store.wait([key], _WAIT)
             return not self._closed.is_set()
-        # A wait for a file reads it a hundred times a second. And who has heard of a failure is to end at any time.
+        # A wait for a file reads it a hundred times a second. And after a failure this rank may end at any time.
         while not self._closed.wait(_LOOK_SECONDS):
             if store.check([key]):
                 return True
         return False
 
     def _leave(self, store: Store) -> None:
-        """See to it that the main thread leaves."""
-        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # otherwise the main thread says it, if its error is another
+        """Make the main thread leave: wake it after a second, end the process after thirty."""
+        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread says it, if its own error is another
             self._say()
         store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
             self.abort()
-        where, since = _main_thread(), time.monotonic()
-        while not self._leaving.wait(0.5) and not self._is_stopping():
-            if _main_thread() != where:  # it has woken, and does something
-                where, since = _main_thread(), time.monotonic()
-            if time.monotonic() > since + LEAVE_SECONDS:
+        while not self._leaving.wait(LEAVE_SECONDS):
+            if not self._is_stopping():
                 self._end_process()
 
     def abort(self) -> None:
-        """Wake whoever waits in the group, here and elsewhere, if training has failed."""
+        """Wake every rank that waits in the group, here and elsewhere, after a failure."""
         group = self._group()
         if group is not None and self.failure is not None:
             Collectives(group).leave_behind(self.failure.text)
@@ -329,34 +305,24 @@ class AbortListener:
         return f"rank {self.roll_call.rank} stops because {self.failure.text}"
 
     def _say(self) -> None:
-        """Say why, now: launchers end this process without mercy, and may do so before its traceback is printed."""
-        if self._said.acquire(blocking=False):
+        """Log the reason once, and now: a launcher may end this process before its traceback is printed."""
+        if not self._said:
+            self._said = True
             _log.error(self._reason())
 
     def _end_process(self) -> None:
-        """The last resort, for a rank that waits for something which a closed connection does not end."""
+        """End a process whose main thread did not wake. The last resort."""
         assert self.failure is not None
         late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {self.failure.text}"
         _log.error("rank %d %s; its process ends here:", self.roll_call.rank, late)
         with suppress(Exception):  # stderr may have been replaced by something without a file
             faulthandler.dump_traceback()
             sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(1)
 
 
-def _never() -> bool:
-    return False
-
-
 def _serves(store: Store) -> bool:
-    """Whether a process serves the store, which lets others wait for a key without asking again and again."""
+    """Whether a process serves the store. Then a wait for a key is one request."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, TCPStore)
-
-
-def _main_thread() -> tuple[int, int] | None:
-    """Where the main thread is: its innermost frame, and the instruction there."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return None if frame is None else (id(frame), frame.f_lasti)

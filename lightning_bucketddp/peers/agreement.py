@@ -1,4 +1,4 @@
-"""What ranks that agree on something compare, and the errors for ranks that do not."""
+"""Entries that ranks compare to agree on something, and the errors of ranks that do not agree."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class WrapError(ValueError, RuntimeError):
-    """A module or its options that cannot be wrapped.
+    """A module that cannot be wrapped, or not with these options.
 
-    torch's DDP raises a RuntimeError for some of these and a ValueError for others: code that catches either is right.
+    torch's DDP raises a RuntimeError for some of these and a ValueError for others. Code may catch either.
     """
 
 
@@ -18,15 +18,15 @@ class RankMismatchError(ValueError, RuntimeError):
 
 
 class PeerFailureError(RuntimeError):
-    """Another rank failed in the pass that this rank is in, so that it cannot complete."""
+    """Another rank failed, so that this rank cannot complete its pass."""
 
 
 class Entry(NamedTuple):
     """One line of what ranks compare.
 
     Attributes:
-        subject: What it is about, e.g. ``"parameter 'net.0.weight'"``.
-        value: What this rank has there, e.g. ``"shape (4, 3), torch.float32"``.
+        subject: Such as ``"parameter 'net.0.weight'"``.
+        value: This rank's, such as ``"shape (4, 3), torch.float32"``.
     """
 
     subject: str
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def first_difference(first: Sequence[Sequence[str]], second: Sequence[Sequence[str]], other: int) -> str:
-    """Where two lists of entries differ, in words.
+    """The first difference of two lists of entries, in words.
 
     Args:
         first: Rank 0's.

@@ -1,4 +1,4 @@
-"""What the ranks must know together after a pass, as one small vector that is summed over them.
+"""The control vector: what the ranks must know together after a pass, summed over them.
 
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
@@ -9,8 +9,8 @@ Its elements are small integers, so that their sums are exact in fp32 for 4,096 
                  how many training forwards it has run; each in four limbs x of 6 bits, as x and x * x
     30 ...       per slot: how many ranks have something to contribute
 
-All ranks hold the same limb x exactly if ``world * sum(x * x) == sum(x) ** 2`` (the equality case of Cauchy-Schwarz),
-which every rank computes from the same two sums, so all of them notice or none does.
+All ranks hold the same limb x exactly if ``world * sum(x * x) == sum(x) ** 2`` (the equality case of Cauchy-Schwarz).
+Every rank computes this from the same two sums, so either all of them notice a difference or none does.
 
 The vector travels behind the gradients of the pass's last bucket, or in a collective of its own.
 """
@@ -22,6 +22,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ MAX_RANKS_IN_FP32 = 4096
 """Sums of limbs of 12 bits over more ranks are not exact in fp32."""
 
 _TOKENS = slice(2, 6)
-_TOKEN_BITS, _LIMB_BITS, _LIMBS = 12, 6, 4
+_TOKEN_BITS, _LIMB_BITS = 12, 6
 
 
 def fingerprint(*parts: object) -> int:
@@ -49,13 +50,13 @@ class Report:
     """What one rank says of its pass; participants add to it.
 
     Attributes:
-        fingerprint: What :func:`fingerprint` gave for this rank's view of the pass.
+        fingerprint: :func:`fingerprint` of this rank's view of the pass.
         steps: How many steps this rank has begun.
         forwards: How many training forwards this rank has run.
         tokens: How many tokens this rank's gradients were summed over, as far as the host knows; below 2 ** 48.
-        tokens_on_device: More of them, as an int64 tensor of no dimension.
+        tokens_on_device: Further tokens, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
-        out_of_data: Whether this rank takes part for the others' sake alone.
+        out_of_data: Whether this rank has joined.
     """
 
     fingerprint: int
@@ -86,8 +87,9 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
         vector[torch.tensor(list(used)) + HEADER] = 1
 
 
-def _limbs(number: int, bits: int) -> list[int]:
-    return [(number >> (bits * place)) % 2**bits for place in range(_LIMBS)]
+def _limbs(number: Any, bits: int) -> list[Any]:
+    """Four limbs of a number, which may be a tensor."""
+    return [(number >> (bits * place)) % 2**bits for place in range(4)]
 
 
 class Control:
@@ -99,10 +101,10 @@ class Control:
 
     Attributes:
         failed_ranks: On how many ranks backward raised.
-        ranks_out_of_data: How many ranks took part for the others' sake alone.
-        agreed: Whether all ranks had the same fingerprint.
-        in_step: Whether all ranks have begun the same number of steps.
-        same_forwards: Whether all ranks have run the same number of training forwards.
+        ranks_out_of_data: How many ranks have joined.
+        agreed: All ranks had the same fingerprint.
+        in_step: All ranks have begun the same number of steps.
+        same_forwards: All ranks have run the same number of training forwards.
     """
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
@@ -110,9 +112,7 @@ class Control:
         self.failed_ranks, self.ranks_out_of_data = header[:2]
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
-        self.agreed, self.in_step, self.same_forwards = (
-            all(same[at : at + _LIMBS]) for at in range(0, 3 * _LIMBS, _LIMBS)
-        )
+        self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
         self._used = summed[HEADER:] > 0  # the vector may lie in a bucket, which changes
 
     def used_somewhere(self, slot: int) -> bool:
@@ -126,13 +126,12 @@ class ControlExchange:
     Args:
         vector: The vector, which is summed in place.
         world_size: Number of ranks.
-        work: The collective; None if the vector travels in a bucket, which somebody else waits for.
+        work: The collective; None if the vector travels in a bucket, which the reducer waits for.
     """
 
     def __init__(self, vector: Tensor, world_size: int, work: Work | None = None) -> None:
-        self._vector = self._summed = vector
-        self._work = Work() if work is None else work
-        self._world_size = world_size
+        self._vector = self._on_host = vector
+        self._world_size, self._work = world_size, work or Work()
         self._event: torch.Event | None = None
 
     @classmethod
@@ -153,30 +152,26 @@ class ControlExchange:
         if device.type != "cpu":
             vector = vector.pin_memory().to(device, non_blocking=True)
         if report.tokens_on_device is not None:
-            tokens = report.tokens_on_device.to(device)
-            vector[_TOKENS] += torch.stack(
-                [(tokens >> (_TOKEN_BITS * place)) % 2**_TOKEN_BITS for place in range(_LIMBS)]
-            )
+            vector[_TOKENS] += torch.stack(_limbs(report.tokens_on_device.to(device), _TOKEN_BITS))
         return cls(vector, collectives.world_size, collectives.all_reduce_sum(vector))
 
-    def wait(self, on_idle: Callable[[], None]) -> None:
+    def wait(self, poll: Callable[[], None]) -> None:
         """Wait for the sum in the sense of the device, and start its copy to the host.
 
         Args:
-            on_idle: Called now and then while the host waits; an exception it raises ends the wait.
+            poll: As for :meth:`Work.wait`.
         """
-        self._work.wait(on_idle)
+        self._work.wait(poll)
         if self._vector.device.type != "cpu":
-            on_host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
-            on_host.copy_(self._vector, non_blocking=True)
+            self._on_host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
+            self._on_host.copy_(self._vector, non_blocking=True)
             self._event = torch.Event(self._vector.device)
             self._event.record()
-            self._vector = on_host
 
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
-        limbs = self._summed[_TOKENS].to(torch.int64)
-        weights = torch.tensor([2 ** (_TOKEN_BITS * place) for place in range(_LIMBS)], device=limbs.device)
+        limbs = self._vector[_TOKENS].to(torch.int64)
+        weights = torch.tensor([2 ** (_TOKEN_BITS * place) for place in range(4)], device=limbs.device)
         return (limbs * weights).sum().clamp(min=1)
 
     @property
@@ -192,16 +187,17 @@ class ControlExchange:
         """The sum; waits until it has come to the host."""
         if self._event is not None:
             self._event.synchronize()
-        return Control(self._vector, self._world_size)
+        return Control(self._on_host, self._world_size)
 
 
 class ControlChecks:
-    """Reads control vectors, at once or, on accelerators, when they happen to have come to the host.
+    """Reads control vectors: at once, or on accelerators when they have come to the host.
+
+    Ranks that meet in a pass must be in the same step. Where nobody counts steps, ranks may meet after different
+    numbers of forwards because one skipped a backward: this warns of it, once.
 
     Args:
-        peers: How this rank gives up, and where it is. Ranks are expected to be in the same step when they are in the
-            same pass. Where nobody counts steps, ranks that meet in a pass after different numbers of forwards are told
-            so, once: it may be a skipped backward.
+        peers: The other ranks.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -210,7 +206,7 @@ class ControlChecks:
         self._warned_of_forwards = False
 
     def require_success(self, control: Control) -> Control:
-        """Requires that a pass went well on every rank, and was the same pass.
+        """Require that a pass went well on every rank, and was the same pass.
 
         Raises:
             PeerFailureError: If backward raised on some rank.
@@ -227,7 +223,7 @@ class ControlChecks:
                     f"{here} took pass {number} for different things: passes of different models, or with different "
                     "trainable parameters, or after different steps of sharded optimizers"
                 )
-            if control.ranks_out_of_data:  # those know nothing of steps and forwards
+            if control.ranks_out_of_data:  # a joined rank counts neither steps nor forwards
                 return control
             if not control.in_step:
                 raise RankMismatchError(
@@ -246,10 +242,15 @@ class ControlChecks:
         return control
 
     def read_later(self, exchange: ControlExchange) -> None:
-        """Takes a control vector that nobody needs now and that has not come to the host."""
+        """Take a control vector that nobody needs now and that has not come to the host."""
         self._unread.append(exchange)
 
     def read_what_arrived(self) -> None:
-        """Looks at earlier passes' control vectors, without waiting for the device; raises as above."""
+        """Look at the control vectors of earlier passes, without waiting for the device.
+
+        Raises:
+            PeerFailureError: As for :meth:`require_success`.
+            RankMismatchError: As for :meth:`require_success`.
+        """
         while self._unread and self._unread[0].arrived():
             self.require_success(self._unread.popleft().read())

@@ -1,13 +1,13 @@
 """Why ranks wait for each other in vain: from their records, without a process or a store.
 
-All ranks run the same program. So if one has come to a point that another has not, while the other has come to a point
-that the first has not, they will never meet, whenever the records were written.
+All ranks run the same program. Suppose that rank A has come to a point that rank B has not, and rank B to a point that
+rank A has not. Then they never meet, whenever the records were written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_bucketddp.peers.status import Phase, Status
@@ -16,31 +16,33 @@ LOOK_FOR_STEPS = (
     "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
     "ranks are no longer the same; restart from a checkpoint"
 )
+_LOOK_FOR_BRANCH = "run the same program on every rank: look for a branch that depends on the rank or on its data"
+_HINTS = {
+    frozenset({Phase.EXCHANGE}): (
+        "look for a forward in training mode that not all ranks run (one that makes samples on rank 0 alone); put "
+        "the module into eval mode for it"
+    ),
+    frozenset({Phase.PASS, Phase.EXCHANGE}): (
+        "look for a loss that does not reach that layer on every rank (a training_step that returns None), or for "
+        "a branch that depends on the rank"
+    ),
+}
+"""What to look for where two ranks wait in these phases."""
 
 
-class Kind(Enum):
-    """What is wrong."""
+class Failure(NamedTuple):
+    """Why ranks cannot go on.
 
-    FAILED = auto()
-    """A rank cannot go on."""
-    ENDED = auto()
-    """A rank has ended training."""
-    SKIPPED = auto()
-    """A rank has left a step without a backward that another one waits for."""
-    ELSEWHERE = auto()
-    """Two ranks wait for each other at different points of the program."""
-    STUCK = auto()
-    """Some ranks do not answer. They may still come."""
+    Attributes:
+        text: A sentence without its full stop. It begins with a rank.
+        mismatch: True if the ranks are at different points of the program; False if one of them failed.
+    """
 
-
-class Diagnosis(NamedTuple):
-    """What is wrong, in words that name ranks: a sentence without its full stop."""
-
-    kind: Kind
     text: str
+    mismatch: bool = False
 
 
-def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Diagnosis | None:
+def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure | None:
     """Find out why ranks wait.
 
     Args:
@@ -48,84 +50,79 @@ def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Diagnosis
         names: The parameters' names.
 
     Returns:
-        None if those that are waited for may still come.
+        None if the awaited ranks may still come.
     """
     for status in statuses:
         if status.failure:
-            return Diagnosis(Kind.FAILED, f"rank {status.rank} {status.failure}")
-    # Most ranks of a large world are at the same point: one of them speaks for all.
-    kinds = {status._replace(rank=0): status for status in sorted(statuses, reverse=True, key=lambda it: it.rank)}
-    pairs = [(a, b) for a in kinds.values() for b in kinds.values() if a.heard and not _has_come(b, a)]
+            return Failure(f"rank {status.rank} {status.failure}")
+    # Most ranks of a large world are at the same point: the first of them speaks for all.
+    by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
+    distinct = {repr(replace(status, rank=0)): status for status in by_rank}.values()
+    pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
     for find in (_ended, _skipped, _elsewhere):
         for waiting, other in pairs:
-            if (diagnosis := find(waiting, other, names)) is not None:
-                return diagnosis
-    silent = ", ".join(str(status.rank) for status in statuses if not status.heard)
-    return Diagnosis(Kind.STUCK, f"nothing is heard of rank(s) {silent}") if silent else None
+            if text := find(waiting, other, names):
+                return Failure(text, mismatch=find is not _ended)
+    return None
+
+
+def silent(statuses: Sequence[Status]) -> str:
+    """Which ranks have not answered, in words; empty if all have. They may still come."""
+    ranks = ", ".join(str(status.rank) for status in statuses if not status.heard)
+    return f"nothing is heard of rank(s) {ranks}" if ranks else ""
 
 
 def _has_come(other: Status, waiting: Status) -> bool:
-    """Whether a rank has come to what another one waits for, as far as is known."""
-    here, there = waiting.position, other.position
-    match waiting.phase:
+    """Whether a rank has come to where another one waits, as far as is known."""
+    here, there, phase = waiting.position, other.position, waiting.phase
+    same = other.phase is not phase or other.waiting_for == waiting.waiting_for
+    match phase:
         case Phase.PASS | Phase.ROOT:
-            arrived = other.phase is Phase.PASS or other.phase is waiting.phase
-            return (there.pass_number, arrived) >= (here.pass_number, True)
-        case Phase.EXCHANGE | Phase.AGREEMENT:
-            counted = (lambda at: at.exchange) if waiting.phase is Phase.EXCHANGE else (lambda at: at.agreement)
-            same = other.phase is not waiting.phase or other.waiting_for == waiting.waiting_for
-            return (counted(there), same) >= (counted(here), True)
+            return (there.pass_number, other.phase in (Phase.PASS, phase)) >= (here.pass_number, True)
+        case Phase.EXCHANGE:
+            return (there.exchange, same) >= (here.exchange, True)
+        case Phase.AGREEMENT:
+            return (there.agreement, same) >= (here.agreement, True)
         case Phase.UPDATE:
             return there.update >= here.update
     return True
 
 
-def _ended(waiting: Status, other: Status, _: Sequence[str]) -> Diagnosis | None:
-    if not other.ended or waiting.ended:  # what follows training is run by all that have ended it
-        return None
+def _ended(waiting: Status, other: Status, _: Sequence[str]) -> str:
+    """``other`` has ended training."""
+    if not other.ended or waiting.ended:  # all ranks that have ended training run what follows it
+        return ""
     hint = 'look for ranks with different numbers of batches, which need uneven_inputs="world_size"'
     if waiting.phase is Phase.UPDATE:
         hint = LOOK_FOR_STEPS
     passes = other.position.pass_number
-    return Diagnosis(
-        Kind.ENDED, f"rank {other.rank} has ended training after {passes} passes, while {_describe(waiting)}; {hint}"
-    )
+    return f"rank {other.rank} has ended training after {passes} passes, while {_describe(waiting)}; {hint}"
 
 
-def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> Diagnosis | None:
+def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
+    """``other`` has left a step in which ``waiting`` runs one more backward."""
     here, there = waiting.position, other.position
     if not other.heard or (there.step, other.step_ended) < (here.step, True):
-        return None
+        return ""
     text = f"rank {other.rank} has left step {here.step}, in which {_describe(waiting)}"
     if waiting.phase is Phase.PASS:
         ran = here.backward - (there.backward if there.step > here.step else 0)
         count = f"{ran} backwards" if ran > 1 else "1 backward" if ran else "no backward"
         text = f"rank {other.rank} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
-    return Diagnosis(Kind.SKIPPED, f"{text}: look for a backward in a branch that depends on the rank or on its data")
+    return f"{text}: look for a backward in a branch that depends on the rank or on its data"
 
 
-def _elsewhere(waiting: Status, other: Status, names: Sequence[str]) -> Diagnosis | None:
+def _elsewhere(waiting: Status, other: Status, names: Sequence[str]) -> str:
+    """Two ranks wait for each other at different points of the program."""
     if not other.heard or other.phase is Phase.RUNS or _has_come(waiting, other):
-        return None
+        return ""
     first, second = sorted((waiting, other), key=lambda status: (status.phase is not Phase.PASS, status.rank))
-    phases = {first.phase, second.phase}
+    phases = frozenset({first.phase, second.phase})
     if Phase.AGREEMENT in phases and first.trainable != second.trainable and first.trainable and second.trainable:
-        return Diagnosis(Kind.ELSEWHERE, other_trainable(first, second, names))
-    hint = "run the same program on every rank: look for a branch that depends on the rank or on its data"
-    if Phase.UPDATE in phases:
-        hint = LOOK_FOR_STEPS
-    elif phases == {Phase.EXCHANGE}:
-        hint = (
-            "look for a forward in training mode that not all ranks run (one that makes samples on rank 0 alone); put "
-            "the module into eval mode for it"
-        )
-    elif phases == {Phase.PASS, Phase.EXCHANGE}:
-        hint = (
-            "look for a loss that does not reach that layer on every rank (a training_step that returns None), or for "
-            "a branch that depends on the rank"
-        )
-    return Diagnosis(Kind.ELSEWHERE, f"{_describe(first, second)}, while {_describe(second, first)}: {hint}")
+        return other_trainable(first, second, names)
+    hint = LOOK_FOR_STEPS if Phase.UPDATE in phases else _HINTS.get(phases, _LOOK_FOR_BRANCH)
+    return f"{_describe(first, second)}, while {_describe(second, first)}: {hint}"
 
 
 def _describe(status: Status, other: Status | None = None) -> str:
@@ -143,23 +140,19 @@ def _describe(status: Status, other: Status | None = None) -> str:
 
 
 def other_trainable(first: Status, second: Status, names: Sequence[str]) -> str:
-    """How two ranks differ in which parameters they train.
+    """How two ranks differ in the parameters that they train.
 
     Args:
         first: One rank's record.
         second: The other's.
         names: The parameters' names.
     """
-    words = {"0": "frozen", "1": "trainable"}
-    pairs = zip(names, first.trainable, second.trainable, strict=False)
-    difference = next(
-        (
-            f"parameter {name!r} is {words[mine]} on rank {first.rank} and {words[theirs]} on rank {second.rank}"
-            for name, mine, theirs in pairs
-            if mine != theirs
-        ),
-        f"rank {second.rank} went through another sequence of trainable sets than rank {first.rank}",
-    )
+    difference = f"rank {second.rank} went through another sequence of trainable sets than rank {first.rank}"
+    for name, *flags in zip(names, first.trainable, second.trainable, strict=False):
+        if flags[0] != flags[1]:
+            mine, theirs = ("trainable" if int(flag) else "frozen" for flag in flags)
+            difference = f"parameter {name!r} is {mine} on rank {first.rank} and {theirs} on rank {second.rank}"
+            break
     return (
         f"ranks disagree on which parameters are trainable in pass {first.position.pass_number}: {difference}. Freeze "
         "and unfreeze the same parameters at the same step on every rank"

@@ -12,18 +12,19 @@ from lightning_bucketddp.peers.peers import Peers
 def on_one_machine(peers: Peers) -> bool:
     """Whether all ranks share one machine; the same on every rank. All ranks must call this.
 
-    They do if all have the same host name, unless a launcher has started fewer ranks here than there are.
+    They do if all have the same host name. They do not if a launcher has started only some of the ranks here.
     """
     machines = set(peers.exchange("the machine", machine_of_all(peers.world_size, os.environ)))
     return len(machines) == 1 and machines != {""}  # empty where ranks know of others elsewhere
 
 
 def machine_of_all(world_size: int, environment: Mapping[str, str]) -> str:
-    """The host name of the machine that may hold all ranks, as far as this rank knows; empty if none does.
+    """The name of this host; empty if this rank knows of ranks elsewhere.
 
     Args:
         world_size: Number of ranks in the group.
-        environment: Where launchers such as ``torchrun`` set ``LOCAL_WORLD_SIZE``, how many ranks they started here.
+        environment: The environment variables. Launchers such as ``torchrun`` set ``LOCAL_WORLD_SIZE``, the number of
+            ranks that they started here.
     """
     started_here = environment.get("LOCAL_WORLD_SIZE", "")
     if started_here.isdecimal() and int(started_here) < world_size:

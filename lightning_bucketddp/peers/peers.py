@@ -15,11 +15,11 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
-from lightning_bucketddp.peers.abort_listener import Failure, listen
+from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
-from lightning_bucketddp.peers.diagnose import Diagnosis, Kind, diagnose
-from lightning_bucketddp.peers.roll_call import read
-from lightning_bucketddp.peers.status import Here, Phase, Position
+from lightning_bucketddp.peers.diagnose import Failure, diagnose
+from lightning_bucketddp.peers.roll_call import FailedPass
+from lightning_bucketddp.peers.status import Phase, Position, Status
 
 _PROBLEM = "problem: "
 
@@ -28,35 +28,30 @@ class Peers:
     """The other ranks, as one wrapper sees them. All ranks must make one at the same point of the program.
 
     While all is well nothing is sent. A rank that has waited for a second calls the roll, and :func:`diagnose` tells
-    whether those that it waits for may still come.
+    whether the awaited ranks may still come.
 
     Args:
         collectives: The group.
-        timeout: How long a rank waits for an agreement before it names the silent ones.
+        timeout: How long a rank waits for an agreement before it names the silent ranks.
 
     Attributes:
         number: Which of the group's wrappers this is; the same on every rank.
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         message: What every later use raises; empty while this rank has not given up.
         here: Where this rank is.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
         self._listener = listen(collectives)
-        self.rank = collectives.rank
-        self.here = Here(self.rank)
-        self.number = self._listener.roll_call.enter(self)
-        self.world_size = collectives.world_size
+        self._roll_call = self._listener.roll_call
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.here = Status(self.rank)
+        self.number = self._roll_call.enter(self.here)
         self.message = ""
-        self._polls, self._call = 0, 0  # since this wait began; the roll call whose answers are to be looked at
-        self._failures: dict[int | None, Failure] = {}  # by pass; None: for good
+        self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
-        self._said: list[str] = []  # this rank's keys of the agreement before
-
-    def close(self) -> None:
-        """Answer no more roll calls. Sends nothing."""
-        self._listener.roll_call.leave(self.number, self.here.status())
+        self._said: list[str] = []  # this rank's keys of the last agreement
 
     @property
     def position(self) -> Position:
@@ -64,19 +59,17 @@ class Peers:
         return self.here.position
 
     def end_training(self) -> None:
-        """This rank comes to no further pass: it tells those that do, or will."""
-        self.here.ended = True
-        if self.world_size > 1:
-            with suppress(RuntimeError):  # the store is gone
-                self._listener.roll_call.write(self._listener.store)
+        """Tell the other ranks that this one comes to no further pass."""
+        self.here.end_training()
+        with suppress(RuntimeError):  # the store is gone
+            self._roll_call.write(self._listener.store)
 
     # -- agreements ----------------------------------------------------------------------------------
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Say ``mine`` on ``topic`` and return what every rank said, by rank.
+        """Say ``mine`` on ``topic`` and return every rank's answer, by rank.
 
-        It goes through the store, without a collective: a rank may ask in it what the others are not in the middle of
-        answering, without upsetting the order of the collectives.
+        It goes through the store. A collective would be paired with another one on ranks that do not ask.
 
         Args:
             topic: The subject, for errors; the same on every rank.
@@ -89,7 +82,8 @@ class Peers:
         store, name = self._listener.store, f"{self.number}/{self.position.agreement}/{topic}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         counter, complete = f"{name}/said", f"{name}/complete"
-        with self._waiting(topic, Phase.AGREEMENT):
+        self._polls = 0
+        with self.here.waiting(topic, Phase.AGREEMENT):
             store.set(keys[self.rank], mine)
             if store.add(counter, 1) == self.world_size:
                 store.set(complete, "")
@@ -104,7 +98,7 @@ class Peers:
                         "that depends on the rank, or for an error in their output"
                     )
             answers = [value.decode() for value in store.multi_get(keys)]
-        for key in self._said:  # all ranks have read the topic before, or they would not have come here
+        for key in self._said:  # every rank has read the last topic, or it would not have come to this one
             store.delete_key(key)
         self._said = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
         return answers
@@ -112,12 +106,12 @@ class Peers:
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
         """Require that all ranks have the same entries in the same order.
 
-        Digests are compared first; the entries themselves travel only if they differ.
+        Ranks compare digests first. The entries travel only if these differ.
 
         Args:
             topic: The subject, for errors; the same on every rank.
             entries: What this rank has.
-            problem: What is wrong on this rank, so that it cannot go on whatever the others have.
+            problem: What is wrong on this rank, so that it cannot go on in any case.
 
         Raises:
             Exception: The problem, on the rank that has it.
@@ -147,24 +141,15 @@ class Peers:
     # -- waiting -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:
-        here = self.here
-        before, here.waits_for = here.waits_for, (phase, what)
-        self._polls = self._call = 0
-        try:
-            yield
-        finally:
-            here.waits_for = before
-
-    @contextmanager
-    def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.OTHER) -> Iterator[None]:
-        """Around a wait for a collective: gives up on whatever it raises, and says what was waited for.
+    def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.RUNS) -> Iterator[None]:
+        """Context around a wait for a collective. Errors in it name the awaited thing, and this rank gives up.
 
         Args:
             what: What is waited for, in words.
             phase: What kind of thing it is.
         """
-        with self._waiting(what, phase):
+        self._polls = 0
+        with self.here.waiting(what, phase):
             try:
                 with self.giving_up_on_errors():
                     yield
@@ -173,24 +158,11 @@ class Peers:
             except RuntimeError as error:
                 self._give_up_lost(what if isinstance(what, str) else what(), error)
 
-    @contextmanager
-    def giving_up_on_errors(self) -> Iterator[None]:
-        """Gives up on errors after which the ranks are no longer in step."""
-        try:
-            yield
-        except (PeerFailureError, RankMismatchError) as error:  # which the other ranks find too
-            self.give_up(str(error))
-            raise
-        except CommHookError as error:  # what the hook has started, and what not, is not known
-            cause = f"cannot go on in pass {self.position.pass_number}: {error}"
-            self.give_up(f"rank {self.rank}: {error}", cause)
-            raise
-
     def poll(self) -> None:
-        """Look whether this rank waits in vain. To be called every half second while it waits.
+        """Look whether this rank waits in vain. Call it every half second while the rank waits.
 
-        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank has; half a second later it looks at the
-        answers. All else is news that the listener has brought: nothing is asked of the store.
+        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank does. The listener brings all other news:
+        the store is not asked.
 
         Raises:
             PeerFailureError: If another rank failed in this pass, or for good, or has ended training.
@@ -198,17 +170,14 @@ class Peers:
         """
         self.raise_if_failed()
         self._polls += 1
-        found: Diagnosis | None = None
+        if self._polls == 1 or self._polls & (self._polls - 1):
+            return
+        found: Failure | None = None
         with suppress(RuntimeError):  # the store is gone; the collective will tell
-            roll_call = self._listener.roll_call
-            if self._call:
-                found = diagnose(roll_call.records(self.number, self._call), self.here.names)
-                self._call = 0
-            elif self._polls > 1 and self._polls & (self._polls - 1) == 0:
-                self._call = roll_call.call(since=self._polls * POLL_SECONDS / 2)
-        if found is not None and found.kind is not Kind.STUCK:
-            mismatch = found.kind in (Kind.SKIPPED, Kind.ELSEWHERE)
-            self._listener.publish(Failure(found.text, mismatch))
+            statuses = self._roll_call.ask(self.number, unless_within=self._polls * POLL_SECONDS / 2)
+            found = diagnose(statuses, self.here.names)
+        if found is not None:
+            self._listener.publish(found)
             self.raise_if_failed()
 
     # -- failures ------------------------------------------------------------------------------------
@@ -233,68 +202,64 @@ class Peers:
             PeerFailureError: If a rank failed.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        failure = self._known_failure()
-        if failure is None:
-            return
-        if failure is self._listener.failure:
+        failure = self._listener.failure
+        if failure is not None:
             self._listener.noticed()
-        if failure.mismatch:
-            raise RankMismatchError(f"rank {self.rank}: {failure.text}")
-        raise PeerFailureError(self.cannot_complete(failure.text))
-
-    def _known_failure(self) -> Failure | None:
-        known = self._failures
-        return self._listener.failure or known.get(self.position.pass_number) or known.get(None)
+            if failure.mismatch:
+                raise RankMismatchError(f"rank {self.rank}: {failure.text}")
+        if cause := self._known_failure():
+            raise PeerFailureError(self.cannot_complete(cause))
 
     def failure(self) -> str:
         """Why this pass cannot be completed, in words; empty if no rank has failed in it. Asks the store."""
         with suppress(RuntimeError):  # the store goes with the rank that serves it
-            self.look(self._listener.store)
-        failure = self._known_failure()
-        return failure.text if failure is not None else ""
+            self._roll_call.look(self._listener.store)
+        return self._known_failure()
 
-    def look(self, store: Store) -> None:
-        """See in the store whether another rank failed.
+    def _known_failure(self) -> str:
+        if self._listener.failure is not None:
+            return self._listener.failure.text
+        failed = self._roll_call.failed_pass(self.number)
+        return failed.text if failed.for_good or failed.number == self.position.pass_number else ""
+
+    def publish_failure(self, cause: str, for_good: bool = True) -> None:
+        """Tell the others that this rank failed. Ranks that wait for it, or will, raise. The first cause stays.
 
         Args:
-            store: The group's namespace.
+            cause: What happened, as the end of a sentence that begins with the rank.
+            for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
+                goes on if it has raised on every rank.
         """
-        for key in ("failed for good", "failed"):
-            if found := read(store, f"{self.number}/{key}"):
-                pass_number, *failure = json.loads(found)
-                self._failures.setdefault(pass_number, Failure(*failure))
+        if for_good:
+            self.here.fail(cause)
+        with suppress(RuntimeError):  # the store is gone
+            failed = FailedPass(self.position.pass_number, for_good, f"rank {self.rank} {cause}")
+            self._roll_call.publish_failed(self.number, failed)
 
     def give_up(self, message: str, cause: str | None = None) -> None:
         """Give up for good.
 
         Args:
             message: What every later use raises.
-            cause: What happened, for other ranks that would otherwise wait for this one in a later pass; as the end of
-                a sentence that begins with the rank.
+            cause: What happened, for ranks that would otherwise wait for this one in a later pass; as the end of a
+                sentence that begins with the rank. None if they find it too.
         """
         self.message = self.message or message
         if cause is not None:
             self.publish_failure(cause)
 
-    def publish_failure(self, cause: str, for_good: bool = True) -> None:
-        """Tell the others that this rank failed; those that wait for it, or will, raise. The first cause stays.
-
-        Args:
-            cause: What happened, as the end of a sentence that begins with the rank.
-            for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
-                may go on should it have raised on every rank.
-        """
-        if self.world_size == 1:
-            return
-        pass_number = None if for_good else self.position.pass_number
-        store, mine = self._listener.store, json.dumps([pass_number, f"rank {self.rank} {cause}"])
-        with suppress(RuntimeError):  # the store is gone
-            if for_good:
-                self.here.failure = cause
-                store.compare_set(f"{self.number}/failed for good", "", mine)
-            elif not read(store, f"{self.number}/failed").startswith(f"[{pass_number},"):
-                store.set(f"{self.number}/failed", mine)
-            self._listener.roll_call.wake()
+    @contextmanager
+    def giving_up_on_errors(self) -> Iterator[None]:
+        """Give up on errors after which the ranks are no longer in step."""
+        try:
+            yield
+        except (PeerFailureError, RankMismatchError) as error:  # the other ranks find it too
+            self.give_up(str(error))
+            raise
+        except CommHookError as error:  # nobody knows which collectives the hook has started
+            cause = f"cannot go on in pass {self.position.pass_number}: {error}"
+            self.give_up(f"rank {self.rank}: {error}", cause)
+            raise
 
     def cannot_complete(self, cause: str) -> str:
         """The message for a pass that cannot be completed.
@@ -308,15 +273,14 @@ class Peers:
         )
 
     def _give_up_lost(self, awaited: str, error: RuntimeError) -> None:
-        """Give up as a collective raised, which is the consequence of something that happened elsewhere."""
+        """Give up as a collective raised: the consequence of something that happened elsewhere."""
         if self.failure():
             with self.giving_up_on_errors():
                 self.raise_if_failed()
         told = self._listener.ask_why(self.number, self.here.names)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
-        number = self.position.pass_number
         self.give_up(
-            f"rank {self.rank}: reducing {awaited} failed in pass {number}: {cause} ({error})",
+            f"rank {self.rank}: reducing {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
             f"could not reduce {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error

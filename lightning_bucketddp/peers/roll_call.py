@@ -1,27 +1,33 @@
-"""Roll calls: a rank that has waited for long asks where all the others are, and each writes its record."""
+"""What ranks write of themselves into the store: records that answer a roll call, and failed passes."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import time
-import weakref
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.peers.status import Here, Phase, Status
+from lightning_bucketddp.peers.status import Status
 
 ANSWER_SECONDS = 2.0
-"""How long a rank that has lost a connection waits for answers. Whoever lives answers in milliseconds."""
+"""How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
 
 
-class Wrapper(Protocol):
-    """What a roll call wants of a wrapper."""
+class FailedPass(NamedTuple):
+    """A pass of one wrapper that failed on some rank.
 
-    here: Here
+    Attributes:
+        number: The pass.
+        for_good: Whether the rank cannot go on. Otherwise training goes on if backward raised on every rank.
+        text: What happened first: a sentence without its full stop, which begins with the rank.
+    """
 
-    def look(self, store: Store) -> None:
-        """See in the store whether another rank failed."""
+    number: int = -1
+    for_good: bool = False
+    text: str = ""
 
 
 def read(store: Store, key: str) -> str:
@@ -30,33 +36,28 @@ def read(store: Store, key: str) -> str:
 
 
 class RollCall:
-    """The records of a group's ranks in the store, one per rank, with a part for each wrapper.
+    """The records of a group's ranks: one key per rank, which holds a record for each wrapper.
+
+    A rank that has waited for long calls the roll. Then each rank writes its records.
 
     Args:
         store: The group's namespace.
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
-        self._wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
-        self._last_words: dict[int, Status] = {}  # of wrappers that were closed or dropped
-        self._entered = 0
-        self._number, self._called_at = 0, 0.0  # the last call, as far as is known here
+        self._statuses: list[Status] = []  # of all wrappers, closed ones too: others may still ask for them
+        self._failed: dict[int, FailedPass] = {}  # by wrapper, as far as is known here
+        self._call, self._called_at = "", 0.0  # the last call, as far as is known here
 
-    def enter(self, wrapper: Wrapper) -> int:
-        """Have a wrapper answer; its number. Ranks make their wrappers in the same order, so numbers are the same."""
-        self._entered += 1
-        self._wrappers[self._entered] = wrapper
-        return self._entered
-
-    def leave(self, number: int, last_words: Status) -> None:
-        """Have a wrapper answer no more; its last record stays."""
-        self._wrappers.pop(number, None)
-        self._last_words[number] = last_words._replace(phase=Phase.RUNS)
+    def enter(self, status: Status) -> int:
+        """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
+        self._statuses.append(status)
+        return len(self._statuses)
 
     def wake(self) -> None:
         """Have all ranks' listeners look into the store."""
@@ -64,74 +65,93 @@ class RollCall:
         self._store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def look(self, store: Store) -> None:
-        """Look whether wrappers failed elsewhere, and answer a call that this rank has not answered.
-
-        Args:
-            store: The listener's own connection.
-        """
-        for wrapper in list(self._wrappers.values()):
-            wrapper.look(store)
-        called = int(read(store, "call").partition(" ")[0] or 0)
-        if called > self._number:
-            self._number, self._called_at = called, time.monotonic()
-            self.write(store)
-
-    def write(self, store: Store, ended: bool = False) -> None:
-        """Write this rank's record.
+        """Look for failed passes, and answer a call that this rank has not answered.
 
         Args:
             store: The connection to use.
-            ended: Whether this rank has ended training, whatever wrappers know of it.
         """
-        now = {number: wrapper.here.status() for number, wrapper in list(self._wrappers.items())}
-        words = {
-            number: status._replace(ended=status.ended or ended).packed()
-            for number, status in {**self._last_words, **now}.items()
-        }
-        store.set(f"status/{self.rank}", json.dumps([self._number, words]))
+        for wrapper in range(1, len(self._statuses) + 1):
+            if found := read(store, f"{wrapper}/failed"):
+                self._failed[wrapper] = FailedPass(*json.loads(found))
+        call = read(store, "call")
+        if call != self._call:
+            self._call, self._called_at = call, time.monotonic()
+            self.write(store)
 
-    def call(self, since: float) -> int:
-        """Ask all ranks where they are, unless another rank has done so.
+    # -- failed passes -------------------------------------------------------------------------------
+
+    def failed_pass(self, wrapper: int) -> FailedPass:
+        """The last pass of a wrapper that failed on some rank, as far as is known here."""
+        return self._failed.get(wrapper, FailedPass())
+
+    def publish_failed(self, wrapper: int, failed: FailedPass) -> None:
+        """Tell all ranks of a failed pass. What happened first in a pass stays, and so does a failure for good."""
+        self.look(self._store)
+        known = self.failed_pass(wrapper)
+        if known.for_good:
+            return
+        if known.number == failed.number:
+            failed = failed._replace(text=known.text)
+        self._store.set(f"{wrapper}/failed", json.dumps(failed))
+        self.wake()
+
+    # -- records -------------------------------------------------------------------------------------
+
+    def write(self, store: Store) -> None:
+        """Write this rank's records.
 
         Args:
-            since: For how many seconds the others are not to have called.
+            store: The connection to use.
+        """
+        records = [status.snapshot() for status in self._statuses]
+        packed = pickle.dumps((_number(self._call), records))
+        store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
+
+    def end(self) -> None:
+        """This rank has ended training in all wrappers."""
+        for status in self._statuses:
+            status.end_training()
+        self.write(self._store)
+
+    def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
+        """Call the roll, and wait a moment until all ranks have answered.
+
+        Args:
+            wrapper: The number of a wrapper.
+            unless_within: Do nothing if another rank has called in the last so many seconds, or calls right now.
 
         Returns:
-            The call's number; 0 if another rank was first.
+            What the ranks have written of the wrapper. Ranks that have not answered are marked.
         """
-        if time.monotonic() < self._called_at + since:
-            return 0
-        before = read(self._store, "call")
-        if int(before.partition(" ")[0] or 0) > self._number:
-            return 0
-        mine = f"{self._number + 1} {self.rank}"
-        if self._store.compare_set("call", before, mine).decode() != mine:
-            return 0
-        self.wake()
-        return self._number + 1
+        if time.monotonic() < self._called_at + unless_within:
+            return []
+        call = _number(self._call) + 1
+        mine = f"{call} {self.rank}"
+        if self._store.compare_set("call", self._call, mine).decode() == mine:
+            self.wake()
+        elif unless_within:
+            return []
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            found = self._records(wrapper, call)
+            if all(status.heard for status in found) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
 
-    def records(self, wrapper: int, call: int) -> list[Status]:
-        """What the ranks have last written of a wrapper; ranks that have not answered a call are marked."""
+    def _records(self, wrapper: int, call: int) -> list[Status]:
         keys = [f"status/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):
             return []
         found = []
         for rank, value in enumerate(self._store.multi_get(keys)):
-            answered, words = json.loads(value)
-            if str(wrapper) in words:
-                found.append(Status.unpacked(words[str(wrapper)], heard=answered >= call))
+            answered, statuses = pickle.loads(value)
+            if len(statuses) >= wrapper:
+                found.append(replace(statuses[wrapper - 1], heard=answered >= call))
             elif answered < call:
                 found.append(Status(rank, heard=False))
         return found
 
-    def ask(self, wrapper: int) -> list[Status]:
-        """Call, whoever else does, and wait a moment until all have answered."""
-        call = int(read(self._store, "call").partition(" ")[0] or 0) + 1
-        self._store.set("call", f"{call} {self.rank}")
-        self.wake()
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            found = self.records(wrapper, call)
-            if all(status.heard for status in found) or time.monotonic() > deadline:
-                return found
-            time.sleep(0.02)
+
+def _number(call: str) -> int:
+    """The number of a roll call, which is written as ``"<number> <rank that calls>"``."""
+    return int(call.partition(" ")[0] or 0)

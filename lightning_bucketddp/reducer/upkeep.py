@@ -61,7 +61,6 @@ class Upkeep:
             self.setting.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
         self.reducer.close()
         self.setting.queue.leave()
-        self.setting.peers.close()
 
     # -- parameters ----------------------------------------------------------------------------------
 
