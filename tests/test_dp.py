@@ -233,7 +233,7 @@ def test_replicas_of_another_device_run_in_a_thread_and_give_the_same(monkeypatc
         monkeypatch.setattr(f"lightning_bucketddp.replicas.{file}.as_device", torch.device)
     strategy = BucketDPStrategy(parallel_devices=[torch.device("cpu"), torch.device("cpu", 0)])
     found, trainer = trained(2, True, Watched, strategy=strategy)
-    assert threads == {threading.current_thread().name, "replica-1"}
+    assert threads == {threading.current_thread().name, "replica_0"}
     assert places == {torch.device("cpu"), torch.device("cpu", 0)}
     close_to(found, expected)
     close(trainer.callback_metrics, expected_trainer.callback_metrics)

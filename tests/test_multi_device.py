@@ -833,14 +833,13 @@ def refused() -> None:
 
     compiled = Mlp()
     compiled.compile()
-    none = "" if torch.accelerator.is_available() else "no accelerator"
     for module, arguments, kind, words in [
-        (Mlp(), {"device_ids": ["cpu", "meta"]}, ValueError, "device_ids to name \"cpu\" or accelerators.*'meta'"),
+        (Mlp(), {"device_ids": ["cpu", "meta"]}, ValueError, "device_ids to name devices that compute, found 'meta'"),
         (Mlp(), {"device_ids": ["cpu", "moon:1"]}, ValueError, "expected device_ids to name devices, found 'moon:1'"),
         (Mlp(), {"device_ids": ["cpu", "cuda:99"]}, ValueError, "device_ids to name .*cuda:99"),
         (Mlp(), {"device_ids": ["cpu", "xpu"]}, ValueError, "device_ids to name .*xpu"),
-        (Mlp(), {"device_ids": ["cpu", 99]}, ValueError, f"device_ids to name .*{none}.* 99"),
-        (Mlp(), {"device_ids": [-1, "cpu"]}, ValueError, f"device_ids to name .*{none}.* -1"),
+        (Mlp(), {"device_ids": ["cpu", 99]}, ValueError, "device_ids to name devices, found 99: "),
+        (Mlp(), {"device_ids": [-1, "cpu"]}, ValueError, "device_ids to name devices, found -1: "),
         (Mlp(), {"device_ids": ["cpu", True]}, TypeError, "device_ids to name devices, found True"),
         (Mlp(), {"device_ids": ["cpu", None]}, TypeError, "device_ids to name devices, found None"),
         (Mlp(), {"device_ids": ["cpu"] * 2, "output_device": 1.5}, TypeError, "output_device to name devices"),

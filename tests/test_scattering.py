@@ -169,7 +169,7 @@ def test_devices_compare_equal_to_those_of_tensors() -> None:
         assert accelerator is not None
         assert as_device(accelerator.type) == as_device(0) == torch.ones(1, device=accelerator).device
     else:
-        with pytest.raises(ValueError, match="no accelerator, found the index 0"):
+        with pytest.raises(ValueError, match="found 0: Cannot access accelerator"):
             as_device(0)
 
 
