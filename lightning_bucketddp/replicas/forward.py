@@ -28,9 +28,6 @@ class ReplicatedForward:
         output_device: Where the outputs are joined.
         dim: The dimension along which arguments are split and outputs are joined.
         share: Whether replicas on the module's own device share its parameters.
-
-    Attributes:
-        parts: How many replicas the last forward took.
     """
 
     def __init__(
@@ -43,14 +40,12 @@ class ReplicatedForward:
     ) -> None:
         self._module, self._share = module, share
         self.devices, self.output_device, self.dim = tuple(devices), output_device, dim
-        self.parts = 0
         self._replicas: Replicas | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on all parts of the arguments; as they are if no tensor can be split."""
         divisible = any(tensor.dim() for tensor in tensors_in((args, kwargs)))
         parts = scatter((args, kwargs), self.devices if divisible else self.devices[:1], self.dim)
-        self.parts = len(parts)
         modules = [self._module]  # itself, so that attributes set by forward stay, as with one device
         if len(parts) > 1:
             self._replicas = self._replicas or Replicas(self._module, self.devices, self._share)
