@@ -201,16 +201,15 @@ class BucketDDP(nn.Module, Joinable):
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
         if runtime is None:
             return call(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
-        passes, sharding = runtime.passes, runtime.optimizers.sharding
-        if sharding is not None and sharding.params.gathering and self._reads_untraced():
-            sharding.params.wait()
+        passes, optimizers = runtime.passes, runtime.optimizers
+        if optimizers.parts.gathering and self._reads_untraced():
+            optimizers.parts.wait()
         joining = self._join_config.enable and passes.joining.uneven
         if joining:
             runtime.uneven.meet(self, trains)
         if not trains:
             return call(*args, **kwargs)
-        if sharding is not None:
-            sharding.look_for_raised_steps()
+        optimizers.restore()
         passes.require_usable()
         passes.note_forward()
         if runtime.module_buffers.due and not joining:
@@ -425,8 +424,8 @@ class BucketDDP(nn.Module, Joinable):
         memory is read past torch.
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
-        if runtime is not None and runtime.optimizers.sharding is not None:
-            runtime.optimizers.sharding.params.wait()
+        if runtime is not None:
+            runtime.optimizers.parts.wait()
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """The norm of all gradients together, as if they were one vector. All ranks must call this.

@@ -20,6 +20,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
@@ -30,7 +31,6 @@ from lightning_bucketddp.wrapper.compiled import graph_cuts
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
-from lightning_bucketddp.wrapper.optimizers import Optimizers
 from lightning_bucketddp.wrapper.sync_batchnorm import links_of
 from lightning_bucketddp.wrapper.validation import named_parameters
 
@@ -78,7 +78,7 @@ class Runtime:
             link.join(peers, self.passes.joining.counts)
         self.module_buffers = ModuleBuffers(self.params, collectives, peers, options)
         self.uneven = UnevenInputs(module, self.passes, self.module_buffers, collectives, options)
-        self.optimizers = Optimizers(self.params, self.passes, collectives, options)
+        self.optimizers = Optimizers(module, self.params.optimizers, self.passes, collectives, options)
         self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
         self._leaf_hooks: list[RemovableHandle] = []
         release = ExitStack()  # the last one comes first
@@ -95,8 +95,7 @@ class Runtime:
     def close(self) -> None:
         """Give the module back. Sends nothing."""
         self._release()
-        if self.optimizers.sharding is not None:
-            self.optimizers.sharding.close()
+        self.optimizers.close()
 
     def hook_roots(self, output: object) -> None:
         """Let the reducer know when backward comes by one of the output's tensors."""
