@@ -419,7 +419,7 @@ def test_masters_cost_four_bytes_per_element_and_nothing_else() -> None:
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     masters = master_params(optimizer)
     train(module, optimizer, range(2))
-    kept = [entry.tensor for entry in masters.stepped._masters.values()]
+    kept = list(masters.stepped._masters.values())
     assert sum(t.untyped_storage().nbytes() for t in kept) == 4 * sum(p.numel() for p in module.parameters())
     assert all(t.grad is None for t in kept)
     assert not masters._swapped
@@ -869,9 +869,9 @@ def test_masters_are_not_compared_when_nothing_changed_from_outside(monkeypatch:
     compared: list[Tensor] = []
     follow = Stepped._follow
 
-    def counted(self: Stepped, param: Tensor, entry: Any) -> None:
+    def counted(self: Stepped, param: Tensor) -> None:
         compared.append(param)
-        follow(self, param, entry)
+        follow(self, param)
 
     monkeypatch.setattr(Stepped, "_follow", counted)
     module = low()
@@ -1097,7 +1097,7 @@ def test_trainers_train_and_resume_bit_for_bit(tmp_path: Any, options: dict[str,
     assert_bits(list(resumed.parameters()), list(through.parameters()))
 
     def fp32(module: LowRegression) -> list[Tensor]:
-        return [entry.tensor.detach() for masters in module.masters for entry in masters.stepped._masters.values()]
+        return [it.detach() for masters in module.masters for it in masters.stepped._masters.values()]
 
     assert len(fp32(through)) == 8
     assert_bits(fp32(resumed), fp32(through))

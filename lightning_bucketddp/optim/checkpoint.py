@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -44,11 +44,6 @@ FORMAT_KEY = "lightning_bucketddp"
 _SAME_ON_ALL_RANKS = (ValueError, TypeError, FileExistsError, RuntimeError)
 """Errors that all ranks raise as one rank raised them. Of others they raise the text."""
 
-_Path = tuple[Any, ...]
-"""A value's keys in the nested dict; its key in the checkpoint is these, joined by dots."""
-
-_T = TypeVar("_T")
-
 
 class ShardedCheckpoint:
     """Saves and loads a module and its optimizers. All ranks must call the same alike.
@@ -67,13 +62,8 @@ class ShardedCheckpoint:
         parts: Parts | None,
         prepare: Callable[[Optimizer], Swap | None],
     ) -> None:
-        self._module = module
-        self._collectives = collectives
-        self._parts = parts or Parts()
-        self._prepare = prepare
-        self._names = {
-            id(param): name for name, param in reversed(list(module.named_parameters(remove_duplicate=False)))
-        }
+        self._module, self._collectives, self._parts, self._prepare = module, collectives, parts or Parts(), prepare
+        self._names = {id(param): name for name, param in module.named_parameters()}
 
     # -- saving --------------------------------------------------------------------------------------
 
@@ -84,24 +74,22 @@ class ShardedCheckpoint:
         first, what = self._collectives.rank == 0, f"saving to {path}"
         partial = path.with_name(f"{path.name}.partial")
 
-        def collect() -> dict[_Path, Any]:
+        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+            if first and path.exists() and not overwrite:
+                raise FileExistsError(f"expected nothing at {path}, found something; pass overwrite=True to replace it")
             if first:
-                if path.exists() and not overwrite:
-                    raise FileExistsError(
-                        f"expected nothing at {path}, found something; pass overwrite=True to replace it"
-                    )
                 shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
-            values = dict(self._values(optimizers))
+            groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
+            nested: dict[str, Any] = {"model": self._module_values()}
+            if optimizers:
+                nested["optimizers"] = [self._optimizer_values(*it) for it in zip(optimizers, groups, strict=True)]
             if first and extra is not None:
-                values["extra",] = dict(extra)
-            return {path: it if isinstance(it, Tensor | Chunks) else _pickled(it) for path, it in values.items()}
+                nested["extra"] = _leaf(dict(extra))
+            flat, paths = flatten_state_dict(nested)
+            return flat, {**paths, FORMAT_KEY: {"version": 1, "groups": groups}}
 
         def write() -> None:
-            groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
-            paths = {_key(path): path for path in values}  # from which torch's tools make the nested dict
-            planner = ChunksSavePlanner({**paths, FORMAT_KEY: {"version": 1, "groups": groups}})
-            flat = {_key(path): value for path, value in values.items()}
-            writer = FileSystemWriter(partial)
+            writer, planner = FileSystemWriter(partial), ChunksSavePlanner(data)
             save(flat, storage_writer=writer, planner=planner, process_group=self._collectives.group)
             if first:  # all ranks have written
                 if path.is_dir() and not path.is_symlink():
@@ -110,40 +98,43 @@ class ShardedCheckpoint:
                     path.unlink(missing_ok=True)
                 partial.replace(path)
 
-        values = self._together(what, collect)
+        flat, data = self._together(what, collect)
         try:
             self._together(what, write)
-        except BaseException:
+        finally:
             if first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+                shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
-    def _values(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[_Path, Any]]:
-        """Yield what this rank offers to write: tensors, chunks and objects, by path."""
-        first = self._collectives.rank == 0
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-            if first or id(value) in self._names:
-                yield ("model", name), self._own(value)
-        for number, optimizer in enumerate(optimizers):
-            swap = self._prepare(optimizer) or swap_of(optimizer)
-            packed = optimizer.state_dict()
-            state = dict(packed.pop("state"))
-            for index, param in enumerate(params_of(optimizer)):
-                entries = dict(state.pop(index, {}))
-                if swap is not None and (master := swap.master(param)) is not None:  # also if the swap is closed
-                    entries[STATE_DICT_KEY] = master
-                found = self._parts.find(param)
-                for key, value in entries.items():
-                    if found is not None and found.is_split(key, value):
-                        value = Chunks.of(found, value.detach())
-                    yield _state_path(number, self._names[id(param)], key), value
-            if first:
-                groups = zip(packed.pop("param_groups"), self._groups(number, optimizer), strict=True)
-                yield ("optimizers", number, "param_groups"), [{**group, "params": names} for group, names in groups]
-                rest = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
-                if state or rest:  # some optimizers keep more
-                    yield ("optimizers", number, "others"), {"state": state, "entries": rest}
+    def _module_values(self) -> dict[str, Any]:
+        """Return what this rank offers to write of the module's state dict."""
+        first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
+        # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
+        return {name: _leaf(self._own(it)) for name, it in state_dict.items() if first or id(it) in self._names}
+
+    def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
+        """Return what this rank offers to write of an optimizer's state, with its parameters' names."""
+        swap = self._prepare(optimizer) or swap_of(optimizer)
+        packed = optimizer.state_dict()
+        state = dict(packed.pop("state"))
+        values: dict[str, Any] = {"state": {}, STATE_DICT_KEY: {}}
+        for index, param in enumerate(params_of(optimizer)):
+            name, found = self._names[id(param)], self._parts.find(param)
+            entries = dict(state.pop(index, {}))
+            if swap is not None and (master := swap.master(param)) is not None:  # also if the swap is closed
+                entries[STATE_DICT_KEY] = master
+            for key, it in entries.items():
+                own = Chunks.of(found, it.detach()) if found is not None and found.is_split(key, it) else it
+                entries[key] = _leaf(own)
+            if STATE_DICT_KEY in entries:
+                values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
+            values["state"][name] = entries
+        if self._collectives.rank == 0:
+            named = zip(packed.pop("param_groups"), groups, strict=True)
+            values["param_groups"] = _leaf([{**group, "params": names} for group, names in named])
+            rest = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
+            if state or rest:  # some optimizers keep more
+                values["others"] = _leaf({"state": state, "entries": rest})
+        return values
 
     # -- loading -------------------------------------------------------------------------------------
 
@@ -154,64 +145,68 @@ class ShardedCheckpoint:
         what, reader = f"loading from {path}", FileSystemReader(path)
         self._parts.wait()
 
-        def make_rooms() -> dict[_Path, Any]:
+        def make_room() -> tuple[dict[str, Any], dict[str, Any]]:
             if not path.is_dir():
                 raise RuntimeError(f"expected a directory, found none: {path}")
-            return dict(self._rooms(reader.read_metadata(), optimizers, strict, with_module))
+            metadata = reader.read_metadata()
+            paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+            if FORMAT_KEY not in paths:
+                raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
+            self._require_fit(paths, optimizers, strict and with_module)
+            return self._room(metadata, optimizers, with_module), paths
 
-        rooms = self._together(what, make_rooms)
-        flat = {_key(path): room for path, room in rooms.items()}
+        flat, paths = self._together(what, make_room)
         group, planner = self._collectives.group, ChunksLoadPlanner()
         self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
-        values = {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}
-        nested = unflatten_state_dict(values, {_key(path): path for path in rooms})
+        nested = unflatten_state_dict(
+            {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}, paths
+        )
         self._together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
         return nested.get("extra", {})
 
-    def _rooms(
-        self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool, with_module: bool
-    ) -> Iterator[tuple[_Path, Any]]:
-        """Yield what this rank wants to read, by path: tensors and chunks to read into, None for an object."""
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        if FORMAT_KEY not in paths:
-            raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
+    def _require_fit(self, paths: Mapping[str, Any], optimizers: Sequence[Optimizer], strict: bool) -> None:
+        """Require that names and parameter groups are those of the checkpoint."""
+        saved = {path[1] for path in paths.values() if isinstance(path, tuple) and path[0] == "model"}
+        present = self._module.state_dict(keep_vars=True).keys()
+        for what, names in (("without", sorted(present - saved)), ("with unknown", sorted(saved - present))):
+            if strict and names:
+                listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
         groups = paths[FORMAT_KEY]["groups"]
-        saved = {paths[key]: stored for key, stored in metadata.state_dict_metadata.items()}
-        if with_module:
-            yield from self._module_rooms({path[1]: it for path, it in saved.items() if path[0] == "model"}, strict)
-        if ("extra",) in saved:
-            yield ("extra",), None
         if optimizers and len(groups) != len(optimizers):
             raise ValueError(
                 f"expected as many optimizers as the checkpoint has, {len(groups)}, found {len(optimizers)}; pass none "
                 "to load the module alone"
             )
         for number, optimizer in enumerate(optimizers):
-            _require_same_groups(number, groups[number], self._groups(number, optimizer))
             self._prepare(optimizer)
-            by_name = {self._names[id(param)]: param for param in params_of(optimizer)}
-            for path, stored in saved.items():
-                if path[:2] != ("optimizers", number):
-                    continue
-                if path[2] not in ("state", STATE_DICT_KEY):
-                    yield path, None
-                    continue
-                param, key = by_name[path[3]], path[4] if path[2] == "state" else STATE_DICT_KEY
-                found = self._parts.find(param)
-                if found is None or found.numel:
-                    yield path, _room_of(param, found, key, stored)
+            pairs = zip_longest(groups[number], self._groups(number, optimizer), fillvalue=())
+            for at, (theirs, ours) in enumerate(pairs):
+                if odd := sorted(set(theirs) ^ set(ours)):
+                    raise ValueError(
+                        f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, "
+                        f"found {odd[0]!r} in {'the optimizer' if odd[0] in ours else 'the checkpoint'} only"
+                    )
 
-    def _module_rooms(self, saved: Mapping[str, Any], strict: bool) -> Iterator[tuple[_Path, Any]]:
-        present = self._module.state_dict(keep_vars=True)
-        missing = [name for name in present if name not in saved]
-        for what, names in (("without", missing), ("with unknown", sorted(saved.keys() - present.keys()))):
-            if strict and names:
-                listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
-                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
-        for name, value in present.items():
-            if name in saved:
-                yield ("model", name), _empty(saved[name]) if _is_extra(name, value) else self._own(value)
+    def _room(self, metadata: Metadata, optimizers: Sequence[Optimizer], with_module: bool) -> dict[str, Any]:
+        """Return what this rank wants to read, by key: tensors and chunks to read into, None for an object."""
+        present = self._module.state_dict(keep_vars=True) if with_module else {}
+        by_name = [{self._names[id(param)]: param for param in params_of(optimizer)} for optimizer in optimizers]
+        room: dict[str, Any] = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            match metadata.planner_data[key]:
+                case ("model", name) if name in present:
+                    extra = _is_extra(name, present[name])
+                    room[key] = _empty(stored) if extra else self._own(present[name])
+                case ("optimizers", number, "state" | "master_params" as kind, name, *rest) if optimizers:
+                    param = by_name[number][name]
+                    found = self._parts.find(param)
+                    if found is None or found.numel:
+                        room[key] = _room_of(param, found, rest[0] if rest else kind, stored)
+                case ("extra",) | ("optimizers", _, "param_groups" | "others"):
+                    room[key] = None
+        return room
 
     def _apply(self, nested: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Load the optimizers' state and the modules' extra state, which were read into memory of their own."""
@@ -219,15 +214,12 @@ class ShardedCheckpoint:
             saved = {"state": {}, STATE_DICT_KEY: {}, **nested["optimizers"][number]}
             others = saved.get("others", {"state": {}, "entries": {}})
             index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
-            state, masters = (
-                {index_of[name]: it for name, it in saved[key].items()} for key in ("state", STATE_DICT_KEY)
-            )
-            groups = [
-                {**group, "params": [index_of[name] for name in names]}
-                for group, names in zip(saved["param_groups"], self._groups(number, optimizer), strict=True)
-            ]
+            state, masters = ({index_of[n]: it for n, it in saved[key].items()} for key in ("state", STATE_DICT_KEY))
+            own = optimizer.state_dict()
+            pairs = zip(saved["param_groups"], own["param_groups"], strict=True)
+            groups = [{**group, "params": mine["params"]} for group, mine in pairs]
             loaded = {"state": {**state, **others["state"]}, STATE_DICT_KEY: masters, "param_groups": groups}
-            shard = {key: it for key, it in optimizer.state_dict().items() if key == SHARD_KEY}
+            shard = {SHARD_KEY: own[SHARD_KEY]} if SHARD_KEY in own else {}
             optimizer.load_state_dict({**others["entries"], **loaded, **shard})
         present = self._module.state_dict(keep_vars=True)
         extra_state = {name: it for name, it in nested.get("model", {}).items() if _is_extra(name, present[name])}
@@ -254,7 +246,7 @@ class ShardedCheckpoint:
                     )
         return [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
-    def _together(self, what: str, run: Callable[[], _T]) -> _T:
+    def _together(self, what: str, run: Callable[[], Any]) -> Any:
         """Call ``run`` on every rank; if it raises on some, raise on all.
 
         Raises:
@@ -268,10 +260,9 @@ class ShardedCheckpoint:
             problem, _ = error.failures.get(self._collectives.rank, (None, None))
         except Exception as error:
             problem = error
-        told = None
-        if problem is not None:  # kind and text, as the error itself might not be unpickled
-            kind = next((it for it in _SAME_ON_ALL_RANKS if isinstance(problem, it)), None)
-            told = (kind, str(problem)) if kind else (RuntimeError, f"{type(problem).__name__}: {problem}")
+        kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
+        other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
+        told = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
         failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(told)) if it is not None}
         if failed:
             kind, message = next(iter(failed.values()))
@@ -279,15 +270,10 @@ class ShardedCheckpoint:
         return result
 
 
-def _key(path: _Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _state_path(number: int, name: str, key: str) -> _Path:
-    return ("optimizers", number, *((key, name) if key == STATE_DICT_KEY else ("state", name, key)))
-
-
-def _pickled(value: Any) -> io.BytesIO:
+def _leaf(value: Any) -> Any:
+    """Pickle an object; leave tensors and chunks."""
+    if isinstance(value, Tensor | Chunks):
+        return value
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
@@ -308,20 +294,10 @@ def _empty(stored: Any) -> Tensor | None:
 def _room_of(param: Tensor, found: ParamPart | None, key: str, stored: Any) -> Any:
     """Make the tensor or chunks that an entry of a parameter's state is read into; None for an object."""
     room = _empty(stored)
-    if room is None or (found is None and (key == "step" or room.shape != param.shape)):
+    if room is None or key == "step":
         return room
-    if found is None:
-        return torch.empty_like(param, dtype=room.dtype, requires_grad=False)  # with the parameter's strides
-    if not found.splits(key, room.shape):
-        return room
-    return Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
-
-
-def _require_same_groups(number: int, saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    for at, (theirs, ours) in enumerate(zip_longest(saved, mine, fillvalue=())):
-        if odd := sorted(set(theirs) ^ set(ours)):
-            where = "the optimizer" if odd[0] in ours else "the checkpoint"
-            raise ValueError(
-                f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, found "
-                f"{odd[0]!r} in {where} only"
-            )
+    if found is not None and found.splits(key, room.shape):
+        return Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
+    # With the parameter's strides where that is possible.
+    whole = found is None and room.shape == param.shape
+    return torch.empty_like(param, dtype=room.dtype, requires_grad=False) if whole else room

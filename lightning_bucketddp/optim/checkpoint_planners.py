@@ -57,14 +57,8 @@ class Chunks:
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.flat.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(key, it.chunk.offsets), WriteItemType.SHARD, tensor_data=it) for it in data]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

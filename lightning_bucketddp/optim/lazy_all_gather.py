@@ -35,25 +35,29 @@ _CALLS_ABOUT = frozenset({
 
 
 class GatheredLater(nn.Parameter):
-    """A parameter that has not arrived."""
+    """A parameter that has not arrived.
+
+    Attributes:
+        kind: The class that it gets back.
+    """
+
+    kind: type[nn.Parameter]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a parameter of the original class, for code like ``type(param)(data)``."""
         _arrive(args, kwargs)
-        kind = next(it for it in cls.__mro__ if issubclass(it, nn.Parameter) and not issubclass(it, GatheredLater))
-        return kind(*args, **kwargs)
+        return cls.kind(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Wait for the parameters in the arguments, unless ``func`` needs no values, and call ``func``."""
-        kwargs = kwargs or {}
         if _is_about(func):
             with torch._C.DisableTorchFunctionSubclass():  # torch's documentation names it, for this
-                return func(*args, **kwargs)
+                return func(*args, **kwargs or {})
         _arrive(args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs or {})
 
     # nn.Parameter copies itself without asking __torch_function__.
 
@@ -87,11 +91,9 @@ def _arrive(*values: Any) -> None:
 
 
 @cache
-def _later(kind: type) -> type:
+def _later(kind: type[nn.Parameter]) -> type[GatheredLater]:
     """Return the class of parameters of class ``kind`` that have not arrived."""
-    if kind is nn.Parameter:
-        return GatheredLater
-    return type(f"GatheredLater{kind.__name__}", (GatheredLater, kind), {})
+    return type(f"GatheredLater{kind.__name__}", (GatheredLater, kind), {"kind": kind})
 
 
 class Arrival:
@@ -104,15 +106,14 @@ class Arrival:
 
     def __init__(self, params: Sequence[nn.Parameter], wait: Callable[[], None]) -> None:
         self._wait: Callable[[], None] | None = wait
-        self._kinds: list[tuple[nn.Parameter, type]] = []
+        self._late: list[Any] = []
         for param in params:
-            kind = type(param)
             try:
-                param.__class__ = _later(kind)
+                param.__class__ = _later(type(param))
             except TypeError:  # a class with another memory layout, which is rare: wait for all of them now
                 self.wait()
                 return
-            self._kinds.append((param, kind))
+            self._late.append(param)
             _waits[id(param)] = self.wait
 
     def wait(self) -> None:
@@ -124,10 +125,10 @@ class Arrival:
 
     def forget(self) -> None:
         """Give the parameters their classes back, whether or not they have arrived."""
-        for param, kind in self._kinds:
-            param.__class__ = kind
+        for param in self._late:
+            param.__class__ = type(param).kind
             _waits.pop(id(param), None)
-        self._kinds.clear()
+        self._late.clear()
 
 
 def reads_past_python(module: nn.Module) -> bool:

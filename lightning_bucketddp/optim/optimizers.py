@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.sharded import Sharded
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.optim.element_wise import require_element_wise
@@ -30,8 +30,6 @@ from lightning_bucketddp.reducer.passes import Passes
 
 if TYPE_CHECKING:
     from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
-
-_log = logging.getLogger("lightning_bucketddp")
 
 
 class Optimizers:
@@ -52,38 +50,27 @@ class Optimizers:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        known: weakref.WeakSet[Optimizer],
-        passes: Passes,
-        collectives: Collectives,
-        options: Options,
+        self, module: nn.Module, known: WeakSet[Optimizer], passes: Passes, collectives: Collectives, options: Options
     ) -> None:
         self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
         self._with_masters = bool(options.master_params)
         # By sharded optimizer, its number, the same on all ranks, and its swap, which close() detaches.
-        self._sharded: weakref.WeakKeyDictionary[Optimizer, tuple[int, Swap]] = weakref.WeakKeyDictionary()
+        self._sharded: WeakKeyDictionary[Optimizer, tuple[int, Swap]] = WeakKeyDictionary()
         self._next_number = 0
         self._params: ShardedParams | None = None
         storage = passes.reducer.storage
         if isinstance(storage, Sharded):
             self._params = ShardedParams(passes.reducer.table, storage, passes.peers)
-            weakref.finalize(self, storage.groups.end).atexit = False
+            finalize(self, storage.groups.end).atexit = False
             storage.observe(self)
         self.parts: Parts = self._params or Parts()
 
     def close(self) -> None:
         """Close the swaps and give parameters memory of their own. Sends nothing; waits for what is on its way."""
-        if self._params is None:
-            return
-        try:
-            if not self._passes.peers.message:
-                self._params.end()
-        except Exception as error:  # ranks have failed, which other errors tell
-            _log.warning("rank %d: parameters are not those of the last step: %s", self._passes.peers.rank, error)
         for _, swap in list(self._sharded.values()):
             swap.close()
-        self._params.release()
+        if self._params is not None:
+            self._params.release()
 
     # -- shards and masters ----------------------------------------------------------------------------
 
@@ -158,14 +145,9 @@ class Optimizers:
     @torch.no_grad()
     def grad_norm(self, norm_type: float, params: Iterable[Tensor] | None) -> Tensor:
         """Return the norm of the gradients of some parameters, of all if None, as if they were one vector."""
-        shards: list[Tensor] = []
-        whole: list[Tensor] = []
-        for param in self._chosen(params):
-            shard = None if self._params is None else self._params.sharded_grad(param)
-            if shard is not None:
-                shards.append(shard)
-            elif param.grad is not None:
-                whole.append(param.grad)
+        grads = [param.grad for param in self._chosen(params) if param.grad is not None]
+        shards = [grad.own_part for grad in grads if isinstance(grad, ShardedGrad)]
+        whole = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
         norm = nn.utils.get_total_norm(whole, norm_type).float()
         return norm if self._params is None else self._params.add_norm(norm, shards, norm_type)
 
@@ -187,7 +169,7 @@ class Optimizers:
     def full_grad(self, param: Tensor) -> Tensor | None:
         """Copy a parameter's whole gradient; None if it has none. All ranks must call this."""
         if self._params is not None and (found := self._params.find(param)) is not None:
-            mine = self._params.sharded_grad(param)
+            mine = param.grad.own_part if isinstance(param.grad, ShardedGrad) else None
             if any(flag for (flag,) in self.exchange([int(mine is not None)])):  # ranks may differ
                 what = f"the gradient of {found.spec.name!r}"
                 flat = self._params.gather(found.part.bucket, found.spec.dtype, [(found, mine)], what)
@@ -222,12 +204,9 @@ class Optimizers:
         state, masters = dict(packed["state"]), dict(packed.pop(STATE_DICT_KEY, {}))
         for index, whole in self._whole_state(optimizer):
             if mine:
-                entries = {key: it.to("cpu", copy=True) if isinstance(it, Tensor) else it for key, it in whole.items()}
-                if STATE_DICT_KEY in entries:
-                    masters[index] = entries.pop(STATE_DICT_KEY)
-                if entries:
-                    state[index] = entries
-        packed["state"] = dict(sorted(state.items()))
+                state[index] = {k: it.to("cpu", copy=True) if isinstance(it, Tensor) else it for k, it in whole.items()}
+        masters |= {index: entries.pop(STATE_DICT_KEY) for index, entries in state.items() if STATE_DICT_KEY in entries}
+        packed["state"] = {index: entries for index, entries in sorted(state.items()) if entries}
         if masters:
             packed[STATE_DICT_KEY] = dict(sorted(masters.items()))
         return packed if mine else None
@@ -242,45 +221,41 @@ class Optimizers:
             :meth:`Stepped.entries`.
         """
         assert self._params is not None
-        stepped = self._sharded[optimizer][1].stepped
-        params = enumerate(params_of(optimizer))
-        found = {index: part for index, param in params if (part := self._params.find(param)) is not None}
-        held = {index: stepped.entries(optimizer, param) for index, param in enumerate(params_of(optimizer))}
-        described = self._described(found, held)
+        stepped, params = self._sharded[optimizer][1].stepped, list(params_of(optimizer))
+        found = {index: part for index, param in enumerate(params) if (part := self._params.find(param)) is not None}
+        described = self._described(found, {index: stepped.entries(optimizer, params[index]) for index in found})
         for bucket in sorted({part.part.bucket for part in found.values()}):
-            members = {index: it for index, it in described.items() if found[index].part.bucket == bucket}
-            whole = {index: dict(others) for index, (_, others) in members.items()}
-            # Sorted, as all ranks must gather in the same order.
-            for key, dtype in sorted({kind for split, _ in members.values() for kind in split.items()}, key=repr):
-                having = [index for index, (split, _) in members.items() if split.get(key) is dtype]
-                parts = [(found[index], held[index].get(key)) for index in having]
+            whole = {index: dict(it) for index, it in described.items() if found[index].part.bucket == bucket}
+            kinds = {
+                (key, it) for entries in whole.values() for key, it in entries.items() if isinstance(it, torch.dtype)
+            }
+            for key, dtype in sorted(kinds, key=repr):  # all ranks gather in the same order
+                having = [index for index, entries in whole.items() if entries.get(key) is dtype]
+                parts = [(found[index], stepped.entries(optimizer, params[index]).get(key)) for index in having]
                 flat = self._params.gather(bucket, dtype, parts, f"the optimizer's state {key!r}")
                 for index in having:
                     whole[index][key] = found[index].whole_in_bucket(flat)
             yield from whole.items()
 
     def _described(
-        self, found: Mapping[int, ParamPart], held: Mapping[int, Mapping[str, Any]]
-    ) -> Mapping[int, tuple[dict[str, torch.dtype], dict[str, Any]]]:
-        """Tell, by parameter, which entries of its state have a value per element, their dtypes, and all other entries.
-
-        The first rank with a part of the parameter decides.
+        self, found: Mapping[int, ParamPart], mine: Mapping[int, dict[str, Any]]
+    ) -> Mapping[int, dict[str, Any]]:
+        """Replace each entry of state that has a value per element by its dtype, and exchange the rest.
 
         Args:
-            found: This rank's part of each sharded parameter.
-            held: This rank's entries.
+            found: This rank's part of each sharded parameter, by index.
+            mine: This rank's entries, by index.
+
+        Returns:
+            The same on all ranks: the entries of the first rank with a part of the parameter.
         """
-        mine: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
-        for index, part in found.items():
-            if entries := held[index]:
-                split = {key: it.dtype for key, it in entries.items() if part.is_split(key, it)}
-                others = {key: it for key, it in entries.items() if key not in split}
-                mine[index] = (
-                    split,
-                    {k: it.detach().cpu() if isinstance(it, Tensor) else it for k, it in others.items()},
-                )
+        for index, entries in mine.items():
+            for key, it in entries.items():
+                if isinstance(it, Tensor):
+                    entries[key] = it.dtype if found[index].is_split(key, it) else it.detach().cpu()
         with self._passes.peers.waiting_for("(gathering) what is in the optimizer's state"):
-            return ChainMap(*self._collectives.exchange_objects(mine, self._passes.peers.poll))
+            known = {index: entries for index, entries in mine.items() if entries}
+            return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
 
     # -- layout: called by the gradients' storage ------------------------------------------------------
 

@@ -19,10 +19,7 @@ def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
     if flat.device.type not in ("cpu", "cuda"):  # elsewhere a pointer need not be an address
         return flat[start:stop]
     size = flat.element_size()
-    try:
-        memory = flat.untyped_storage()[start * size : stop * size]  # shares the memory, and keeps it alive
-    except (RuntimeError, TypeError):  # not documented
-        return flat[start:stop]
+    memory = flat.untyped_storage()[start * size : stop * size]  # shares the memory, and keeps it alive
     assert isinstance(memory, torch.UntypedStorage)
     return flat.new_empty(0).set_(memory, 0, (stop - start,), (1,))
 
@@ -31,17 +28,13 @@ class ParamBuffers:
     """Holds parameters in flat tensors that follow the layout of their gradients.
 
     Attributes:
-        layout: The layout.
         flats: One flat tensor per bucket, of the parameters' dtype; none before :meth:`lay_out` and after
             :meth:`release`.
     """
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self.layout = Layout((), (), ())
         self.flats: list[Tensor] = []
+        self._layout = Layout((), (), ())
         self._addresses: dict[int, int] = {}  # by slot, where the parameter's data began
 
     @torch.no_grad()
@@ -52,17 +45,16 @@ class ParamBuffers:
             layout: The layout. Parameters in one bucket have one dtype.
             params: The parameter of each slot.
         """
-        self._forget()  # old memory is freed bucket by bucket
-        self.layout = layout
-        for bucket in layout.buckets:
+        self._layout, self.flats = layout, []  # old memory is freed bucket by bucket
+        for index, bucket in enumerate(layout.buckets):
             first = params[bucket.slots[0]]
             self.flats.append(torch.zeros(bucket.numel, dtype=first.dtype, device=first.device))
             for slot in bucket.slots:
-                self._move(len(self.flats) - 1, slot, params[slot])
+                self._move(index, slot, params[slot])
 
     def _move(self, index: int, slot: int, param: nn.Parameter) -> None:
-        place = self.layout.slots[slot]
-        begin = place.offset - self.layout.buckets[index].start
+        place = self._layout.slots[slot]
+        begin = place.offset - self._layout.buckets[index].start
         memory = with_own_storage(self.flats[index], begin, begin + place.spec.numel)
         param.data = memory.as_strided(place.spec.shape, place.spec.strides).copy_(param.data)
         self._addresses[slot] = param.data_ptr()
@@ -76,15 +68,15 @@ class ParamBuffers:
         """
         if param.data_ptr() == self._addresses[slot]:
             return
-        spec = self.layout.slots[slot].spec
+        spec = self._layout.slots[slot].spec
         expected = spec.shape, spec.param_dtype or spec.dtype, spec.device
         found = tuple(param.shape), param.dtype, str(param.device)
         if found != expected:
             raise RuntimeError(
-                f"expected parameter {spec.name!r} as it was wrapped, of shape {expected[0]}, {expected[1]} on "
-                f"{expected[2]}, found {found[0]}, {found[1]} on {found[2]}; change the module before it is wrapped"
+                f"expected parameter {spec.name!r} as it was wrapped, with shape, dtype and device {expected}, found "
+                f"{found}; change the module before it is wrapped"
             )
-        index = next(index for index, bucket in enumerate(self.layout.buckets) if slot in bucket.slots)
+        index = next(index for index, bucket in enumerate(self._layout.buckets) if slot in bucket.slots)
         self._move(index, slot, param)
 
     @torch.no_grad()
@@ -93,4 +85,4 @@ class ParamBuffers:
         for slot, address in self._addresses.items():
             if params[slot].data_ptr() == address:
                 params[slot].data = params[slot].data.clone()
-        self._forget()
+        self.flats, self._addresses = [], {}

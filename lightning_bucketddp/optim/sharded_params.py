@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded import Sharded
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import parts_of
@@ -18,6 +20,8 @@ from lightning_bucketddp.optim.param_buffers import ParamBuffers
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
+
+_log = logging.getLogger("lightning_bucketddp")
 
 MAX_STAGES = 8
 """Most stages that a step is cut into. Each is sent while the optimizer updates the next."""
@@ -58,26 +62,16 @@ class ShardedParams(Parts):
         return {id(slots.params[slot]): ParamPart(slots.specs[slot], part) for slot, part in enumerate(parts)}
 
     def param_part(self, param: Tensor) -> Tensor:
-        """Return the memory of this rank's part, 1-D; a copy after :meth:`release`."""
+        """Return the memory of this rank's part, 1-D; the parameter itself if it is not sharded."""
         found = self.find(param)
-        if found is None:
-            return param
-        if self._buffers.flats:
-            return found.in_bucket(self._buffers.flats[found.part.bucket])
-        return found.of(param.detach()).clone()
-
-    def sharded_grad(self, param: Tensor) -> Tensor | None:
-        """Return this rank's part of a sharded gradient, 1-D; None if ``.grad`` is not sharded."""
-        slot = self.slot_of.get(id(param))
-        return None if slot is None or not self._storage.is_sharded(slot) else self._storage.shards.part(slot)
+        return param if found is None else found.of(param.data)
 
     def grad_part(self, param: Tensor) -> Tensor | None:
         """Return the gradient of this rank's part, 1-D; None if the parameter has no gradient."""
-        part = self.sharded_grad(param)
-        if part is not None:
-            return part
-        found = self.find(param)
-        return param.grad if found is None or param.grad is None else found.of(param.grad.detach())
+        found, grad = self.find(param), param.grad
+        if isinstance(grad, ShardedGrad):
+            return grad.own_part
+        return grad if grad is None or found is None else found.of(grad.detach())
 
     def gather(
         self, bucket: int, dtype: torch.dtype, parts: Iterable[tuple[ParamPart, Tensor | None]], what: str
@@ -133,11 +127,10 @@ class ShardedParams(Parts):
 
     def half_updated(self) -> None:
         """Give up: a step raised after it had changed some parts, which the other ranks will not get."""
-        if self._peers.world_size == 1 or self._peers.message:
-            return
         number = self._peers.position.pass_number
         cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
-        self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
+        if self._peers.world_size > 1 and not self._peers.message:
+            self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
 
     def updated(self, params: Sequence[Tensor], complete: bool) -> None:
         """Send the new values of parameters. All ranks must call this alike."""
@@ -166,16 +159,11 @@ class ShardedParams(Parts):
 
         The first stage is one bucket, so that it leaves soon. Parameters that are not sharded are in no stage.
         """
-        if self._storage.groups.shards == 1:
-            return []
-        by_bucket: dict[int, list[Tensor]] = {}
-        for param in params:
-            if (found := self.find(param)) is not None:
-                by_bucket.setdefault(found.part.bucket, []).append(param)
-        order = sorted(by_bucket, reverse=True)
-        size = -(-len(order) // MAX_STAGES)
+        bucket_of = {param: found.part.bucket for param in params if (found := self.find(param)) is not None}
+        order = sorted(set(bucket_of.values()), reverse=True) if self._storage.groups.shards > 1 else []
+        size = -(-len(order) // MAX_STAGES) or 1
         stages = [order[:1], *(order[at : at + size] for at in range(1, len(order), size))]
-        return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
+        return [[param for param, bucket in bucket_of.items() if bucket in stage] for stage in stages if stage]
 
     def replaced(self) -> None:
         """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""
@@ -206,19 +194,19 @@ class ShardedParams(Parts):
     # -- layout --------------------------------------------------------------------------------------
 
     def lay_out(self, layout: Layout) -> list[Tensor]:
-        """Move the parameters to their places in a layout; return those that were not sharded before."""
+        """Move the parameters to their places in a new layout; return those that were not sharded before."""
         known, self.slot_of = self.slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
-        if layout != self._buffers.layout:
-            self._buffers.lay_out(layout, self._slots.params)
+        self._buffers.lay_out(layout, self._slots.params)
         return [param for param in self._slots.params if id(param) not in known]
 
-    def end(self) -> None:
-        """Wait for the last all-gather; there will be no other."""
-        self.wait()
-        self._storage.groups.gathering.end()
-
     def release(self) -> None:
-        """Give parameters memory of their own, whether or not new values have arrived."""
+        """Wait for parameters that are on their way, and give all memory of their own."""
+        try:
+            if not self._peers.message:
+                self.wait()
+                self._storage.groups.gathering.end()
+        except Exception as error:  # ranks have failed, which other errors tell
+            _log.warning("rank %d: parameters are not those of the last step: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()

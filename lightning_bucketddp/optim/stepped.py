@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -33,14 +32,6 @@ def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-@dataclass(slots=True)
-class _Master:
-    """A master, and its parameter's version when the two last agreed up to rounding; None if that is not known."""
-
-    tensor: Tensor
-    param_version: int | None
-
-
 class Stepped:
     """The shards and masters that one optimizer steps on.
 
@@ -59,7 +50,8 @@ class Stepped:
     def __init__(self, parts: Parts, with_masters: bool) -> None:
         self.parts = parts
         self._with_masters = with_masters
-        self._masters: dict[Tensor, _Master] = {}
+        self._masters: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}  # of parameters, when they last agreed with their master up to rounding
         self._loading: dict[str, Any] = {}  # the state dict that is being loaded
 
     # -- around a step -------------------------------------------------------------------------------
@@ -89,18 +81,17 @@ class Stepped:
         return tensor
 
     def _current_master(self, param: Tensor, memory: Tensor, state: Any) -> Tensor | None:
-        entry = self._masters.get(param)
-        if not self.may_have_master(param, entry is not None):
-            self._masters.pop(param, None)  # the module was moved to another dtype since
+        if not self.may_have_master(param, param in self._masters):
+            self.set_master(param, None)  # the module was moved to another dtype since
             return None
-        if entry is None:
+        if param not in self._masters:
             if param in state:  # in place: LBFGS holds on to its state while the closure runs
-                for key, value in state[param].items():
-                    state[param][key] = in_fp32(value, value, param.dtype)
-            entry = self._masters[param] = _Master(nn.Parameter(memory.detach().float()), param._version)
+                state[param].update(in_fp32(state[param], state[param], param.dtype))
+            self._masters[param] = nn.Parameter(memory.detach().float())
+            self._note_versions([param])
         elif not self._is_current(param):
-            self._follow(param, entry)
-        return entry.tensor
+            self._follow(param)
+        return self._masters[param]
 
     @torch.no_grad()
     def write_back(self, params: Iterable[Tensor]) -> None:
@@ -108,7 +99,7 @@ class Stepped:
         rounded = [param for param in params if param in self._masters]
         if rounded:
             parts = [self.parts.param_part(param) for param in rounded]
-            torch._foreach_copy_(parts, [self._masters[param].tensor for param in rounded])
+            torch._foreach_copy_(parts, [self._masters[param] for param in rounded])
             self._note_versions(rounded)
 
     def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
@@ -119,18 +110,15 @@ class Stepped:
 
     def _is_current(self, param: Tensor) -> bool:
         """Tell whether a parameter has a master and nobody has changed it since the two agreed."""
-        entry = self._masters.get(param)
-        return entry is not None and entry.param_version == param._version
+        return self._versions.get(param) == param._version
 
     def _note_versions(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            self._masters[param].param_version = param._version
+        self._versions.update({param: param._version for param in params})
 
-    def _follow(self, param: Tensor, entry: _Master) -> None:
-        memory = self.parts.param_part(param)
-        unchanged = entry.tensor.to(memory.dtype) == memory
-        entry.tensor.copy_(torch.where(unchanged, entry.tensor, memory))
-        entry.param_version = param._version
+    def _follow(self, param: Tensor) -> None:
+        memory, master = self.parts.param_part(param), self._masters[param]
+        master.copy_(torch.where(master.to(memory.dtype) == memory, master, memory))
+        self._note_versions([param])
 
     # -- masters -------------------------------------------------------------------------------------
 
@@ -143,14 +131,14 @@ class Stepped:
 
     def master(self, param: Tensor) -> Tensor | None:
         """Return a parameter's fp32 master, with the shape of this rank's part; None if it has none (yet)."""
-        entry = self._masters.get(param)
-        return None if entry is None else entry.tensor.detach()
+        return self._masters[param].detach() if param in self._masters else None
 
     def set_master(self, param: Tensor, values: Tensor | None) -> None:
         """Set a parameter's master; None drops it."""
         self._masters.pop(param, None)
-        if values is not None:  # no version: the parameter may have changed since these values were saved
-            self._masters[param] = _Master(nn.Parameter(values), param_version=None)
+        self._versions.pop(param, None)  # the parameter may have changed since these values were saved
+        if values is not None:
+            self._masters[param] = nn.Parameter(values)
 
     def whole_masters(self) -> list[Tensor]:
         """Return the parameters that have a master of all their elements."""
@@ -159,8 +147,8 @@ class Stepped:
     @torch.no_grad()
     def refresh(self) -> None:
         """Let masters follow parameters that were changed through ``.data``."""
-        for param, entry in self._masters.items():
-            self._follow(param, entry)
+        for param in self._masters:
+            self._follow(param)
 
     # -- state dicts: hooks ---------------------------------------------------------------------------------------
 
@@ -188,16 +176,15 @@ class Stepped:
         if described is not None:
             if {int(index): tuple(part) for index, part in described.items()} != self._ranges(optimizer):
                 raise ValueError(
-                    "expected a whole optimizer state dict, or one that this rank saved with the same buckets, found "
-                    "one of another shard; save BucketDDP.optimizer_state_dict(), which loads anywhere"
+                    "expected a whole optimizer state dict, or this rank's with the same buckets, found one of another "
+                    "shard; save BucketDDP.optimizer_state_dict(), which loads anywhere"
                 )
             return loaded
-        indices, params = _indices(state_dict), list(params_of(optimizer))
-        if len(indices) != len(params):
-            return loaded  # torch refuses it
         loaded["state"] = dict(state_dict["state"])
         loaded[STATE_DICT_KEY] = dict(state_dict.get(STATE_DICT_KEY, {}))
-        for index, param in zip(indices, params, strict=True):
+        for index, param in zip(
+            _indices(state_dict), params_of(optimizer), strict=False
+        ):  # torch refuses other numbers
             found = self.parts.find(param)
             for entries in (loaded["state"], loaded[STATE_DICT_KEY]):
                 if found is not None and index in entries:
@@ -221,7 +208,15 @@ class Stepped:
             if param in optimizer.state and index in loaded["state"]:
                 optimizer.state[param] = in_fp32(optimizer.state[param], loaded["state"][index], param.dtype)
             if index in masters:
-                self.set_master(param, _copy_for(self.parts.param_part(param), masters[index], index))
+                memory = self.parts.param_part(param)
+                if masters[index].shape != memory.shape:
+                    raise ValueError(
+                        f"master parameter {index} of the loaded state dict has shape {tuple(masters[index].shape)}, "
+                        f"the optimizer's parameter {tuple(memory.shape)}; the state dict is another model's, or its "
+                        "parameters are in another order"
+                    )
+                fp32 = torch.empty_like(memory, dtype=torch.float32, requires_grad=False)
+                self.set_master(param, fp32.copy_(masters[index]))
 
     # -- one parameter -------------------------------------------------------------------------------
 
@@ -269,16 +264,6 @@ def _indices(state_dict: Mapping[str, Any]) -> list[int]:
     return [index for group in state_dict["param_groups"] for index in group["params"]]
 
 
-def _copy_for(memory: Tensor, master: Tensor, index: int) -> Tensor:
-    if master.shape != memory.shape:
-        raise ValueError(
-            f"master parameter {index} of the loaded state dict has shape {tuple(master.shape)}, the optimizer's "
-            f"parameter {tuple(memory.shape)}; the state dict is another model's, or its parameters are in another "
-            "order"
-        )
-    return torch.empty_like(memory, dtype=torch.float32, requires_grad=False).copy_(master)
-
-
 def _part_of(found: ParamPart, whole: Any, key: str = STATE_DICT_KEY) -> Any:
     """Copy one part of a whole parameter's state or master."""
     if isinstance(whole, dict):
@@ -294,11 +279,9 @@ def _refuse_dcp() -> None:
     Raises:
         RuntimeError: If that function is on the stack. torch passes nothing that tells who asks.
     """
-    if any(
-        it.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        for it, _ in traceback.walk_stack(None)
-    ):
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if "torch.distributed.checkpoint.state_dict" in callers:
         raise RuntimeError(
-            "expected optimizer_state_dict() or save_sharded() of the BucketDDP for an optimizer with shards or fp32 "
-            "master parameters, found get_optimizer_state_dict() of torch.distributed.checkpoint, which drops them"
+            "expected optimizer_state_dict() or save_sharded() of the BucketDDP, found get_optimizer_state_dict() of "
+            "torch.distributed.checkpoint, which drops shards and fp32 master parameters"
         )

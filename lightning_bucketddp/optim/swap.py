@@ -15,7 +15,7 @@ The hooks are torch's public ones. torch does not run the post-hook when ``step`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -198,52 +198,45 @@ class Swap:
         self.stepped.parts.before_update()
         self._sent.clear()
         state = self._state = optimizer.state
-        tensors: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            params, belonging = group["params"], list(group["params"])
-            self._groups.append((params, belonging))  # before anything moves, so that an interrupt can be undone
-            for param in belonging:
-                tensor = self.stepped.tensor_for(param, state)
-                if tensor is None:
-                    continue
-                tensors[param] = tensor
-                if tensor is not param:
-                    self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version))
-                    if param in state:
-                        state[tensor] = state.pop(param)
-            params[:] = [tensors[param] for param in belonging if param in tensors]  # in place: LBFGS keeps the list
+        # Noted before anything moves, so that an interrupt can be undone.
+        self._groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        params = [param for _, belonging in self._groups for param in belonging]
+        tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
+        for param, tensor in tensors.items():
+            if tensor is not param:
+                self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version))
+                if param in state:
+                    state[tensor] = state.pop(param)
         if self._stepping:
-            self._step_on_first_stages(optimizer, tensors)
+            self._step_on_first_stages(optimizer, params, tensors)
+        self._place(tensors)
 
-    def _step_on_first_stages(self, optimizer: Optimizer, tensors: Mapping[Tensor, Tensor]) -> None:
+    def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Put tensors into the groups of their parameters, and nothing else."""
+        for params, belonging in self._groups:
+            params[:] = [tensors[param] for param in belonging if param in tensors]  # in place: LBFGS keeps the list
+
+    def _step_on_first_stages(
+        self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]
+    ) -> None:
         """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
-
-        The caller's own step then updates the rest of the parameters.
 
         Args:
             optimizer: The optimizer.
-            tensors: The tensor that it steps on for each parameter.
+            params: Its parameters.
+            tensors: The tensor to step on for each; only those of the last stage stay.
         """
         step = plain_step(optimizer)
         if step is None:
             return
-        stages = self.stepped.parts.in_stages([param for _, belonging in self._groups for param in belonging])
-
-        def leave(chosen: Container[int]) -> bool:
-            """Leave only chosen parameters in the optimizer; return whether there are any."""
-            for params, belonging in self._groups:
-                params[:] = [tensors[param] for param in belonging if param in tensors and id(param) in chosen]
-            return any(params for params, _ in self._groups)
-
-        for stage in stages[:-1]:
-            chosen = {id(param) for param in stage}
-            if leave(chosen):
+        for stage in self.stepped.parts.in_stages(params)[:-1]:
+            now = {param: tensors.pop(param) for param in stage if param in tensors}
+            if now:
+                self._place(now)
                 step(optimizer)
-            self._write_back([swapped for swapped in self._swapped if id(swapped.param) in chosen])
-            self._sent |= chosen
+            self._write_back([swapped for swapped in self._swapped if swapped.param in now])
+            self._sent.update(id(param) for param in stage)
             self.stepped.updated(stage, complete=False)
-        if self._sent:
-            leave({id(param) for param in tensors} - self._sent)
 
     @torch.no_grad()
     def _swap_out(self) -> None:
