@@ -150,7 +150,7 @@ class Stepped:
         for param in self._masters:
             self._follow(param)
 
-    # -- state dicts: hooks ---------------------------------------------------------------------------------------
+    # -- state dicts: hooks -----------------------------------------------------------------------
 
     def write_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Add the masters, and the ranges of elements that state and masters are for."""
