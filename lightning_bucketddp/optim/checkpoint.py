@@ -158,9 +158,8 @@ class ShardedCheckpoint:
         flat, paths = self._together(what, make_room)
         group, planner = self._collectives.group, ChunksLoadPlanner()
         self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
-        nested = unflatten_state_dict(
-            {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}, paths
-        )
+        values = {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}
+        nested = unflatten_state_dict(values, paths)
         self._together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
         return nested.get("extra", {})

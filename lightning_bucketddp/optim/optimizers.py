@@ -226,9 +226,7 @@ class Optimizers:
         described = self._described(found, {index: stepped.entries(optimizer, params[index]) for index in found})
         for bucket in sorted({part.part.bucket for part in found.values()}):
             whole = {index: dict(it) for index, it in described.items() if found[index].part.bucket == bucket}
-            kinds = {
-                (key, it) for entries in whole.values() for key, it in entries.items() if isinstance(it, torch.dtype)
-            }
+            kinds = {(key, it) for state in whole.values() for key, it in state.items() if isinstance(it, torch.dtype)}
             for key, dtype in sorted(kinds, key=repr):  # all ranks gather in the same order
                 having = [index for index, entries in whole.items() if entries.get(key) is dtype]
                 parts = [(found[index], stepped.entries(optimizer, params[index]).get(key)) for index in having]
@@ -267,17 +265,21 @@ class Optimizers:
         """
         assert self._params is not None
         self._params.wait()
-        peers = self._passes.peers
-        at, mine = peers.position, {number: optimizer for optimizer, (number, _) in self._sharded.items()}
-        everyone = self.exchange([at.update, peers.here.updated, *mine])
-        for rank, (updates, updated, *_) in enumerate(everyone):
-            if [updates, updated] != everyone[0][:2]:
-                raise RankMismatchError(
-                    f"rank {peers.rank}: ranks come to pass {at.pass_number} after different optimizer steps, rank 0 "
-                    f"after {everyone[0][0]} and rank {rank} after {updates}: {LOOK_FOR_STEPS}"
-                )
+        peers, at = self._passes.peers, self._passes.peers.position
+        updates = torch.tensor([at.update, peers.here.updated], device=next(self._module.parameters()).device)
+        with peers.waiting_for("what ranks have stepped on", Phase.ROOT):
+            gathered, work = self._collectives.all_gather(updates)
+            work.wait(peers.poll)
+            everyone = gathered.tolist()
+            for rank, (number, _) in enumerate(everyone):
+                if everyone[rank] != everyone[0]:
+                    raise RankMismatchError(
+                        f"rank {peers.rank}: ranks come to pass {at.pass_number} after different optimizer steps, rank "
+                        f"0 after {everyone[0][0]} and rank {rank} after {number}: {LOOK_FOR_STEPS}"
+                    )
+        mine = {number: optimizer for optimizer, (number, _) in self._sharded.items()}
         parts = self._params.parts_in(layout)
-        for number in sorted(set.intersection(*(set(numbers[2:]) for numbers in everyone))):  # dropped on no rank
+        for number in sorted(set.intersection(*map(set, self.exchange(list(mine))))):  # dropped on no rank
             stepped, params = self._sharded[mine[number]][1].stepped, list(params_of(mine[number]))
             for index, whole in self._whole_state(mine[number]):
                 stepped.put_part(mine[number], params[index], parts[id(params[index])], whole)

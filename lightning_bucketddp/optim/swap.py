@@ -208,7 +208,7 @@ class Swap:
                 if param in state:
                     state[tensor] = state.pop(param)
         if self._stepping:
-            self._step_on_first_stages(optimizer, params, tensors)
+            self._step_in_stages(optimizer, params, tensors)
         self._place(tensors)
 
     def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
@@ -216,9 +216,7 @@ class Swap:
         for params, belonging in self._groups:
             params[:] = [tensors[param] for param in belonging if param in tensors]  # in place: LBFGS keeps the list
 
-    def _step_on_first_stages(
-        self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]
-    ) -> None:
+    def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
         """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
 
         Args:
