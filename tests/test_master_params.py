@@ -5,7 +5,9 @@ import gc
 import io
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import pytest
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.optim import stepped, swap
+from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.stepped import Stepped
-from lightning_bucketddp.optim.swap import Swap, master_params, prepare_at_first_step
+from lightning_bucketddp.optim.swap import Swap, master_params
 from tests.models import Branches, MixedDtypes, Mlp, batch, loss_of
 
 Make = Callable[[Any], Optimizer]
@@ -415,7 +419,7 @@ def test_masters_cost_four_bytes_per_element_and_nothing_else() -> None:
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     masters = master_params(optimizer)
     train(module, optimizer, range(2))
-    kept = [entry.tensor for entry in masters.stepped._masters.values()]
+    kept = list(masters.stepped._masters.values())
     assert sum(t.untyped_storage().nbytes() for t in kept) == 4 * sum(p.numel() for p in module.parameters())
     assert all(t.grad is None for t in kept)
     assert not masters._swapped
@@ -828,11 +832,7 @@ def test_masters_follow_parameters_that_a_hook_of_the_step_changes() -> None:
     assert torch.equal(masters.master(weight), before.float()), "as it was when the last step began"
 
 
-@pytest.mark.parametrize("seen", [True, False], ids=["versions", "without versions"])
-def test_elements_that_did_not_change_keep_their_master(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not seen:
-        monkeypatch.setattr(stepped, "version_of", lambda _: None)
-        monkeypatch.setattr(swap, "version_of", lambda _: None)
+def test_elements_that_did_not_change_keep_their_master() -> None:
     module = low()
     optimizer = OPTIMIZERS["adamw_foreach"](module.parameters())
     masters = master_params(optimizer)
@@ -869,9 +869,9 @@ def test_masters_are_not_compared_when_nothing_changed_from_outside(monkeypatch:
     compared: list[Tensor] = []
     follow = Stepped._follow
 
-    def counted(self: Stepped, param: Tensor, entry: Any) -> None:
+    def counted(self: Stepped, param: Tensor) -> None:
         compared.append(param)
-        follow(self, param, entry)
+        follow(self, param)
 
     monkeypatch.setattr(Stepped, "_follow", counted)
     module = low()
@@ -981,23 +981,28 @@ def test_nothing_outlives_the_optimizer() -> None:
 # -- prepared at the first step --------------------------------------------------------------------
 
 
+def at_first_step(module: nn.Module) -> tuple[RemovableHandle, WeakSet[Optimizer]]:
+    """Prepares optimizers of the module in their first step; the handle that ends it, and those that were prepared."""
+    known: WeakSet[Optimizer] = WeakSet()
+    upkeep = SimpleNamespace(trains=lambda: {id(param) for param in module.parameters()})
+    passes: Any = SimpleNamespace(reducer=SimpleNamespace(storage=None), upkeep=upkeep)
+    group: Any = None
+    handle = Optimizers(module, known, passes, group, Options(grad_dtype=torch.float32)).prepare_at_first_step()
+    assert handle is not None
+    return handle, known
+
+
 @pytest.fixture
-def prepared() -> Iterator[tuple[nn.Module, list[Optimizer]]]:
+def prepared() -> Iterator[tuple[nn.Module, WeakSet[Optimizer]]]:
     module = low()
-    found: list[Optimizer] = []
-
-    def prepare(optimizer: Optimizer) -> None:
-        found.append(optimizer)
-        master_params(optimizer)
-
-    handle = prepare_at_first_step(lambda: {id(param) for param in module.parameters()}, prepare)
-    yield module, found
+    handle, known = at_first_step(module)
+    yield module, known
     handle.remove()
 
 
 @pytest.mark.parametrize("closure", [True, False])
 def test_an_optimizer_nobody_prepared_has_masters_from_its_first_step(
-    prepared: tuple[nn.Module, list[Optimizer]], closure: bool
+    prepared: tuple[nn.Module, WeakSet[Optimizer]], closure: bool
 ) -> None:
     module, found = prepared
     reference = ByHand(low(), OPTIMIZERS["adamw_foreach"])
@@ -1009,12 +1014,12 @@ def test_an_optimizer_nobody_prepared_has_masters_from_its_first_step(
             backward(module, step)
             optimizer.step()
     reference.train(range(3))
-    assert found == [optimizer]
+    assert list(found) == [optimizer]
     assert_bits(list(module.parameters()), reference.params)
     assert_at_rest(optimizer, module)
 
 
-def test_optimizers_of_other_parameters_are_left_alone(prepared: tuple[nn.Module, list[Optimizer]]) -> None:
+def test_optimizers_of_other_parameters_are_left_alone(prepared: tuple[nn.Module, WeakSet[Optimizer]]) -> None:
     _, found = prepared
     other = low()
     optimizer = OPTIMIZERS["sgd"](other.parameters())
@@ -1025,7 +1030,7 @@ def test_optimizers_of_other_parameters_are_left_alone(prepared: tuple[nn.Module
 
 def test_the_handle_ends_it() -> None:
     module = low()
-    prepare_at_first_step(lambda: {id(param) for param in module.parameters()}).remove()
+    at_first_step(module)[0].remove()
     optimizer = OPTIMIZERS["adam"](module.parameters())
     backward(module)
     with pytest.raises(RuntimeError, match=MIXED):
@@ -1092,7 +1097,7 @@ def test_trainers_train_and_resume_bit_for_bit(tmp_path: Any, options: dict[str,
     assert_bits(list(resumed.parameters()), list(through.parameters()))
 
     def fp32(module: LowRegression) -> list[Tensor]:
-        return [entry.tensor.detach() for masters in module.masters for entry in masters.stepped._masters.values()]
+        return [it.detach() for masters in module.masters for it in masters.stepped._masters.values()]
 
     assert len(fp32(through)) == 8
     assert_bits(fp32(resumed), fp32(through))

@@ -526,7 +526,7 @@ def sharded(share: bool) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         inputs, target = batch(step, dist.get_rank())
-        assert net._runtime.optimizers.sharding.params.gathering == (step > 0)
+        assert net._runtime.optimizers.parts.gathering == (step > 0)
         loss_of(net(inputs), target).backward()
         for rank in range(2):
             inputs, target = batch(step, rank)

@@ -94,8 +94,7 @@ def close_after_step() -> tuple[int, float]:
     optimizer = OPTIMIZERS["adamw"](ours.module.parameters())
     loss_of(ours, 0, dist.get_rank()).backward()
     optimizer.step()
-    assert ours._runtime.optimizers.sharding is not None
-    arrivals = list(ours._runtime.optimizers.sharding.params._arrivals.values())
+    arrivals = list(ours._runtime.optimizers.parts._arrivals.values())
     ours.close()
     assert all(arrival._wait is None for arrival in arrivals), "they were waited for"
     assert all(type(param) is nn.Parameter for param in ours.module.parameters())
@@ -163,8 +162,7 @@ def test_parity_with_one_process(run_ranks: RunRanks, optimizer: str) -> None:
 
 def counted_sends(ours: BucketDDP) -> list[int]:
     """How many buckets go with each send from now on."""
-    assert ours._runtime.optimizers.sharding is not None
-    params, sent = ours._runtime.optimizers.sharding.params, []
+    params, sent = ours._runtime.optimizers.parts, []
     send = params.send
 
     def count(given: list[Tensor], complete: bool = True) -> None:
@@ -191,7 +189,7 @@ def in_stages(optimizer: str) -> None:
             loss_of(ours, step, dist.get_rank()).backward()
             sent = counted_sends(ours)
             stepper.step()
-            del ours._runtime.optimizers.sharding.params.send
+            del ours._runtime.optimizers.parts.send
             stepper.zero_grad()
             scheduler.step()
             assert len(ours.layout.buckets) > 3
@@ -310,7 +308,7 @@ def masters_in_stages() -> None:
         optimizer.zero_grad()
         assert len(sent) > 2
     assert any(ours.prepare_optimizer(optimizer).master(param) is not None for param in ours.parameters())
-    assert not any(flat.requires_grad for flat in ours._runtime.optimizers.sharding.params._buffers.flats)
+    assert not any(flat.requires_grad for flat in ours._runtime.optimizers.parts._buffers.flats)
     ours.close()
 
 

@@ -388,8 +388,8 @@ class BucketDDP(nn.Module, Joinable):
         torch.
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
-        if runtime is not None and runtime.optimizers.sharding is not None:
-            runtime.optimizers.sharding.params.wait()
+        if runtime is not None:
+            runtime.optimizers.parts.wait()
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """The norm of all gradients together, as if they were one vector. All ranks must call this.

@@ -22,6 +22,7 @@ from lightning_bucketddp.comm.hooks import choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
+from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.machines import on_one_machine
@@ -32,7 +33,6 @@ from lightning_bucketddp.wrapper.compiled import frames_are_compiled, graph_cuts
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
-from lightning_bucketddp.wrapper.optimizers import Optimizers
 from lightning_bucketddp.wrapper.sync_batchnorm import links_of
 from lightning_bucketddp.wrapper.validation import named_parameters
 
@@ -88,7 +88,7 @@ class Runtime:
         release.callback(self.passes.upkeep.close)
         self.module_buffers = ModuleBuffers(params, collectives, peers, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
-        self.optimizers = Optimizers(params, self.passes, collectives, options)
+        self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
         self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
         if (handle := self.optimizers.prepare_at_first_step()) is not None:
             release.callback(handle.remove)
@@ -99,8 +99,7 @@ class Runtime:
     def close(self) -> None:
         """Give the module back. Sends nothing."""
         self._release()
-        if self.optimizers.sharding is not None:
-            self.optimizers.sharding.close()
+        self.optimizers.close()
 
     def forward_begins(self, wrapper: Joinable, trains: bool, replicated: bool) -> None:
         """Wait for parameters, meet the other ranks inside ``join``, and synchronise module buffers if that is due.
@@ -110,16 +109,15 @@ class Runtime:
             trains: Whether its gradients are enabled and averaged.
             replicated: Whether several threads run the module.
         """
-        sharding = self.optimizers.sharding
-        if sharding is not None and sharding.params.gathering and self._uses_without_waiting(replicated):
-            sharding.params.wait()
+        parts = self.optimizers.parts
+        if parts.gathering and self._uses_without_waiting(replicated):
+            parts.wait()
         joining = wrapper._join_config.enable and self.passes.joining.uneven
         if joining:
             self.uneven.meet(wrapper, trains)
         if not trains:
             return
-        if sharding is not None:
-            sharding.look_for_raised_steps()
+        self.optimizers.restore()
         self.passes.require_usable()
         self.passes.note_forward()
         if self.module_buffers.due and not joining:
