@@ -51,7 +51,7 @@ class ModuleParams:
         self._buffers = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in self.module.named_modules()
-            for name in owner._buffers
+            for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
             if f"{prefix}.{name}".lstrip(".") not in ignored
         }
 
@@ -59,7 +59,7 @@ class ModuleParams:
         """The module buffers as they are now, each once, by name."""
         found: dict[int, tuple[str, Tensor]] = {}
         for full_name, (owner, name) in self._buffers.items():
-            if (buffer := owner._buffers.get(name)) is not None:  # looked up anew, as modules replace their buffers
+            if (buffer := getattr(owner, name, None)) is not None:  # looked up anew, as modules replace their buffers
                 found.setdefault(id(buffer), (full_name, buffer))
         return dict(found.values())
 
