@@ -1,9 +1,8 @@
-"""Lightning's callbacks, tuner and loggers with ``BucketDDPStrategy``, and fine-tuning that is resumed."""
+"""Lightning's callbacks and tuner with ``BucketDDPStrategy``, and fine-tuning that is resumed."""
 
 import logging
 import warnings
 from collections.abc import Callable
-from csv import DictReader
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -179,33 +177,6 @@ def find_rate(folder: str) -> None:
 
 def test_a_search_for_the_learning_rate_leaves_masters_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(2, find_rate, str(tmp_path))
-
-
-def write_logs(folder: str) -> None:
-    for name, strategy in (("ddp", ddp()), ("ours", ours())):
-        kinds = [CSVLogger, TensorBoardLogger] if find_spec("tensorboard") else [CSVLogger]
-        loggers = [kind(f"{folder}/{kind.__name__}", name) for kind in kinds]
-        trainer(strategy, logger=loggers, log_every_n_steps=1).fit(Citizen(), data(), data())
-
-
-def test_log_files_are_those_of_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, write_logs, str(tmp_path))
-    files = [tmp_path / "CSVLogger" / name / "version_0" / "metrics.csv" for name in ("ours", "ddp")]
-    rows = [
-        [{k: float(v) for k, v in row.items() if v} for row in DictReader(f.read_text().splitlines())] for f in files
-    ]
-    assert len(rows[0]) > 6
-    torch.testing.assert_close(*rows)
-    if find_spec("tensorboard") is None:
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    seen = []
-    for name in ("ours", "ddp"):
-        events = EventAccumulator(str(tmp_path / "TensorBoardLogger" / name / "version_0")).Reload()
-        seen.append({tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]})
-    assert {"train_step", "valid"} <= seen[0].keys()
-    torch.testing.assert_close(*seen)
 
 
 # -- fine-tuning that is resumed ---------------------------------------------------------------------

@@ -222,7 +222,7 @@ def fail() -> tuple[str, str, str]:
     return first, second, said(fabric.backward, models[dist.get_rank()](inputs).mean())
 
 
-def test_what_one_rank_does_alone_is_an_error_on_the_others(run_ranks: RunRanks) -> None:
+def test_a_failure_of_one_rank_is_an_error_on_the_others(run_ranks: RunRanks) -> None:
     (skipped, failed, different), (_, own, _) = run_ranks(2, fail, fresh=True, timeout=60)
     assert "rank 1 ran no backward in step 2" in skipped
     assert "rank 1 raised" in failed

@@ -163,7 +163,7 @@ SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step ki
 
 
 @pytest.mark.parametrize("places", [SOME_PLACES, pytest.param(PLACES, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
+def test_a_failure_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
     ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *places))
     for place in places:
         ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
@@ -201,9 +201,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_job_whose_rank_was_killed_resumes_as_if_nothing_had_happened(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
     # addresses of the killed ones there.
     process = start(
