@@ -15,10 +15,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
-from tests.lightning_models import Regression, data, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Blocks, Branches, ConvBatchNorm, batch, loss_of
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
-from tests.test_trainer import close_to, ddp, ours
 
 RunRanks = Callable[..., list[Any]]
 EAGER = "aot_eager"

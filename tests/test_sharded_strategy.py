@@ -13,20 +13,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
-from tests import lightning_models, test_fabric
-from tests.lightning_models import Citizen, Regression, close_to, data, trainer, with_nets_and_optimizers
+from tests import lightning_models
+from tests.lightning_models import Citizen, Regression, close_to, data, trainer
 from tests.models import Mlp
 from tests.reference import largest_difference_between_ranks
-from tests.test_callbacks import ROWS as CALLBACKS
-from tests.test_callbacks import Backbone, Relay, Tuned
-from tests.test_checkpoints import ROWS as CHECKPOINTS
+from tests.trainer import test_fabric
+from tests.trainer.test_callbacks import Backbone, Relay, Tuned
 
 RunRanks = Callable[..., list[Any]]
 
@@ -84,49 +83,37 @@ def everything_sharded(module: Any, **options: Any) -> Iterator[None]:
 
 def with_shards(module: str, job: str, *args: Any) -> Any:
     """A job of another test module, sharded."""
-    owner = importlib.import_module(f"tests.{module}")
+    owner = importlib.import_module(f"tests.{'' if module == 'test_compile' else 'trainer.'}{module}")
     with everything_sharded(owner):
         return getattr(owner, job)(*args)
 
 
 def with_parts(module: str, job: str, *args: Any) -> Any:
     """The same, with checkpoints that are directories."""
-    owner = importlib.import_module(f"tests.{module}")
+    owner = importlib.import_module(f"tests.{'' if module == 'test_compile' else 'trainer.'}{module}")
     with everything_sharded(owner, state_dict_type="sharded"):
         return getattr(owner, job)(*args)
 
 
-@pytest.mark.parametrize(
-    ("net", "optimizer", "options"),
-    with_nets_and_optimizers(
-        {
-            "plain": {},
-            "accumulate and clip": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
-            "clip values": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
-            "bf16-mixed": {"precision": "bf16-mixed"},
-        }
-    ),
-)
-def test_the_same_weights_as_ddp(run_ranks: RunRanks, net: str, optimizer: str, options: dict[str, Any]) -> None:
-    assert run_ranks(2, with_shards, "test_trainer", "fit_with_both", net, optimizer, options) == [0.0, 0.0]
+JOBS: list[tuple[Any, ...]] = [
+    ("test_fit", "with_both", "conv", "sgd", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    ("test_fit", "with_both", "mlp", "adamw", {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}),
+    ("test_fit", "with_both", "conv", "adamw", {"precision": "bf16-mixed"}),
+    ("test_checkpoints", "handed_over"),
+    ("test_callbacks", "with_both", ["moving average", "checkpoints", "early stopping"]),
+    ("test_callbacks", "resumed"),
+    ("test_callbacks", "find_rate"),
+    ("test_fabric", "train_with_both"),
+    ("test_fabric", "gan_with_both"),
+    ("test_fabric", "exchange_checkpoints"),
+    ("test_fabric", "resume_masters"),
+]
 
 
-@pytest.mark.parametrize("strategies", [("ours", "ddp"), ("ddp", "ours")], ids=" to ".join)
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_resumed_equals_undisturbed(
-    run_ranks: RunRanks, name: str, strategies: tuple[str, str], tmp_path: Path
-) -> None:
-    found = run_ranks(2, with_shards, "test_checkpoints", "handed_over", name, *strategies, str(tmp_path))
-    assert found == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "index",
-    [index for index, row in enumerate(CALLBACKS) if "averag" in row.name or row.name in ("best", "early stopping")],
-    ids=lambda index: CALLBACKS[index].name,
-)
-def test_callbacks_as_with_ddp(run_ranks: RunRanks, index: int, tmp_path: Any) -> None:
-    assert run_ranks(2, with_shards, "test_callbacks", "both", index, str(tmp_path)) == [0.0, 0.0]
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job[:4])))
+def test_other_tests_hold_with_shards(run_ranks: RunRanks, job: tuple[Any, ...], tmp_path: Path) -> None:
+    saves = job[0] != "test_fit" and job[1] not in ("train_with_both", "gan_with_both")
+    run_ranks(2, with_shards, *job, *([str(tmp_path)] if saves else []))
 
 
 def prune(lottery: bool) -> tuple[float, float]:
@@ -151,30 +138,10 @@ def test_parameters_whose_data_are_replaced(run_ranks: RunRanks) -> None:
         assert between_ranks == 0
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("callback", [Backbone, Relay])
-def test_resumed_fine_tuning(
-    run_ranks: RunRanks, callback: type[BaseFinetuning], precision: str, tmp_path: Any
-) -> None:
-    args = (callback, {"every_n_train_steps": 5}, 5, precision, str(tmp_path))
-    assert run_ranks(2, with_shards, "test_callbacks", "resumed", *args) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(("callback", "precision"), [(Backbone, "32-true"), (Relay, "bf16-true")])
-def test_fine_tuning_resumed_from_a_directory(
-    run_ranks: RunRanks, callback: type[BaseFinetuning], precision: str, tmp_path: Path
-) -> None:
-    args = (callback, {"every_n_train_steps": 5}, 5, precision, str(tmp_path))
-    assert run_ranks(2, with_parts, "test_callbacks", "resumed", *args) == [0.0, 0.0]
-    assert (tmp_path / "at-step=5.ckpt" / ".metadata").is_file()
-
-
-def test_a_search_that_saves_and_loads_a_directory_leaves_no_trace(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(2, with_parts, "test_callbacks", "find_rate", str(tmp_path)) == [0.0, 0.0]
-
-
-def test_the_learning_rate_is_found_as_with_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(2, with_shards, "test_callbacks", "find_rate", str(tmp_path)) == [0.0, 0.0]
+def test_fine_tuning_and_searches_resume_from_directories(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, with_parts, "test_callbacks", "resumed", str(tmp_path))
+    assert (tmp_path / "1" / "at-step=5.ckpt" / ".metadata").is_file()
+    run_ranks(2, with_parts, "test_callbacks", "find_rate", str(tmp_path))
 
 
 def test_a_trainer_takes_a_compiled_module(run_ranks: RunRanks) -> None:
@@ -635,20 +602,6 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: 
 
 
 # -- Fabric ------------------------------------------------------------------------------------------
-
-
-FABRIC_JOBS: dict[str, Any] = {
-    "train_with_both": {feature: (0.0, 2 if feature == "accumulate" else 6) for feature in test_fabric.FEATURES},
-    "gan_with_both": [(0.0, [4, 8])] * 2,
-    "exchange_checkpoints": None,
-    "resume_masters": ("torch.float32", 0.0),
-}
-
-
-@pytest.mark.parametrize("job", FABRIC_JOBS)
-def test_fabric_as_without_shards(run_ranks: RunRanks, job: str, tmp_path: Path) -> None:
-    args = [str(tmp_path)] if job in ("exchange_checkpoints", "resume_masters") else []
-    assert run_ranks(2, with_shards, "test_fabric", job, *args) == [FABRIC_JOBS[job]] * 2
 
 
 def save_with_fabric(folder: str) -> tuple[int, list[str]]:

@@ -25,10 +25,9 @@ from lightning_bucketddp import (
 from lightning_bucketddp.reducer.reducer import PassState
 from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
 from tests.inside import reducer_of
-from tests.lightning_models import Regression, data, trainer
+from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward
 from tests.reference import largest_difference_between_ranks
-from tests.test_trainer import ours
 from tests.test_uneven_inputs import Batches
 
 RunRanks = Callable[..., list[Any]]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import elastic_script
 from tests.launchers import free_port, slurm, two_networks
 from tests.lightning_models import PoolEnvironment
+from tests.trainer import elastic_script
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -71,35 +71,42 @@ def finish(*processes: "subprocess.Popen[str]", timeout: float = 200) -> list[tu
 
 # -- ways of starting --------------------------------------------------------------------------------
 
+SCRIPT = ["-m", "tests.trainer.launch_script"]
+
+
+def assert_trained(output: str, errors: str, *ranks: int) -> None:
+    for rank in ranks:
+        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "forkserver"])
+def test_every_start_method_trains_from_a_script(strategy: str) -> None:
+    ((output, errors, _),) = finish(start(*SCRIPT, strategy))
+    assert_trained(output, errors, 0, 1)
+    assert "process group open at exit: False" in output
+    assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"
+    assert "process groups alive at exit: 0" in output
+    assert "process groups alive at exit: 1" not in output
+
 
 @pytest.mark.slow
 def test_a_notebook_trains_on_forked_ranks_and_refuses_others() -> None:
     # `python -i` is what Lightning takes for a notebook.
-    interactive = start("-i", "-m", "tests.launch_script", "bucketddp_notebook")
-    refused = start("-i", "-m", "tests.launch_script", "bucketddp")
+    interactive, refused = (start("-i", *SCRIPT, strategy) for strategy in ("bucketddp_notebook", "bucketddp"))
     (output, errors, _), (_, refusal, _) = finish(interactive, refused)
-    for rank in (0, 1):
-        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
+    assert_trained(output, errors, 0, 1)
     assert "is not compatible with an interactive environment" in refusal
 
 
 @pytest.mark.slow
 def test_slurms_variables_make_ranks() -> None:
-    variables = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "training",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    tasks = [
-        start("-m", "tests.launch_script", "bucketddp", **variables, SLURM_PROCID=rank, SLURM_LOCALID=rank)
-        for rank in ("0", "1")
-    ]
+    variables = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_ID": "7", "JOB_NAME": "training", "NODEID": "0"}
+    environment = {f"SLURM_{name}": value for name, value in variables.items()}
+    environment |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    tasks = [start(*SCRIPT, "bucketddp", **environment, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
     for rank, (output, errors, _) in enumerate(finish(*tasks)):
-        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
+        assert_trained(output, errors, rank)
 
 
 def assert_learned(output: str, errors: str) -> None:
@@ -156,7 +163,7 @@ SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step ki
 
 
 @pytest.mark.parametrize("places", [SOME_PLACES, pytest.param(PLACES, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_failure_anywhere_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
+def test_a_failure_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
     ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *places))
     for place in places:
         ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
@@ -194,13 +201,11 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_job_whose_rank_was_killed_resumes_as_if_nothing_had_happened(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
     # addresses of the killed ones there.
     process = start(
-        *[*TORCHRUN, "--max-restarts", "1", "tests/elastic_script.py", str(tmp_path)],
+        *[*TORCHRUN, "--max-restarts", "1", "tests/trainer/elastic_script.py", str(tmp_path)],
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
     ((output, errors, _),) = finish(process)

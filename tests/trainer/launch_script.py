@@ -1,4 +1,4 @@
-"""A script as users write it; run by test_examples.py with each start method."""
+"""A script as users write it; run by test_launchers.py with each start method."""
 
 import atexit
 import os
