@@ -2,9 +2,11 @@
 
 import copy
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from tests.inside import reducer_of
 from tests.models import Mlp, batch
 from tests.optim.common import TINY, RunRanks, assert_equal, average, backward, seeded
 
@@ -285,3 +289,47 @@ def test_a_grad_scaler_skips_on_all_ranks(run_ranks: RunRanks) -> None:
     first, second, third = run_ranks(3, scaled)
     assert first == second == third
     assert first[1] == first[0] / 2
+
+
+# -- shards are summed as they arrive ------------------------------------------------------------------
+
+
+def summed_during_backward() -> tuple[int, int]:
+    """How many of the buckets had been summed when backward ended, and how many there were."""
+    ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
+    ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
+    ours.zero_grad()
+    reducer, found = reducer_of(ours), []
+    buckets, proceed = reducer.buckets, reducer.reduction.proceed
+
+    def noting(poll: Callable[[], None]) -> None:
+        found.append(sum(bucket.work._handle is None for bucket in buckets.active))
+        proceed(poll)
+
+    def until_the_first_has_arrived(grad: Tensor) -> None:
+        deadline = time.monotonic() + 60
+        while not buckets.active[0].work.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    reducer.reduction.proceed = noting
+    ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_the_first_has_arrived) and None)
+    ours(torch.ones(2, 32)).sum().backward()
+    torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
+    count = len(buckets.active)
+    ours.close()
+    return found[0], count
+
+
+def test_shards_are_summed_as_they_arrive(run_ranks: RunRanks) -> None:
+    for summed, buckets in run_ranks(2, summed_during_backward):
+        assert 1 <= summed <= buckets
+
+
+def test_a_reduction_that_failed_is_left_to_backwards_end() -> None:
+    done: list[int] = []
+    handle = Mock(is_completed=lambda: True, wait=Mock(side_effect=RuntimeError("broken")))
+    work = Work(handle, lambda: done.append(1), on_host=True)
+    assert not work.settle()
+    with pytest.raises(RuntimeError, match="broken"):
+        work.wait()
+    assert not done

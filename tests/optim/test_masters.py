@@ -212,6 +212,7 @@ def test_closures_run_on_the_modules_parameters(how: str) -> None:
 def test_a_step_is_on_masters_with_the_very_gradients() -> None:
     module, optimizer, masters = prepared()
     backward(module)
+    module.requires_grad_(False)  # after backward: it is stepped on all the same
     grads = [param.grad for param in module.parameters()]
     seen: list[Tensor] = []
 
