@@ -1,10 +1,12 @@
 """``.grad`` with a sharded optimizer: what can be done with it, what raises, norms, clipping, scaling."""
 
-import contextlib
 import copy
 import math
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,29 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from tests.inside import reducer_of
 from tests.models import Mlp, batch
-from tests.reference import mean_over_ranks
-
-RunRanks = Callable[..., list[Any]]
-
-
-def backward(models: list[nn.Module], step: int = 0) -> None:
-    for model in models:
-        inputs, target = batch(step, dist.get_rank())
-        nn.functional.mse_loss(model(inputs), target).backward()
+from tests.optim.common import TINY, RunRanks, assert_equal, average, backward, seeded
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
-    torch.manual_seed(0)
-    plain = Mlp()
-    return BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=0.001, **options), plain
-
-
-def averaged(plain: nn.Module) -> None:
-    expected = mean_over_ranks(plain)
-    for name, param in plain.named_parameters():
-        param.grad = expected[name]
+    plain = seeded(Mlp)
+    return BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options), plain
 
 
 def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
@@ -50,7 +39,6 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
     "data": lambda grad: grad.data,
     "item": lambda grad: grad.flatten()[0].item(),
     "add": lambda grad: grad + 1,
-    "isnan": lambda grad: torch.isnan(grad),
     "foreach_norm": lambda grad: torch._foreach_norm([grad]),
     "stack": lambda grad: torch.stack([grad, grad]),
     "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),
@@ -58,39 +46,25 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def looked_at() -> None:
+def looked_at_and_changed() -> None:
     ours, plain = pair()
-    backward([ours, plain])
-    averaged(plain)
+    backward(ours, plain)
+    average(plain)
     param = ours.module.head.weight
     assert isinstance(param.grad, ShardedGrad)
     assert "head.weight" in repr(param.grad)
     assert param.grad.shape == param.shape
-    assert param.grad.dtype is param.dtype
-    for look in LOOKS.values():
+    for name, look in LOOKS.items():
         with pytest.raises(RuntimeError, match=r"the gradient of parameter 'head.weight' is sharded.*full_grad"):
-            look(param.grad)
+            pytest.fail(f"{name}: {look(param.grad)}")
     with pytest.raises(RuntimeError, match="clip_grad_norm_"):
         nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
     assert_full(ours, plain)
-
-
-def test_values_of_a_sharded_gradient_cannot_be_looked_at(run_ranks: RunRanks) -> None:
-    run_ranks(2, looked_at)
-
-
-def changed_in_place() -> None:
-    ours, plain = pair()
-    backward([ours, plain])
-    averaged(plain)
     for model in (ours, plain):
         for param in model.parameters():
-            assert param.grad is not None
             param.grad.mul_(3).div_(2).neg_().clamp_(-0.01, 0.02)
         nn.utils.clip_grad_value_(model.parameters(), 0.015, foreach=True)
         torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
-    assert_full(ours, plain)
-    for model in (ours, plain):
         nn.utils.clip_grad_value_(model.parameters(), 0.004, foreach=False)
     assert_full(ours, plain)
     ours.clip_grad_value_(0.001)
@@ -98,24 +72,23 @@ def changed_in_place() -> None:
     assert_full(ours, plain)
 
 
-def test_element_wise_changes_in_place(run_ranks: RunRanks) -> None:
-    run_ranks(3, changed_in_place)
+def test_sharded_gradients_change_element_wise_and_show_no_values(run_ranks: RunRanks) -> None:
+    run_ranks(3, looked_at_and_changed)
 
 
 def norms() -> None:
     ours, plain = pair()
-    backward([ours, plain])
-    averaged(plain)
+    backward(ours, plain)
+    average(plain)
     for norm_type in (2.0, 1.0, 3.0, math.inf):
         theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
         torch.testing.assert_close(ours.grad_norm(norm_type), theirs)
     chosen = [ours.module.head.weight, ours.module.layers[0].bias]
     theirs = nn.utils.get_total_norm([plain.head.weight.grad, plain.layers[0].bias.grad])
     torch.testing.assert_close(ours.grad_norm(parameters=chosen), theirs)
-    ours.module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
-    ours.module.extra.grad = torch.full((3,), 2.0)
-    plain.extra = nn.Parameter(torch.ones(3))
-    plain.extra.grad = torch.full((3,), 2.0)
+    for module in (ours.module, plain):
+        module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
+        module.extra.grad = torch.full((3,), 2.0)
     for max_norm in (100.0, 0.5):
         mine = ours.clip_grad_norm_(max_norm)
         torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
@@ -123,124 +96,119 @@ def norms() -> None:
     del plain.extra, ours.module.extra
     assert_full(ours, plain)
     if dist.get_rank() == 0:  # of one rank's shard, yet every rank must know
-        next(filter(len, (param.grad.own_part for param in ours.parameters())))[0] = math.nan
+        next(param.grad.own_part for param in ours.parameters() if len(param.grad.own_part))[0] = math.nan
     assert ours.grad_norm().isnan()
     with pytest.raises(RuntimeError, match="is non-finite"):
         ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_norms_and_clipping(run_ranks: RunRanks) -> None:
+def test_norms_and_clipping_are_those_of_whole_gradients(run_ranks: RunRanks) -> None:
     run_ranks(2, norms)
 
 
 def several_backwards(zeros: bool) -> None:
-    """Gradients add up over passes without zero_grad, over local ones in between too."""
+    """Gradients add up without zero_grad, over local passes too; cleared ones do not come back."""
     ours, plain = pair()
-    backward([ours, plain], 0)
-    averaged(plain)
-    for round_ in range(3):
-        if round_ == 2:
+    backward(ours, plain)
+    average(plain)
+    for turn in range(3):
+        if turn == 2:
             for model in (ours, plain):
                 model.zero_grad(set_to_none=not zeros)
-        with ours.no_sync():
-            backward([ours], 3 * round_ + 1)
-        backward([ours], 3 * round_ + 2)
         summed = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
         plain.zero_grad()
-        backward([plain], 3 * round_ + 1)
-        backward([plain], 3 * round_ + 2)
-        averaged(plain)
+        with ours.no_sync():
+            backward(ours, step=3 * turn + 1)
+        if turn == 1:  # with a gradient of before the pass, and a local one
+            ours.zero_grad(set_to_none=not zeros)
+            summed = dict.fromkeys(summed)
+        else:
+            backward(plain, step=3 * turn + 1)
+        backward(ours, plain, step=3 * turn + 2)
+        average(plain)
         for name, param in plain.named_parameters():
             if summed[name] is not None:
                 param.grad += summed[name]
         assert_full(ours, plain)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_gradients_add_up(run_ranks: RunRanks, zeros: bool) -> None:
-    run_ranks(3, several_backwards, zeros)
-
-
-def cleared_in_between(zeros: bool) -> None:
-    """What was published is set aside when a local pass begins, and must not come back when it has been cleared."""
+def inputs_only() -> None:
+    """``torch.autograd.grad`` through forward's output, between backward and step."""
     ours, plain = pair()
-    backward([ours], 0)
-    with ours.no_sync():
-        backward([ours], 1)
-    ours.zero_grad(set_to_none=not zeros)
-    with ours.no_sync():
-        backward([ours, plain], 2)
-    backward([ours, plain], 3)
-    averaged(plain)
+    backward(ours, plain)
+    average(plain)
+    inputs = batch(1, dist.get_rank())[0].requires_grad_()
+    torch.autograd.grad(ours(inputs).sum(), inputs)
     assert_full(ours, plain)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_cleared_gradients_do_not_come_back(run_ranks: RunRanks, zeros: bool) -> None:
-    run_ranks(2, cleared_in_between, zeros)
+def accumulated() -> None:
+    for zeros in (False, True):
+        several_backwards(zeros)
+    inputs_only()
+
+
+def test_gradients_add_up_until_they_are_cleared(run_ranks: RunRanks) -> None:
+    run_ranks(3, accumulated)
 
 
 def cleared_alone() -> list[Tensor | None]:
     """One rank clears its gradients, the others do not: buckets that are to be laid out anew wait for all."""
     ours, _ = pair()
-    backward([ours], 0)
-    backward([ours], 1)  # in the learned order
+    backward(ours)
+    backward(ours, step=1)  # in the learned order
     if dist.get_rank() == 0:
         ours.zero_grad()
     ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
     before = ours.layout
-    backward([ours], 2)
+    backward(ours, step=2)
     assert ours.layout == before
     grads = [ours.full_grad(param) for param in ours.module.parameters()]
     ours.zero_grad()
-    backward([ours], 3)
+    backward(ours, step=3)
     assert ours.layout != before
     return grads
-
-
-def test_buckets_are_rebuilt_when_all_ranks_have_cleared_gradients(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, cleared_alone, fresh=True)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def local_on_one_rank() -> None:
     """A rebuild is due and waits for cleared gradients, and only rank 0 runs a local backward."""
     ours, plain = pair()
-    backward([ours, plain], 0)
+    backward(ours, plain)
     before = ours.layout
     for model in (ours.module, plain):
-        model.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
-    backward([ours, plain], 1)
+        model.layers[1].weight.requires_grad_(False)
+    backward(ours, plain, step=1)
     with ours.no_sync():
         if dist.get_rank() == 0:
-            backward([ours, plain], 2)
-    backward([ours, plain], 3)
+            backward(ours, plain, step=2)
+    backward(ours, plain, step=3)
     assert ours.layout == before
-    averaged(plain)  # the mean of sums is the sum of means
+    average(plain)  # the mean of sums is the sum of means
     assert_full(ours, plain)
 
 
-def test_a_rebuild_does_not_depend_on_who_has_local_gradients(run_ranks: RunRanks) -> None:
+def test_all_ranks_rebuild_when_all_have_cleared_gradients(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, cleared_alone, fresh=True)
+    assert_equal(first, second)
     run_ranks(2, local_on_one_rank, fresh=True)
 
 
 def unfrozen_on_top(clears: bool) -> None:
     """A parameter becomes trainable while rank 1 still holds accumulated shards."""
-    torch.manual_seed(0)
-    plain = Mlp()
+    plain = seeded(Mlp)
     plain.layers[1].weight.requires_grad_(False)
-    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=0.001)
-    backward([ours], 0)
+    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY)
+    backward(ours)
     if clears or dist.get_rank() == 0:
         ours.zero_grad()
     for model in (ours.module, plain):
         model.layers[1].weight.requires_grad_(True)
     if not clears:
         with pytest.raises(RuntimeError, match=r"expected cleared gradients where further parameters.*zero_grad\(\)"):
-            backward([ours], 1)
+            backward(ours, step=1)
         return
-    backward([ours, plain], 1)
-    averaged(plain)
+    backward(ours, plain, step=1)
+    average(plain)
     assert_full(ours, plain)
 
 
@@ -252,14 +220,14 @@ def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears:
 def raised_on_top(local: bool, early: bool) -> None:
     """A backward raises on every rank while reduced gradients wait for the step."""
     ours, plain = pair()
-    backward([ours, plain], 0)
-    averaged(plain)
+    backward(ours, plain)
+    average(plain)
     inputs, target = batch(1, dist.get_rank())
 
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
-    with ours.no_sync() if local else contextlib.nullcontext():
+    with ours.no_sync() if local else nullcontext():
         output = ours(inputs.requires_grad_())
     (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
     with pytest.raises(ArithmeticError):
@@ -268,8 +236,8 @@ def raised_on_top(local: bool, early: bool) -> None:
         assert_full(ours, plain)
     ours.zero_grad()
     plain.zero_grad()
-    backward([ours, plain], 2)
-    averaged(plain)
+    backward(ours, plain, step=2)
+    average(plain)
     assert_full(ours, plain)
 
 
@@ -280,12 +248,12 @@ def test_reduced_gradients_outlive_a_backward_that_raises(run_ranks: RunRanks, l
 
 def without_root() -> None:
     ours, _ = pair()
-    backward([ours])
+    backward(ours)
     with pytest.raises(RuntimeError, match=r"was added to its sharded one.*clear gradients"):
         ours.module.head.weight.sum().backward()
 
 
-def test_a_backward_past_forward_on_top_of_sharded_gradients_is_refused(run_ranks: RunRanks) -> None:
+def test_a_backward_past_forward_on_top_of_shards_is_refused(run_ranks: RunRanks) -> None:
     run_ranks(2, without_root, fresh=True)
 
 
@@ -300,12 +268,12 @@ def scaled() -> list[float]:
             model.zero_grad()
             inputs, target = batch(step, dist.get_rank())
             scaler.scale(nn.functional.mse_loss(model(inputs), target)).backward()
-        averaged(plain)
+        average(plain)
         if step in (1, 4):
             plain.layers[0].weight.grad[0, 0] = math.inf
             _, mine = ours._runtime.optimizers.parts.find(ours.module.layers[0].weight)
             if mine.start == 0 and mine.stop > 0:  # one rank's part
-                ours._runtime.optimizers.parts.grad_part(ours.module.layers[0].weight)[0] = math.inf
+                ours.module.layers[0].weight.grad.own_part[0] = math.inf
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -321,3 +289,47 @@ def test_a_grad_scaler_skips_on_all_ranks(run_ranks: RunRanks) -> None:
     first, second, third = run_ranks(3, scaled)
     assert first == second == third
     assert first[1] == first[0] / 2
+
+
+# -- shards are summed as they arrive ------------------------------------------------------------------
+
+
+def summed_during_backward() -> tuple[int, int]:
+    """How many of the buckets had been summed when backward ended, and how many there were."""
+    ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
+    ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
+    ours.zero_grad()
+    reducer, found = reducer_of(ours), []
+    buckets, proceed = reducer.buckets, reducer.reduction.proceed
+
+    def noting(poll: Callable[[], None]) -> None:
+        found.append(sum(bucket.work._handle is None for bucket in buckets.active))
+        proceed(poll)
+
+    def until_the_first_has_arrived(grad: Tensor) -> None:
+        deadline = time.monotonic() + 60
+        while not buckets.active[0].work.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    reducer.reduction.proceed = noting
+    ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_the_first_has_arrived) and None)
+    ours(torch.ones(2, 32)).sum().backward()
+    torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
+    count = len(buckets.active)
+    ours.close()
+    return found[0], count
+
+
+def test_shards_are_summed_as_they_arrive(run_ranks: RunRanks) -> None:
+    for summed, buckets in run_ranks(2, summed_during_backward):
+        assert 1 <= summed <= buckets
+
+
+def test_a_reduction_that_failed_is_left_to_backwards_end() -> None:
+    done: list[int] = []
+    handle = Mock(is_completed=lambda: True, wait=Mock(side_effect=RuntimeError("broken")))
+    work = Work(handle, lambda: done.append(1), on_host=True)
+    assert not work.settle()
+    with pytest.raises(RuntimeError, match="broken"):
+        work.wait()
+    assert not done

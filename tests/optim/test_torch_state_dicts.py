@@ -1,10 +1,9 @@
-"""``torch.distributed.checkpoint.state_dict`` on a wrapper and on ``trainer.model``, as on torch's DDP."""
+"""``torch.distributed.checkpoint.state_dict`` on a wrapper, as on torch's DDP."""
 
 import copy
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
-from tests.lightning_models import Citizen, data, ours, trainer
 from tests.models import ConvBatchNorm, Mlp, batch
-from tests.test_sharded_checkpoints import assert_equal
+from tests.optim.common import TINY, RunRanks, assert_equal
 
-RunRanks = Callable[..., list[Any]]
-TINY = 0.0003  # MiB: several buckets
 OPTIONS = {
     "default": {},
     "on the CPU": {"cpu_offload": True},
@@ -73,14 +69,8 @@ def nested(module: nn.Module, wrap: Callable[..., nn.Module] = bucket_ddp) -> nn
     return nn.Sequential(wrap(module), nn.Tanh())
 
 
-WRAPS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
-    "wrapper": (bucket_ddp, DistributedDataParallel),
-    "a module with a wrapper": (nested, lambda module: nested(module, DistributedDataParallel)),
-    "compiled": (
-        lambda module: torch.compile(bucket_ddp(module), backend="eager"),
-        lambda module: torch.compile(DistributedDataParallel(module), backend="eager"),
-    ),
-}
+def compiled(module: nn.Module, wrap: Callable[..., nn.Module] = bucket_ddp) -> Any:
+    return torch.compile(wrap(module), backend="eager")
 
 
 def got(model: nn.Module, optimizers: Any, **options: Any) -> list[Any]:
@@ -88,12 +78,18 @@ def got(model: nn.Module, optimizers: Any, **options: Any) -> list[Any]:
     return copy.deepcopy(list(get_state_dict(model, optimizers, options=StateDictOptions(**options))))
 
 
-def as_torchs(where: str, build: Callable[[], nn.Module], option: str) -> None:
-    wrap, torchs_wrap = WRAPS[where]
+def set_(model: nn.Module, optimizers: Any, given: Any, **options: Any) -> None:
+    state = {"model_state_dict": given[0], "optim_state_dict": given[1]}
+    set_state_dict(model, optimizers, **state, options=StateDictOptions(**options))
+
+
+def as_torchs(
+    wrap: Callable[..., nn.Module], torchs_wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], option: str
+) -> None:
     options = OPTIONS[option]
     model, optimizer = made(wrap, build, 2)
     expected = got(*made(torchs_wrap, build, 2), **options)
-    assert_equal(got(model, optimizer, **options), expected)
+    assert_equal(got(model, optimizer, **options), expected, option)
     assert expected[0] or (option == "full on the CPU" and dist.get_rank() == 1)
     others = [made(wrap, build, 0), made(wrap, build, 1)]
     if option != "from rank 0":  # which torch's own DDP fails at (torch 2.13): other ranks' keys keep their prefix
@@ -102,24 +98,20 @@ def as_torchs(where: str, build: Callable[[], nn.Module], option: str) -> None:
         given = got(model, optimizer, **options)
         if not given[0]:  # what rank 0 has got is to be given to all
             given = got(model, optimizer)
-        set_state_dict(
-            other,
-            other_optimizer,
-            model_state_dict=given[0],
-            optim_state_dict=given[1],
-            options=StateDictOptions(**options),
-        )
-        assert_equal(got(other, other_optimizer, **options), expected)
+        set_(other, other_optimizer, given, **options)
+        assert_equal(got(other, other_optimizer, **options), expected, option)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks, option: str) -> None:
-    run_ranks(2, as_torchs, "wrapper", Own, option)
+def all_options() -> None:
+    for option in OPTIONS:
+        as_torchs(bucket_ddp, DistributedDataParallel, Own, option)
+    for wrap in (nested, compiled):
+        as_torchs(wrap, lambda module, wrap=wrap: wrap(module, DistributedDataParallel), Mlp, "default")
 
 
-@pytest.mark.parametrize("where", ["a module with a wrapper", "compiled"])
-def test_wrappers_within_others_as_with_torch_ddp(run_ranks: RunRanks, where: str) -> None:
-    run_ranks(2, as_torchs, where, Mlp, "default")
+def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks) -> None:
+    assert dcp._StateDictInfo.dsd_fqn_modifiers == BucketDDP._fqn_modifiers.__name__, "private to torch"
+    run_ranks(2, all_options)
 
 
 def names() -> None:
@@ -140,72 +132,24 @@ def test_parameters_have_the_names_of_the_state_dict(run_ranks: RunRanks) -> Non
     run_ranks(2, names)
 
 
-def test_torch_still_asks_modules_for_their_names() -> None:
-    """Private: without it names that have no prefix are not found."""
-    assert dcp._StateDictInfo.dsd_fqn_modifiers == BucketDDP._fqn_modifiers.__name__
-
-
-# -- in a Trainer ------------------------------------------------------------------------------------
-
-
-class Gets(pl.Callback):
-    """Gets everything at the end, sets what was got before, and gets that."""
-
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(trainer.model, BucketDDP)
-        if self.before is not None:
-            model_state, optimizer_state = copy.deepcopy(self.before)
-            set_state_dict(
-                trainer.model, trainer.optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state
-            )
-        self.found = got(trainer.model, trainer.optimizers)
-        self.keys = list(pl_module.state_dict())
-
-
-def in_trainer() -> None:
-    first = Gets()
-    trainer(ours(), callbacks=[first]).fit(Citizen("conv", "adamw"), data())
-    assert list(first.found[0]) == first.keys
-    second = Gets(first.found)
-    trainer(ours(), callbacks=[second]).fit(Citizen("conv", "adamw"), data(2))
-    assert_equal(second.found, first.found)
-
-
-def test_the_state_of_a_trainers_model(run_ranks: RunRanks) -> None:
-    run_ranks(2, in_trainer)
-
-
-# -- state that torch's functions do not know --------------------------------------------------------
-
-
-def sharded() -> None:
+def not_known_to_torch() -> None:
+    """Shards take whole state, and refuse to give their part; masters are not left out silently."""
     model, optimizer = made(bucket_ddp, Mlp, 2)
     whole = got(model, optimizer)
     other, other_optimizer = made(lambda module: bucket_ddp(module, shard_optimizer=True), Mlp, 0)
-    set_state_dict(other, other_optimizer, model_state_dict=whole[0], optim_state_dict=whole[1])
-    expected, found = optimizer.state_dict(), other.optimizer_state_dict(other_optimizer, every_rank=True)
-    assert_equal(found["state"], expected["state"])
+    set_(other, other_optimizer, whole)
+    found = other.optimizer_state_dict(other_optimizer, every_rank=True)
+    assert_equal(found["state"], optimizer.state_dict()["state"])
     assert_equal(other.state_dict(), model.state_dict())
-    with pytest.raises(RuntimeError, match=r"expected optimizer_state_dict\(\).*found get_optimizer_state_dict"):
-        get_state_dict(other, other_optimizer)
     assert dcp.get_model_state_dict(other).keys() == whole[0].keys()
+    low = BucketDDP(Mlp().bfloat16(), grad_dtype=torch.float32)
+    low_optimizer = torch.optim.AdamW(low.parameters())
+    low(batch(0, dist.get_rank())[0].bfloat16()).square().mean().backward()
+    low_optimizer.step()
+    for each in ((other, other_optimizer), (low, low_optimizer)):
+        with pytest.raises(RuntimeError, match=r"expected optimizer_state_dict\(\).*found get_optimizer_state_dict"):
+            dcp.get_optimizer_state_dict(*each)
 
 
-def test_a_sharded_optimizer_loads_whole_state_and_refuses_to_give_its_part(run_ranks: RunRanks) -> None:
-    run_ranks(2, sharded)
-
-
-def with_masters() -> None:
-    model = BucketDDP(Mlp().bfloat16(), grad_dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(batch(0, dist.get_rank())[0].bfloat16()).square().mean().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"expected optimizer.state_dict\(\).*master"):
-        dcp.get_optimizer_state_dict(model, optimizer)
-
-
-def test_master_parameters_are_not_left_out_silently(run_ranks: RunRanks) -> None:
-    run_ranks(2, with_masters)
+def test_shards_and_masters_are_refused_to_torchs_functions(run_ranks: RunRanks) -> None:
+    run_ranks(2, not_known_to_torch)
