@@ -15,7 +15,7 @@ from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import ParamSpec, plan
+from lightning_bucketddp.layout.plan import Layout, ParamSpec, plan
 
 
 def some_params() -> list[nn.Parameter]:
@@ -23,9 +23,8 @@ def some_params() -> list[nn.Parameter]:
     return [nn.Parameter(tensor) for tensor in (conv, torch.randn(7), torch.randn(2, 5), torch.randn(()))]
 
 
-def buffers_of(params: list[nn.Parameter]) -> GradBuffers:
-    specs = [ParamSpec.of(f"p{at}", param) for at, param in enumerate(params)]
-    return GradBuffers(plan(specs, range(len(specs)), 100))
+def layout_of(params: list[nn.Parameter]) -> Layout:
+    return plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(params)], range(len(params)), 100)
 
 
 @pytest.mark.parametrize("large_bytes", [1, 10**6], ids=["one by one", "together"])
@@ -33,8 +32,9 @@ def buffers_of(params: list[nn.Parameter]) -> GradBuffers:
 def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes: int, inside: bool) -> None:
     monkeypatch.setattr(buffers, "LARGE_BYTES", large_bytes)
     params = some_params()
-    made = buffers_of(params)
-    for bucket in made._layout.buckets:
+    layout = layout_of(params)
+    made = GradBuffers(layout)
+    for bucket in layout.buckets:
         slots = bucket.slots
         expected = [torch.randn_like(params[slot]) for slot in slots]
         grads = [made.views[slot].copy_(grad) if inside else grad for slot, grad in zip(slots, expected, strict=True)]
@@ -46,8 +46,7 @@ def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes:
 
 
 def test_a_view_that_was_moved_is_no_gradient_of_the_buffer() -> None:
-    params = some_params()
-    made = buffers_of(params)
+    made = GradBuffers(layout_of(some_params()))
     moved = made.views[1]
     moved.data = torch.full((7,), 3.0)  # as module.to(dtype) does
     assert not made.holds(1, moved)
@@ -58,7 +57,7 @@ def test_a_view_that_was_moved_is_no_gradient_of_the_buffer() -> None:
 
 
 def test_memory_can_be_put_away() -> None:
-    made = buffers_of(some_params())
+    made = GradBuffers(layout_of(some_params()))
     views = list(made.views)
     views[2].fill_(1.0)
     made.put_away()
@@ -79,7 +78,7 @@ def test_memory_can_be_put_away() -> None:
     ],
 )
 def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], message: str) -> None:
-    made = buffers_of(some_params())
+    made = GradBuffers(layout_of(some_params()))
     with pytest.raises(RuntimeError, match=message):
         made.pack([0, 1], [torch.ones(4, 3, 2, 2), grad()])
     assert not made.flats[0].any(), "nothing was copied"
@@ -88,7 +87,7 @@ def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], mes
 def test_a_lost_gradient_dtype_comes_back() -> None:
     param = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
     param.grad_dtype = torch.float32
-    made = buffers_of([param])
+    made = GradBuffers(layout_of([param]))
     param.grad_dtype = torch.bfloat16
     made.bind(0, param)
     assert param.grad is made.views[0]

@@ -115,7 +115,7 @@ def error_on_one_rank(what: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("what", ["count_tokens", "cleared"])
-def test_a_rank_that_forgets_to_is_named(run_ranks: RunRanks, what: str) -> None:
+def test_a_rank_that_forgets_something_is_named(run_ranks: RunRanks, what: str) -> None:
     (other, reason, elapsed), (mine, message, _) = run_ranks(2, error_on_one_rank, what, fresh=True)
     assert (mine, other) == ("RuntimeError", "PeerFailureError")
     assert what in message
