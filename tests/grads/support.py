@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,21 @@ from tests.reference import assert_grads, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0003  # MiB; makes several buckets of the small test models
+
+
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Makes a job a test that runs it on as many ranks; ``options`` are those of the worker pool."""
+
+    def decorate(job: Callable[[], None]) -> Callable[..., None]:
+        def test(run_ranks: RunRanks, world_size: int) -> None:
+            run_ranks(world_size, job, **options)
+
+        test.__name__ = job.__name__
+        test.job = job  # type: ignore[attr-defined]
+        job.__qualname__ = f"{job.__name__}.job"  # where workers find it
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
 
 
 @contextmanager

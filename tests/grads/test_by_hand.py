@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, case, inputs_of, pair, run_backward
+from tests.grads.support import TINY, RunRanks, case, inputs_of, on_ranks, pair, run_backward
 from tests.models import Fragile, Mlp
 from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
 
@@ -32,7 +32,8 @@ def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
     return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
 
 
-def dropped_tokens() -> None:
+@on_ranks(2)
+def test_tokens_are_dropped_with_their_gradients() -> None:
     ways = [("zero_grad", True), ("zero_grad_buffer", False), ("optimizer", False), ("zero_grad", False)]
     for how, guarded in ways:
         plain, ours = pair(cap=TINY, gradient_divide_by="tokens")
@@ -67,11 +68,8 @@ def dropped_tokens() -> None:
         ours.close()
 
 
-def test_tokens_are_dropped_with_their_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(2, dropped_tokens)
-
-
-def kinds_of_token_counts() -> None:
+@on_ranks(2)
+def test_token_counts_are_whole_numbers_and_exact() -> None:
     plain, ours = pair(lambda: Mlp(depth=1).double(), gradient_divide_by="tokens")
     inputs = inputs_of(0).double()
     default = torch.get_default_dtype()
@@ -92,10 +90,6 @@ def kinds_of_token_counts() -> None:
         with case(count, dtype):
             assert_grads(ours.module, divided_sum(plain, 2006), rtol=1e-12, atol=0)
     ours.close()
-
-
-def test_token_counts_are_whole_numbers_and_exact(run_ranks: RunRanks) -> None:
-    run_ranks(2, kinds_of_token_counts)
 
 
 def error_on_one_rank(what: str) -> tuple[str, str, float]:
@@ -125,7 +119,8 @@ def test_a_rank_that_forgets_something_is_named(run_ranks: RunRanks, what: str) 
     assert elapsed < AT_ONCE
 
 
-def reduced_twice() -> None:
+@on_ranks(2)
+def test_a_sum_is_not_reduced_again() -> None:
     for divisor, options in itertools.product([1, "tokens"], PLACES):
         plain, ours = pair(cap=TINY, gradient_divide_by=divisor, **options)
         counts = [ours.count_tokens] if divisor == "tokens" else []
@@ -144,11 +139,8 @@ def reduced_twice() -> None:
         ours.close()
 
 
-def test_a_sum_is_not_reduced_again(run_ranks: RunRanks) -> None:
-    run_ranks(2, reduced_twice)
-
-
-def in_flight() -> None:
+@on_ranks(2)
+def test_a_reduction_under_way_is_not_disturbed() -> None:
     """Between the start and the end of a reduction by hand."""
     for options in PLACES:
         plain, ours = pair(cap=TINY, **options)
@@ -175,11 +167,8 @@ def in_flight() -> None:
         ours.close()
 
 
-def test_a_reduction_under_way_is_not_disturbed(run_ranks: RunRanks) -> None:
-    run_ranks(2, in_flight)
-
-
-def unfrozen() -> None:
+@on_ranks(2)
+def test_an_unfrozen_parameter_may_be_reduced_by_hand() -> None:
     """A gradient that the user sets takes part, and zeroing reaches one that came in a local pass."""
     plain, ours = pair(cap=TINY)
     ours.close()
@@ -201,11 +190,8 @@ def unfrozen() -> None:
     ours.close()
 
 
-def test_an_unfrozen_parameter_may_be_reduced_by_hand(run_ranks: RunRanks) -> None:
-    run_ranks(2, unfrozen)
-
-
-def broadcast_after_a_failure() -> None:
+@on_ranks(2)
+def test_parameters_may_be_broadcast_after_a_failed_pass() -> None:
     plain, ours = pair(Fragile, TINY)
     for step in range(3):
         ours.zero_grad()
@@ -220,7 +206,3 @@ def broadcast_after_a_failure() -> None:
     assert_grads(ours.module, mean_over_ranks(plain))
     assert largest_difference_between_ranks(ours.module) == 0
     ours.close()
-
-
-def test_parameters_may_be_broadcast_after_a_failed_pass(run_ranks: RunRanks) -> None:
-    run_ranks(2, broadcast_after_a_failure)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.grads.support import RunRanks, both, case, inputs_of, pair, run_backward, warm_up
+from tests.grads.support import both, case, inputs_of, on_ranks, pair, run_backward, warm_up
 from tests.models import Fragile
 from tests.reference import assert_grads, mean_over_ranks
 
@@ -37,17 +37,15 @@ def raised(cap: float, guarded: bool, local: bool) -> None:
     ours.close()
 
 
-def raised_in_all_ways() -> None:
+@on_ranks(2)
+def test_a_backward_that_raised_leaves_no_gradient() -> None:
     for cap, (guarded, local) in itertools.product([1, 0.0002], [(False, False), (True, False), (False, True)]):
         with case(cap, guarded, local):
             raised(cap, guarded, local)
 
 
-def test_a_backward_that_raised_leaves_no_gradient(run_ranks: RunRanks) -> None:
-    run_ranks(2, raised_in_all_ways)
-
-
-def after_a_failure() -> None:
+@on_ranks(2)
+def test_the_backward_after_a_failed_one_is_whole() -> None:
     """A forward from before, whose backward follows one that raised on every rank."""
     for rooted in (True, False):
         plain, ours = pair(Fragile)
@@ -63,7 +61,3 @@ def after_a_failure() -> None:
         both([plain, ours], inputs_of(2))
         assert_grads(ours.module, mean_over_ranks(plain))
         ours.close()
-
-
-def test_the_backward_after_a_failed_one_is_whole(run_ranks: RunRanks) -> None:
-    run_ranks(2, after_a_failure)

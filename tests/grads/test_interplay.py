@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, both, case, inputs_of, pair
+from tests.grads.support import TINY, RunRanks, both, case, inputs_of, on_ranks, pair
 from tests.models import Branches, Mlp
 from tests.reference import assert_grads, grads, mean_over_ranks
 
@@ -40,7 +40,8 @@ class Fork(nn.Module):
         return self.always(x) + (self.sometimes(x) if both else 0)
 
 
-def two_wrappers() -> None:
+@on_ranks(2)
+def test_two_wrappers_meet_in_one_backward() -> None:
     """In one backward of two wrappers, one rank takes a branch of one of them."""
     cases = [(25.0, True, True), (25.0, False, False), (0.0001, True, False), (0.0001, False, True)]
     for cap, in_order, first_branches in cases:
@@ -58,10 +59,6 @@ def two_wrappers() -> None:
                     assert_grads(model.module, mean_over_ranks(reference))
         for model in ours:
             model.close()
-
-
-def test_two_wrappers_meet_in_one_backward(run_ranks: RunRanks) -> None:
-    run_ranks(2, two_wrappers)
 
 
 class Outer(nn.Module):
@@ -92,7 +89,8 @@ def assert_loads(model: nn.Module, state: dict[str, Tensor], names: dict[str, Te
     assert all(torch.equal(value, other) for value, other in zip(loaded.values(), expected, strict=True))
 
 
-def state_dicts() -> None:
+@on_ranks(2)
+def test_state_dicts_are_those_of_the_module() -> None:
     expected = Outer(lambda module: module).state_dict()
     outer = Outer(BucketDDP)
     for model in (outer, copy.deepcopy(copy.deepcopy(outer))):
@@ -117,10 +115,6 @@ def state_dicts() -> None:
         ours = BucketDDP(model)
         assert_loads(ours, plain, plain)
         ours.close()
-
-
-def test_state_dicts_are_those_of_the_module(run_ranks: RunRanks) -> None:
-    run_ranks(2, state_dicts)
 
 
 def copies_on_one_rank() -> float:
@@ -154,7 +148,8 @@ def test_a_copy_waits_for_nobody_until_it_trains(run_ranks: RunRanks) -> None:
     assert max(run_ranks(2, copies_on_one_rank)) < AT_ONCE
 
 
-def copies_that_train() -> None:
+@on_ranks(2)
+def test_copies_train_as_the_wrapper_does() -> None:
     """Copies keep the hook and its state, which is the group, and learn the order of gradients themselves."""
     for hook, means in [(None, True), (allreduce_hook, True), (noop_hook, False)]:
         plain, ours = pair()
@@ -168,10 +163,6 @@ def copies_that_train() -> None:
                     assert_grads(copied.module, mean_over_ranks(plain) if means else grads(plain))
             copied.close()
         ours.close()
-
-
-def test_copies_train_as_the_wrapper_does(run_ranks: RunRanks) -> None:
-    run_ranks(2, copies_that_train)
 
 
 def pickle_sizes() -> tuple[int, int]:
@@ -197,7 +188,8 @@ def test_pickles_leave_gradient_buffers_out(run_ranks: RunRanks) -> None:
         assert ours < 1.5 * plain
 
 
-def one_name_ignored() -> None:
+@on_ranks(2)
+def test_a_shared_weight_is_ignored_by_all_its_names() -> None:
     for name in ("0.weight", "2.weight"):
         module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
         module[2].weight = module[0].weight
@@ -207,10 +199,6 @@ def one_name_ignored() -> None:
         both([plain, ours], inputs_of(0))
         assert_grads(module, mean_over_ranks(plain))
         ours.close()
-
-
-def test_a_shared_weight_is_ignored_by_all_its_names(run_ranks: RunRanks) -> None:
-    run_ranks(2, one_name_ignored)
 
 
 def error_inside_join() -> str | None:
@@ -231,7 +219,8 @@ def test_a_rank_raises_its_own_error_inside_join(run_ranks: RunRanks) -> None:
     assert run_ranks(2, error_inside_join, fresh=True)[1] == "ValueError('no more of this')"
 
 
-def restored_dtypes() -> None:
+@on_ranks(2)
+def test_close_gives_gradients_their_dtype_back() -> None:
     plain, ours = pair(lambda: Mlp().to(BF16), grad_dtype=torch.float32)
     both([ours], inputs_of(0).to(BF16))
     ours.close()
@@ -244,10 +233,6 @@ def restored_dtypes() -> None:
     again = BucketDDP(ours.module)
     assert {buffer.dtype for buffer in again.layout.buffers} == {BF16}
     again.close()
-
-
-def test_close_gives_gradients_their_dtype_back(run_ranks: RunRanks) -> None:
-    run_ranks(2, restored_dtypes)
 
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -289,11 +274,8 @@ def alone(way: str, joined: bool) -> None:
     ours.close()
 
 
-def alone_in_every_way() -> None:
+@on_ranks(1)
+def test_one_rank_trains_as_without_a_wrapper() -> None:
     for way, joined in zip(ALONE, itertools.cycle((True, False))):
         with case(way, joined):
             alone(way, joined)
-
-
-def test_one_rank_trains_as_without_a_wrapper(run_ranks: RunRanks) -> None:
-    run_ranks(1, alone_in_every_way)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, case
+from tests.grads.support import TINY, RunRanks, case, on_ranks
 from tests.inside import views_of
 from tests.models import MODELS, batch, build, loss_of
 from tests.reference import largest_difference_between_ranks
@@ -100,7 +100,8 @@ def test_options_do_not_change_gradients(run_ranks: RunRanks, options: dict[str,
     run_ranks(2, with_settings, "mixed_dtypes", SETTINGS[2:], options)
 
 
-def against_one_process() -> None:
+@on_ranks(3)
+def test_training_is_that_of_one_process() -> None:
     module = build("mlp")
     alone = copy.deepcopy(module)
     ours = BucketDDP(module)
@@ -120,7 +121,3 @@ def against_one_process() -> None:
         torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
     assert largest_difference_between_ranks(module) == 0
     ours.close()
-
-
-def test_training_is_that_of_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(3, against_one_process)

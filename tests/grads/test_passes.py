@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.hooks import is_reducers_own
-from tests.grads.support import RunRanks, both, case, inner, inputs_of, pair, run_backward, warm_up
+from tests.grads.support import RunRanks, both, case, inner, inputs_of, on_ranks, pair, run_backward, warm_up
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed
 from tests.reference import assert_grads, grads, mean_over_ranks
@@ -29,7 +29,8 @@ def is_free(module: nn.Module) -> bool:
     return not any(map(is_reducers_own, hooks))
 
 
-def reached() -> None:
+@on_ranks(2)
+def test_backward_may_reach_other_parameters_on_each_rank() -> None:
     rank = dist.get_rank()
     plain, ours = pair()
     warm_up(plain, ours)
@@ -49,10 +50,6 @@ def reached() -> None:
         ours.zero_grad()
     assert ours.passes == 10
     ours.close()
-
-
-def test_backward_may_reach_other_parameters_on_each_rank(run_ranks: RunRanks) -> None:
-    run_ranks(2, reached)
 
 
 def note(came: list[bool], param: Tensor, before: Tensor | None, _grad: Tensor) -> None:
@@ -88,7 +85,8 @@ def test_gradients_may_come_before_an_output_is_reached(run_ranks: RunRanks, loc
     run_ranks(2, before_the_root, local)
 
 
-def changed_between() -> None:
+@on_ranks(3)
+def test_gradients_may_be_changed_between_passes() -> None:
     """Gradients that are changed in place between passes belong to a parameter that the next pass does not use."""
     for how, guarded in [("zero", False), ("zero", True), ("clip", False), ("clip", True), ("none", False)]:
         plain, ours = pair(Branches)
@@ -113,11 +111,8 @@ def changed_between() -> None:
         ours.close()
 
 
-def test_gradients_may_be_changed_between_passes(run_ranks: RunRanks) -> None:
-    run_ranks(3, changed_between)
-
-
-def untouched() -> None:
+@on_ranks(3)
+def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     rank = float(dist.get_rank())
     for guarded in (False, True):
         plain, ours = pair(Branches)
@@ -135,11 +130,8 @@ def untouched() -> None:
         ours.close()
 
 
-def test_a_gradient_that_no_rank_made_keeps_every_bit(run_ranks: RunRanks) -> None:
-    run_ranks(3, untouched)
-
-
-def cleared_in_the_guard() -> None:
+@on_ranks(2)
+def test_gradients_may_be_cleared_inside_a_guard() -> None:
     plain, ours = pair()
     warm_up(plain, ours)
     for name, param in ours.module.named_parameters():
@@ -153,11 +145,8 @@ def cleared_in_the_guard() -> None:
     ours.close()
 
 
-def test_gradients_may_be_cleared_inside_a_guard(run_ranks: RunRanks) -> None:
-    run_ranks(2, cleared_in_the_guard)
-
-
-def local_passes() -> None:
+@on_ranks(2)
+def test_local_passes_accumulate_in_the_buffers() -> None:
     """Local passes that reach different parameters."""
     rank = dist.get_rank()
     plain, ours = pair(cap=SEVERAL)
@@ -191,11 +180,8 @@ def local_passes() -> None:
     ours.close()
 
 
-def test_local_passes_accumulate_in_the_buffers(run_ranks: RunRanks) -> None:
-    run_ranks(2, local_passes)
-
-
-def without_root() -> None:
+@on_ranks(2)
+def test_backward_may_come_by_no_output_of_forward() -> None:
     """Backwards that come by no output of the wrapper."""
     plain, ours = pair()
     warm_up(plain, ours)
@@ -215,11 +201,8 @@ def without_root() -> None:
     ours.close()
 
 
-def test_backward_may_come_by_no_output_of_forward(run_ranks: RunRanks) -> None:
-    run_ranks(2, without_root)
-
-
-def large_gradients() -> None:
+@on_ranks(3, fresh=True)
+def test_a_gradient_may_come_again_before_the_launch() -> None:
     """Gradients that are scaled one by one: some come twice, and a user's hook looks at one."""
     buffers.LARGE_BYTES = 1  # type: ignore[misc]
     plain, ours = pair(lambda: Checkpointed(use_reentrant=True))
@@ -235,10 +218,6 @@ def large_gradients() -> None:
     assert len(ours.layout.buckets) == 1
 
 
-def test_a_gradient_may_come_again_before_the_launch(run_ranks: RunRanks) -> None:
-    run_ranks(3, large_gradients, fresh=True)
-
-
 def hook_all(module: nn.Module, calls: list[str]) -> list[torch.utils.hooks.RemovableHandle]:
     return [
         param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
@@ -246,7 +225,8 @@ def hook_all(module: nn.Module, calls: list[str]) -> list[torch.utils.hooks.Remo
     ]
 
 
-def users_hooks() -> None:
+@on_ranks(2)
+def test_hooks_of_the_user_stay() -> None:
     plain, ours = pair()
     names = [name for name, _ in ours.module.named_parameters()]
     calls: list[str] = []
@@ -263,7 +243,3 @@ def users_hooks() -> None:
     both([ours], inputs_of(2))
     assert sorted(calls) == sorted(names[1:] + names)
     assert is_free(ours.module)
-
-
-def test_hooks_of_the_user_stay(run_ranks: RunRanks) -> None:
-    run_ranks(2, users_hooks)

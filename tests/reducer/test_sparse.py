@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
-from tests.grads.support import TINY, RunRanks, case, pair, run_backward
+from tests.grads.support import TINY, RunRanks, case, on_ranks, pair, run_backward
 from tests.inside import upkeep_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
 from tests.reference import mean_over_ranks
@@ -71,9 +71,9 @@ def optimizers_of(module: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
 def compare_with_torch_ddp(optimizer: str, mode: str, accumulate: int) -> None:
     _, ours = pair(lambda: Lookup(mode=mode), TINY)
     reference = DistributedDataParallel(copy.deepcopy(ours.module))
+    optimizers = [optimizers_of(model.module, optimizer) for model in (ours, reference)]
     for step in range(3):
-        for model in (ours, reference):
-            steps = optimizers_of(model.module, optimizer)
+        for model, steps in zip((ours, reference), optimizers, strict=True):
             model.zero_grad()
             for micro in range(accumulate):
                 with nullcontext() if micro == accumulate - 1 else model.no_sync():
@@ -101,7 +101,8 @@ def test_gradients_and_weights_are_those_of_torch_ddp(
     run_ranks(world_size, compare_with_torch_ddp, optimizer, mode, accumulate)
 
 
-def used_by_rank() -> None:
+@on_ranks(2, 3)
+def test_ranks_may_use_different_embeddings() -> None:
     rank = dist.get_rank()
     plain, ours = pair(Lookup, TINY)
     patterns = [(True, True), (True, False), (False, False), (False, True)]
@@ -124,12 +125,8 @@ def used_by_rank() -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_may_use_different_embeddings(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, used_by_rank)
-
-
-def untouched() -> None:
+@on_ranks(2)
+def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     rank = dist.get_rank()
     plain, ours = pair(Lookup, TINY)
     weight = ours.module.words.weight
@@ -153,11 +150,8 @@ def untouched() -> None:
     ours.close()
 
 
-def test_a_gradient_that_no_rank_made_keeps_every_bit(run_ranks: RunRanks) -> None:
-    run_ranks(2, untouched)
-
-
-def frozen_and_unfrozen() -> None:
+@on_ranks(2)
+def test_a_frozen_embedding_sends_nothing() -> None:
     plain, ours = pair(Lookup, TINY)
     layouts = []
     patterns = [(False, True), (False, True), (True, True), (True, False), (False, False)]
@@ -176,11 +170,8 @@ def frozen_and_unfrozen() -> None:
     ours.close()
 
 
-def test_a_frozen_embedding_sends_nothing(run_ranks: RunRanks) -> None:
-    run_ranks(2, frozen_and_unfrozen)
-
-
-def tied_to_a_dense_use() -> None:
+@on_ranks(2, 3)
+def test_one_dense_gradient_makes_all_ranks_dense() -> None:
     """Rank 1 alone uses the embedding as an output layer, in every other step."""
     plain, ours = pair(Lookup, TINY)
     for step in range(4):
@@ -190,12 +181,8 @@ def tied_to_a_dense_use() -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_dense_gradient_makes_all_ranks_dense(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, tied_to_a_dense_use)
-
-
-def no_rows() -> None:
+@on_ranks(2)
+def test_a_gradient_may_have_no_rows() -> None:
     plain, ours = pair(Lookup, TINY)
     for step, everywhere in enumerate((True, False)):
         words, bag = tokens(step, dist.get_rank())
@@ -210,11 +197,8 @@ def no_rows() -> None:
     ours.close()
 
 
-def test_a_gradient_may_have_no_rows(run_ranks: RunRanks) -> None:
-    run_ranks(2, no_rows)
-
-
-def in_other_dtypes() -> None:
+@on_ranks(2)
+def test_other_dtypes_are_averaged_in_themselves() -> None:
     rank = dist.get_rank()
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         ours = BucketDDP(nn.Embedding(8, 4, sparse=True, dtype=dtype))
@@ -229,11 +213,8 @@ def in_other_dtypes() -> None:
         ours.close()
 
 
-def test_other_dtypes_are_averaged_in_themselves(run_ranks: RunRanks) -> None:
-    run_ranks(2, in_other_dtypes)
-
-
-def nothing_but_sparse() -> None:
+@on_ranks(1, 2)
+def test_all_gradients_may_be_sparse() -> None:
     for find_unused in (False, True):
         plain, ours = pair(lambda: nn.Embedding(ROWS, 4, sparse=True), find_unused_parameters=find_unused)
         assert ours.layout.buckets == ()
@@ -246,11 +227,6 @@ def nothing_but_sparse() -> None:
             torch.testing.assert_close(ours.module.weight.grad.to_dense(), dense_means(plain)["weight"])
         assert ours.passes == 2
         ours.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_gradients_may_be_sparse(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, nothing_but_sparse)
 
 
 class Functional(nn.Module):
@@ -266,7 +242,8 @@ class Functional(nn.Module):
         return self.head(nn.functional.embedding(words, self.table, sparse=True))
 
 
-def declared() -> None:
+@on_ranks(2)
+def test_a_parameter_may_be_declared_sparse() -> None:
     for name in ("table", "other_name"):
         ours = BucketDDP(Functional(), sparse_parameters=[name])
         assert [slot.spec.name for slot in ours.layout.slots] == ["head.bias", "head.weight"]
@@ -277,10 +254,6 @@ def declared() -> None:
         BucketDDP(Functional(), sparse_parameters=["table", "tabel"])
     with pytest.raises(RankMismatchError, match=r"'weight': rank 0 has shape.*sparse gradient, rank 1 has"):
         BucketDDP(nn.Embedding(ROWS, 4, sparse=dist.get_rank() == 0))
-
-
-def test_a_parameter_may_be_declared_sparse(run_ranks: RunRanks) -> None:
-    run_ranks(2, declared)
 
 
 class TwoSparseDims(torch.autograd.Function):
@@ -351,7 +324,8 @@ def test_a_failure_on_one_rank_is_one_on_all(
     assert others in first
 
 
-def all_ranks_raise() -> None:
+@on_ranks(2)
+def test_training_goes_on_when_all_ranks_raised() -> None:
     for guarded in (True, False):
         plain, ours = pair(FragileLookup, TINY)
         for step in range(3):
@@ -371,11 +345,8 @@ def all_ranks_raise() -> None:
         ours.close()
 
 
-def test_training_goes_on_when_all_ranks_raised(run_ranks: RunRanks) -> None:
-    run_ranks(2, all_ranks_raise)
-
-
-def divided() -> None:
+@on_ranks(2)
+def test_sparse_gradients_are_divided_like_dense_ones() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for divide_by in (3, "tokens"):
         plain, ours = pair(Lookup, gradient_divide_by=divide_by)
@@ -397,11 +368,8 @@ def divided() -> None:
         ours.close()
 
 
-def test_sparse_gradients_are_divided_like_dense_ones(run_ranks: RunRanks) -> None:
-    run_ranks(2, divided)
-
-
-def reduced_by_hand() -> None:
+@on_ranks(2)
+def test_sparse_gradients_may_be_reduced_by_hand() -> None:
     plain, ours = pair(Lookup)
     for model in (plain, ours):
         with ours.no_sync():
@@ -416,7 +384,3 @@ def reduced_by_hand() -> None:
     assert ours.module.words.weight.grad is None
     assert not ours.module.head.weight.grad.any()
     ours.close()
-
-
-def test_sparse_gradients_may_be_reduced_by_hand(run_ranks: RunRanks) -> None:
-    run_ranks(2, reduced_by_hand)
