@@ -117,35 +117,29 @@ def test_state_dicts_are_those_of_the_module() -> None:
         ours.close()
 
 
-def copies_on_one_rank() -> float:
+@on_ranks(2)
+def test_a_copy_waits_for_nobody_until_it_trains() -> None:
     """Rank 1 does nothing, so that there is nobody to meet by chance."""
-    longest = 0.0
     for closed in (False, True):
         plain, ours = pair()
         expected = plain(inputs_of(0))
         if closed:
             ours.close()
         begun = time.monotonic()
-        if dist.get_rank() == 0:
-            for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-                before = dict(vars(copied))
-                assert not hasattr(copied, "nonsense")
-                assert vars(copied) == before
-                with torch.no_grad():
-                    torch.testing.assert_close(copied(inputs_of(0)), expected)
-                assert copied.passes == 0
-                assert copied.last_pass() is None
-                copied.close()
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))) if dist.get_rank() == 0 else ():
+            before = dict(vars(copied))
+            assert not hasattr(copied, "nonsense")
+            assert vars(copied) == before
+            with torch.no_grad():
                 torch.testing.assert_close(copied(inputs_of(0)), expected)
-                copied(inputs_of(0)).sum().backward()
-        longest = max(longest, time.monotonic() - begun)
+            assert copied.passes == 0
+            assert copied.last_pass() is None
+            copied.close()
+            torch.testing.assert_close(copied(inputs_of(0)), expected)
+            copied(inputs_of(0)).sum().backward()
+        assert time.monotonic() - begun < AT_ONCE
         dist.barrier()
         ours.close()
-    return longest
-
-
-def test_a_copy_waits_for_nobody_until_it_trains(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(2, copies_on_one_rank)) < AT_ONCE
 
 
 @on_ranks(2)
@@ -165,7 +159,8 @@ def test_copies_train_as_the_wrapper_does() -> None:
         ours.close()
 
 
-def pickle_sizes() -> tuple[int, int]:
+@on_ranks(2)
+def test_pickles_leave_gradient_buffers_out() -> None:
     plain, ours = pair(lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(5))).to(BF16), grad_dtype="float32")
     inputs = torch.ones(2, 200, dtype=BF16) * (1 + dist.get_rank())
     ours(inputs).sum().backward()
@@ -180,12 +175,7 @@ def pickle_sizes() -> tuple[int, int]:
     assert all(param.main_grad is param.grad for param in ours.parameters())
     ours.close()
     plain.zero_grad()
-    return max(size, len(saved.getvalue())), len(pickle.dumps(plain))
-
-
-def test_pickles_leave_gradient_buffers_out(run_ranks: RunRanks) -> None:
-    for ours, plain in run_ranks(2, pickle_sizes):
-        assert ours < 1.5 * plain
+    assert max(size, len(saved.getvalue())) < 1.5 * len(pickle.dumps(plain))
 
 
 @on_ranks(2)
