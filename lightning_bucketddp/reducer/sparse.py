@@ -173,7 +173,8 @@ class SparseGrads(Participant):
                 else:
                     param.grad = self._mean_sparse(param, grad, rows, settled.poll)
                 if self._divisor.factor is not None:
-                    param.grad.mul_(self._divisor.factor)
+                    values = param.grad.values() if param.grad.is_sparse else param.grad  # mul_() would uncoalesce it
+                    values.mul_(self._divisor.factor)
 
     def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
         dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()
