@@ -178,7 +178,7 @@ def test_the_learning_rate_is_found_as_with_ddp(run_ranks: RunRanks, tmp_path: P
 
 
 def test_a_trainer_takes_a_compiled_module(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, with_shards, "test_compile", "fit_compiled") == [0.0, 0.0]
+    assert run_ranks(2, with_shards, "wrapper.test_compile", "fit_compiled") == [0.0, 0.0]
 
 
 # -- clipping, scaling and norms ---------------------------------------------------------------------
