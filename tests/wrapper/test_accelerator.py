@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.replicas.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
+from lightning_bucketddp.replicas.replicas import data_parallel, parallel_apply
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, batch, build, loss_of
+from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks
 from tests.wrapper.cases import RunRanks
 
@@ -559,35 +559,6 @@ def _several() -> list[torch.device]:
     return found if count > 1 else [*found, torch.device("cpu")]
 
 
-def _replicated(name: str) -> nn.Module:
-    torch.manual_seed(7)
-    return REPLICATED[name]() if name in REPLICATED else build(name)
-
-
-@pytest.mark.parametrize("home_first", [True, False])
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("name", ["mlp", "shared_weights", "checkpoint_reentrant", "containers", "sparse", "attention"])
-def test_replicas_on_several_devices_have_the_gradients_of_one(name: str, share: bool, home_first: bool) -> None:
-    devices = _several() if home_first else _several()[::-1]
-    module, reference = (_replicated(name).to(_several()[0]) for _ in range(2))
-    replicas = Replicas(module, devices, share=share)
-    for number in range(3):
-        inputs, target = on_device(number, 0, 4 * len(devices))
-        clear(module, reference)
-        parts = scatter((inputs,), devices)
-        outputs = parallel_apply(replicas.refresh(len(parts)), parts, devices=devices)
-        assert [output.device for output in outputs] == devices
-        loss_of(gather(outputs, _several()[0]), target).backward()
-        loss_of(reference(inputs), target).backward()
-        assert all(param.grad.device == param.device for param in module.parameters())
-        dense = {n: p.grad.to_dense() for n, p in reference.named_parameters()}
-        assert_grads(module, dense, rtol=1e-3, atol=1e-4)
-        with torch.no_grad():
-            for net in (module, reference):
-                for param in net.parameters():
-                    param -= 0.1 * param.grad.to_dense()
-
-
 @cuda
 def test_data_parallel_equals_torchs() -> None:
     devices = list(range(torch.cuda.device_count()))
@@ -659,19 +630,3 @@ def test_several_replicas_on_one_device(run_ranks: RunRanks, setting: str, copie
 @pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes"])
 def test_replicas_on_all_devices_or_on_the_cpu_too(run_ranks: RunRanks, model: str) -> None:
     run_ranks(1, replicas_on, ALONE, _several(), False, model)
-
-
-def elsewhere() -> None:
-    """Refused before anything is sent."""
-    count = torch.accelerator.device_count()
-    for device_ids, words in [
-        (["cpu", DEVICE], f"the whole module on cpu, the first of device_ids, found parameter .* on {DEVICE}"),
-        ([0, count], f"indices of accelerators, of which there are {count} .*found {count}"),
-        ([DEVICE, torch.device(DEVICE.type, count)], f"of which there are {count} .*found '{DEVICE.type}:{count}'"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            BucketDDP(Mlp().to(DEVICE), device_ids=device_ids)
-
-
-def test_devices_that_are_not_there_or_without_the_module(run_ranks: RunRanks) -> None:
-    run_ranks(1, elsewhere)

@@ -128,7 +128,7 @@ def one_rank_asks_for_devices() -> str:
     return f"{error.typename}: {error.value}"
 
 
-def test_a_bad_argument_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
+def test_a_bad_argument_on_one_rank_raises_on_all(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, one_rank_asks_for_devices)
     assert second.startswith("ValueError: expected no device_ids")
     assert first.startswith("PeerFailureError")

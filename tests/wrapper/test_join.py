@@ -14,7 +14,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.inside import passes_of
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks
 from tests.wrapper.cases import TINY, RunRanks, backward, check_each
@@ -169,31 +168,6 @@ def a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
     assert ours == gradients_around_two_joins(DistributedDataParallel, cleared)
 
 
-def early_termination() -> None:
-    ours = BucketDDP(Mlp())
-
-    def train() -> None:
-        with ours.join(throw_on_early_termination=True):
-            for step in range(BATCHES[dist.get_rank()]):
-                backward(ours, step)
-
-    with pytest.raises(RuntimeError, match=r"exhausted all inputs|[Dd]etected"):
-        train()
-    backward(ours, 9)  # and on, together
-    assert ours.passes == 4
-    assert not passes_of(ours).peers.failure()
-    ours.close()
-
-
-def disabled() -> None:
-    ours = BucketDDP(Mlp())
-    with ours.join(enable=False):
-        for step in range(2):
-            backward(ours, step)
-    assert ours.passes == 2
-    ours.close()
-
-
 def tokens_without_a_backward() -> None:
     """Rank 0 counts a batch that it does not train on, and leaves its loop."""
     torch.manual_seed(1)
@@ -232,8 +206,6 @@ def refused() -> None:
 
 def on_two_ranks() -> None:
     check_each({"cleared": [True], "kept": [False]}, a_joined_rank_keeps_its_gradients)
-    early_termination()
-    disabled()
     tokens_without_a_backward()
     refused()
 

@@ -464,7 +464,7 @@ def a_failed_fit_and_another() -> tuple[str, str]:
     return str(error.value), str(again.value)
 
 
-def test_a_failed_fit_reverts_the_layers_and_the_next_is_refused(run_ranks: RunRanks) -> None:
+def test_a_failed_fit_reverts_layers_and_the_next_is_refused(run_ranks: RunRanks) -> None:
     (first, again), (_, again_elsewhere) = run_ranks(2, a_failed_fit_and_another, fresh=True)
     assert "no step today" in first
     assert "unfinished collectives" in again
