@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.replicas.replicas import Replicas, data_parallel, gather, parallel_apply, scatter
+from lightning_bucketddp.replicas.replicas import data_parallel, parallel_apply
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import REPLICATED, Branches, ConvBatchNorm, Mlp, Outputs, batch, build, loss_of
-from tests.reference import copying, largest_difference_between_ranks
-
-RunRanks = Callable[..., list[Any]]
+from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
+from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks
+from tests.wrapper.cases import RunRanks
 
 
 def _sends(backend: str, device: torch.device) -> bool:
@@ -87,13 +86,7 @@ def on_device(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def same_grads(first: nn.Module, second: nn.Module, **tolerance: float) -> None:
-    """Asserts that gradients are the same, and None where the others' are."""
-    for (name, param), other in zip(first.named_parameters(), second.parameters(), strict=True):
-        if other.grad is None:
-            assert param.grad is None, f"{name} has a gradient that no rank produced"
-        else:
-            assert param.grad is not None, f"{name} has no gradient"
-            torch.testing.assert_close(param.grad, other.grad, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    assert_grads(first, grads(second), **tolerance)
 
 
 def clear(*modules: nn.Module) -> None:
@@ -108,12 +101,12 @@ def local_if(net: BucketDDP, local: bool) -> Any:
 # -- gradients ---------------------------------------------------------------------------------------
 
 
-def same_as_one_process(setting: str, model: str) -> None:
+def same_as_one_process(setting: str, model: str, way: str) -> None:
     ranks = dist.get_world_size()
-    device_ids = None if DEVICE.type == "cpu" else [0]
-    net, sent = wrap(setting, build(model).to(DEVICE), bucket_cap_mb=SMALL_CAP, device_ids=device_ids)
+    options = {"device_ids": None if DEVICE.type == "cpu" else [0], **(options_for(way) if way else {})}
+    net, sent = wrap(setting, build(model).to(DEVICE), bucket_cap_mb=SMALL_CAP, **options)
     reference = build(model).to(DEVICE)  # goes through all ranks' batches
-    tolerance = {"rtol": 2e-2, "atol": 1e-3} if model == "mixed_dtypes" else {}  # bf16, added up in another order
+    low = way == "wire" or model == "mixed_dtypes"  # bf16, added up in another order
     early = 0
     for step, local in enumerate([False, False, True, False, False]):
         if step != 3:
@@ -125,10 +118,9 @@ def same_as_one_process(setting: str, model: str) -> None:
             inputs, target = on_device(step, rank)
             (loss_of(reference(inputs), target) / ranks).backward()
         if not local:
-            same_grads(net.module, reference, **tolerance)
+            same_grads(net.module, reference, **({"rtol": 2e-2, "atol": 2e-3} if low else {}))
             views = views_of(net)
-            for name, param in net.module.named_parameters():
-                assert param.grad is views[name]
+            assert all(param.grad is views[name] for name, param in net.module.named_parameters())
             assert largest_difference_between_ranks_of_grads(net.module) == 0
             early = max(early, net.early_launches)
     assert early > 0, "no bucket was launched before backward had ended"
@@ -147,31 +139,13 @@ def largest_difference_between_ranks_of_grads(module: nn.Module) -> float:
 @pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant"])
 @pytest.mark.parametrize("setting", [ALONE, SENDING, TWO_BY_GLOO])
 def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str, model: str) -> None:
-    run_ranks(ranks_in(setting), same_as_one_process, setting, model)
-
-
-def channels_last() -> None:
-    """BatchNorm looks at its batch: both ranks have the same."""
-    net, _ = wrap(TWO, build("conv_batchnorm_channels_last").to(DEVICE), bucket_cap_mb=SMALL_CAP)
-    plain = build("conv_batchnorm_channels_last").to(DEVICE)
-    for step in range(3):
-        clear(net, plain)
-        for module in (net, plain):
-            inputs, target = on_device(step, 0)
-            loss_of(module(inputs), target).backward()
-        same_grads(net.module, plain)
-    assert (
-        net.module.conv2.weight.grad.stride()
-        == plain.conv2.weight.stride()
-        != net.module.conv2.weight.grad.contiguous().stride()
-    )
-    torch.testing.assert_close(dict(net.module.named_buffers()), dict(plain.named_buffers()))
-    net.close()
+    run_ranks(ranks_in(setting), same_as_one_process, setting, model, "")
 
 
 @gloo
-def test_strides_and_module_buffers(run_ranks: RunRanks) -> None:
-    run_ranks(2, channels_last)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_by_hooks_and_wire_dtypes(run_ranks: RunRanks, way: str) -> None:
+    run_ranks(2, same_as_one_process, TWO, "mlp", way)
 
 
 BRANCHES = [("left", "right"), ("left", "left"), ("none", "both"), ("both", "both"), ("right", "none")]
@@ -196,27 +170,8 @@ def branches(setting: str, find_unused: bool) -> None:
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("setting", [SENDING, TWO_BY_GLOO])
-def test_branches_of_which_ranks_take_different_ones(run_ranks: RunRanks, setting: str, find_unused: bool) -> None:
+def test_ranks_may_take_different_branches(run_ranks: RunRanks, setting: str, find_unused: bool) -> None:
     run_ranks(ranks_in(setting), branches, setting, find_unused)
-
-
-def way_of_travelling(way: str) -> None:
-    net, _ = wrap(TWO, build("mlp").to(DEVICE), bucket_cap_mb=SMALL_CAP, **options_for(way))
-    reference = build("mlp").to(DEVICE)
-    for step in range(3):
-        clear(net, reference)
-        loss_of(net(on_device(step, dist.get_rank())[0]), on_device(step, dist.get_rank())[1]).backward()
-        for rank in range(2):
-            (loss_of(reference(on_device(step, rank)[0]), on_device(step, rank)[1]) / 2).backward()
-        same_grads(net.module, reference, **({"rtol": 2e-2, "atol": 2e-3} if way == "wire" else {}))
-        assert largest_difference_between_ranks_of_grads(net.module) == 0
-    net.close()
-
-
-@gloo
-@pytest.mark.parametrize("way", WAYS)
-def test_hooks_and_wire_dtypes(run_ranks: RunRanks, way: str) -> None:
-    run_ranks(2, way_of_travelling, way)
 
 
 def synchronised_batchnorm() -> None:
@@ -235,54 +190,11 @@ def synchronised_batchnorm() -> None:
 
 
 @cuda
-def test_synchronised_batchnorm_is_one_process_with_the_full_batch(run_ranks: RunRanks) -> None:
+def test_synchronised_batchnorm_equals_one_process(run_ranks: RunRanks) -> None:
     run_ranks(2, synchronised_batchnorm)
 
 
 # -- mixed precision ---------------------------------------------------------------------------------
-
-
-def scaled(setting: str) -> list[float]:
-    """fp16 with a GradScaler; in one step a gradient is NaN, on one rank."""
-    ranks, poisoned = dist.get_world_size(), 3
-    net, _ = wrap(setting, build("mlp").to(DEVICE), bucket_cap_mb=SMALL_CAP)
-    reference = build("mlp").to(DEVICE)
-    modules = (net.module, reference)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in modules]
-    scalers = [torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=2) for _ in modules]
-    scales = []
-    for step in range(6):
-        before = net.module.head.bias.detach().clone()
-        for module, scaler, optimizer in zip((net, reference), scalers, optimizers, strict=True):
-            optimizer.zero_grad()
-            own = [dist.get_rank()] if module is net else range(ranks)
-            for rank in own:
-                inputs, target = on_device(step, rank)
-                if step == poisoned and rank == ranks - 1:
-                    target = target * float("nan")
-                with torch.autocast(DEVICE.type, dtype=torch.float16):
-                    loss = loss_of(module(inputs).float(), target)
-                scaler.scale(loss / len(own)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        assert torch.equal(net.module.head.bias, before) == (step == poisoned)
-        for param, other in zip(net.module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-5)
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        scales.append(scalers[0].get_scale())
-    assert largest_difference_between_ranks(copy.deepcopy(net.module).cpu()) == 0
-    net.close()
-    return scales
-
-
-@pytest.mark.parametrize("setting", [SENDING, TWO_BY_GLOO])
-def test_fp16_with_a_grad_scaler(run_ranks: RunRanks, setting: str) -> None:
-    scales = run_ranks(ranks_in(setting), scaled, setting)
-    assert all(found == scales[0] for found in scales)
-    assert scales[0][3] < scales[0][2], "the step with a NaN was not seen"
-    assert max(scales[0]) > 2.0**10, "the scale never grew"
 
 
 def fitted(precision: Any) -> None:
@@ -367,13 +279,6 @@ def runs_where_waits_are_errors(setting: str, options: str) -> None:
     subject.net.close()
 
 
-@cuda
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str) -> None:
-    run_ranks(1, runs_where_waits_are_errors, setting, options)
-
-
 def returns_while_the_device_is_busy(setting: str, options: str) -> None:
     subject = Subject(setting, options)
     subject.warm_up()
@@ -394,11 +299,12 @@ def returns_while_the_device_is_busy(setting: str, options: str) -> None:
 
 
 @cuda
+@pytest.mark.parametrize("job", [runs_where_waits_are_errors, returns_while_the_device_is_busy])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_backward_returns_while_the_device_is_busy(run_ranks: RunRanks, setting: str, options: str) -> None:
-    """Finds waits that torch's debug mode does not know, as for events."""
-    run_ranks(1, returns_while_the_device_is_busy, setting, options)
+def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str, job: Any) -> None:
+    """The second job finds waits that torch's debug mode does not know, as for events."""
+    run_ranks(1, job, setting, options)
 
 
 # -- streams -----------------------------------------------------------------------------------------
@@ -523,7 +429,7 @@ def memory_is_used_again(local: bool) -> None:
 
 @cuda
 @pytest.mark.parametrize("local", [False, True])
-def test_memory_of_a_gradient_is_not_used_again_before_it_was_captured(run_ranks: RunRanks, local: bool) -> None:
+def test_memory_is_not_used_again_before_a_gradient_was_packed(run_ranks: RunRanks, local: bool) -> None:
     run_ranks(1, memory_is_used_again, local)
 
 
@@ -653,62 +559,23 @@ def _several() -> list[torch.device]:
     return found if count > 1 else [*found, torch.device("cpu")]
 
 
-def _replicated(name: str) -> nn.Module:
-    torch.manual_seed(7)
-    return REPLICATED[name]() if name in REPLICATED else build(name)
-
-
-@pytest.mark.parametrize("home_first", [True, False])
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("name", ["mlp", "shared_weights", "checkpoint_reentrant", "containers", "sparse", "attention"])
-def test_replicas_on_several_devices_have_the_gradients_of_one(name: str, share: bool, home_first: bool) -> None:
-    devices = _several() if home_first else _several()[::-1]
-    module, reference = (_replicated(name).to(_several()[0]) for _ in range(2))
-    replicas = Replicas(module, devices, share=share)
-    for number in range(3):
-        inputs, target = on_device(number, 0, 4 * len(devices))
-        clear(module, reference)
-        parts = scatter((inputs,), devices)
-        outputs = parallel_apply(replicas.refresh(len(parts)), parts, devices=devices)
-        assert [output.device for output in outputs] == devices
-        loss_of(gather(outputs, _several()[0]), target).backward()
-        loss_of(reference(inputs), target).backward()
-        for (label, param), other in zip(module.named_parameters(), reference.parameters(), strict=True):
-            assert param.grad is not None, label
-            assert other.grad is not None, label
-            assert param.grad.device == param.device
-            torch.testing.assert_close(param.grad.to_dense(), other.grad.to_dense(), rtol=1e-3, atol=1e-4)
-        with torch.no_grad():
-            for net in (module, reference):
-                for param in net.parameters():
-                    assert param.grad is not None
-                    param -= 0.1 * param.grad.to_dense()
-
-
 @cuda
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_data_parallel_equals_torchs(count: int) -> None:
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} CUDA devices, found {torch.cuda.device_count()}")
-    devices = list(range(count))
+def test_data_parallel_equals_torchs() -> None:
+    devices = list(range(torch.cuda.device_count()))
     for name in ("mlp", "conv_batchnorm_channels_last", "shared_weights", "mixed_dtypes"):
         module, reference = (build(name).to("cuda:0") for _ in range(2))
-        for number in range(2):
-            inputs, target = batch(number, 0, 4 * count + 1)
-            clear(module, reference)
-            output = data_parallel(module, inputs, devices)
-            expected = torch.nn.parallel.data_parallel(reference, inputs.to("cuda:0"), devices)
-            torch.testing.assert_close(output, expected)
-            assert not isinstance(output, Outputs)
-            loss_of(output, target.to("cuda:0")).backward()
-            loss_of(expected, target.to("cuda:0")).backward()
-            same_grads(module, reference, rtol=1e-2, atol=1e-4)
-            for key, value in module.state_dict().items():
-                torch.testing.assert_close(value, reference.state_dict()[key])
+        inputs, target = batch(0, 0, 4 * len(devices) + 1)
+        output = data_parallel(module, inputs, devices)
+        expected = torch.nn.parallel.data_parallel(reference, inputs.to("cuda:0"), devices)
+        torch.testing.assert_close(output, expected)
+        for each in (output, expected):
+            loss_of(each, target.to("cuda:0")).backward()
+        same_grads(module, reference, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
 @cuda
-def test_each_replica_runs_with_its_device_and_the_callers_stream_current() -> None:
+def test_a_replica_has_its_device_and_the_callers_stream() -> None:
     class Where(nn.Module):
         def forward(self, x: Tensor) -> tuple[int, int, bool, torch.dtype]:
             index = torch.cuda.current_device()
@@ -761,29 +628,5 @@ def test_several_replicas_on_one_device(run_ranks: RunRanks, setting: str, copie
 
 
 @pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes"])
-def test_replicas_on_the_device_and_on_the_cpu(run_ranks: RunRanks, model: str) -> None:
-    run_ranks(1, replicas_on, ALONE, [DEVICE, torch.device("cpu")], False, model)
-
-
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
-@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs"])
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_replicas_on_several_devices(run_ranks: RunRanks, setting: str, model: str) -> None:
-    devices = [torch.device(DEVICE.type, index) for index in range(torch.accelerator.device_count())]
-    run_ranks(1, replicas_on, setting, devices, False, model)
-
-
-def elsewhere() -> None:
-    """Refused before anything is sent."""
-    count = torch.accelerator.device_count()
-    for device_ids, words in [
-        (["cpu", DEVICE], f"the whole module on cpu, the first of device_ids, found parameter .* on {DEVICE}"),
-        ([0, count], f"indices of accelerators, of which there are {count} .*found {count}"),
-        ([DEVICE, torch.device(DEVICE.type, count)], f"of which there are {count} .*found '{DEVICE.type}:{count}'"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            BucketDDP(Mlp().to(DEVICE), device_ids=device_ids)
-
-
-def test_devices_that_are_not_there_or_without_the_module(run_ranks: RunRanks) -> None:
-    run_ranks(1, elsewhere)
+def test_replicas_on_all_devices_or_on_the_cpu_too(run_ranks: RunRanks, model: str) -> None:
+    run_ranks(1, replicas_on, ALONE, _several(), False, model)

@@ -1,6 +1,7 @@
 """Replicas of one device take turns: random numbers come in the same order each time, in checkpointed layers too."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from lightning_bucketddp.replicas.replicas import data_parallel
 from tests.dp import Digits, fit, replicas, samples
 
 CPU = torch.device("cpu")
+WAYS: dict[str, Any] = {
+    "data_parallel": lambda module: partial(data_parallel, module, devices=[CPU] * 3),
+    "shared": lambda module: ReplicatedForward(module, [CPU] * 3, CPU, 0, True),
+    "copied": lambda module: ReplicatedForward(module, [CPU] * 3, CPU, 0, False),
+}
 
 
 class Drops(nn.Module):
@@ -29,44 +35,24 @@ class Drops(nn.Module):
         return x
 
 
-HOW = pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-
-
-def gradients(module: nn.Module, output: Tensor) -> list[Tensor]:
+def gradients(module: nn.Module, output: Tensor) -> list[Tensor | None]:
     module.zero_grad()
     output.square().mean().backward()
-    found = [param.grad for param in module.parameters()]
-    assert None not in found
-    return found  # type: ignore[return-value]
+    return [param.grad for param in module.parameters()]
 
 
-def chunk_by_chunk(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The gradients with the module called on each part of the batch after the other."""
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_drop_what_calls_one_after_the_other_drop(way: str, how: str) -> None:
+    torch.manual_seed(0)
+    module, x = Drops(how).double(), torch.randn(48, 64, dtype=torch.float64, requires_grad=True)
     plain = copy.deepcopy(module)
     plain.how = "plain"
     torch.manual_seed(3)
-    return gradients(plain, torch.cat([plain(part) for part in x.chunk(3)]))
-
-
-@HOW
-def test_data_parallel_drops_what_calls_one_after_the_other_drop(how: str) -> None:
-    torch.manual_seed(0)
-    module, x = Drops(how).double(), torch.randn(48, 64, dtype=torch.float64, requires_grad=True)
-    expected = chunk_by_chunk(module, x)
-    for _ in range(5):
-        torch.manual_seed(3)
-        found = gradients(module, data_parallel(module, x, [CPU] * 3))
-        torch.testing.assert_close(found, expected)
-
-
-@HOW
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
-def test_a_forward_on_several_devices_drops_what_calls_one_after_the_other_drop(how: str, share: bool) -> None:
-    torch.manual_seed(0)
-    module, x = Drops(how).double(), torch.randn(48, 64, dtype=torch.float64, requires_grad=True)
-    expected = chunk_by_chunk(module, x)
-    forward = ReplicatedForward(module, [CPU] * 3, CPU, 0, share)
-    for _ in range(5):
+    expected = gradients(plain, torch.cat([plain(part) for part in x.chunk(3)]))
+    assert None not in expected
+    forward = WAYS[way](module)
+    for _ in range(3):
         torch.manual_seed(3)
         torch.testing.assert_close(gradients(module, forward(x)), expected)
 
@@ -86,7 +72,7 @@ class DropsDigits(Digits):
 
 
 @replicas
-def test_training_draws_the_same_numbers_each_time_in_checkpointed_layers_too(share: bool) -> None:
+def test_training_draws_the_same_numbers_each_time(share: bool) -> None:
     def trained(how: str) -> dict[str, Tensor]:
         model = DropsDigits(how)
         torch.manual_seed(4)
@@ -96,4 +82,4 @@ def test_training_draws_the_same_numbers_each_time_in_checkpointed_layers_too(sh
     expected = trained("plain")
     torch.testing.assert_close(trained("plain"), expected, rtol=0.0, atol=0.0)
     for how in ("not reentrant", "reentrant"):
-        torch.testing.assert_close(trained(how), expected, rtol=1e-4, atol=1e-6)  # as sums have another order
+        torch.testing.assert_close(trained(how), expected, rtol=1e-4, atol=1e-6)  # sums have another order
