@@ -97,6 +97,13 @@ def clear(*modules: nn.Module) -> None:
             tensor.grad = None
 
 
+def compare(replicas: Replicas, reference: nn.Module, x: Tensor, y: Tensor, what: str = "") -> None:
+    """Compare the gradients with those that the reference has for the whole batch."""
+    loss_of(call(replicas, x), y).backward()
+    loss_of(reference(x), y).backward()
+    assert_same_grads(replicas.module, reference, what)
+
+
 @torch.no_grad()
 def step(*modules: nn.Module) -> None:
     for module in modules:
@@ -306,9 +313,7 @@ def test_changes_of_the_module_between_steps_are_followed(change: str) -> None:
             x, y = x.float(), y.float()
         reference = copy.deepcopy(module)
         for _ in range(2):
-            loss_of(call(replicas, x), y).backward()
-            loss_of(reference(x), y).backward()
-            assert_same_grads(module, reference, f"shared: {share}")
+            compare(replicas, reference, x, y, f"shared: {share}")
             step(module, reference)
 
 
@@ -438,10 +443,7 @@ def test_gradients_do_not_depend_on_the_cache_of_autocast(share: bool, own_threa
 def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
     module = fx.symbolic_trace(make())
     reference = copy.deepcopy(module)
-    x, y = data()
-    loss_of(call(Replicas(module, THREE, COPIED), x), y).backward()
-    loss_of(reference(x), y).backward()
-    assert_same_grads(module, reference)
+    compare(Replicas(module, THREE, COPIED), reference, *data())
     compiled = nn.Linear(2, 2)
     compiled.compile()
     for refused, kind, message in (
@@ -464,9 +466,7 @@ def test_training_after_evaluation_in_inference_mode(share: bool) -> None:
         assert outputs.is_inference()
         assert_same(outputs, reference.eval()(x))
     assert module.norm.num_batches_tracked == 0
-    loss_of(call(replicas, x), y).backward()
-    loss_of(reference(x), y).backward()
-    assert_same_grads(module, reference)
+    compare(replicas, reference, x, y)
     module.train()
     call(replicas, x)
     assert module.norm.num_batches_tracked == 1
