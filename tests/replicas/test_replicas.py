@@ -562,11 +562,11 @@ def test_module_buffers_on_none_of_the_devices_are_brought_home(monkeypatch: pyt
 
 def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:
     module = Mlp()
-    seen: list[int] = []
-    hook = module.register_forward_pre_hook(lambda replica, _: seen.append(id(replica)))
+    seen: set[int] = set()
+    hook = module.register_forward_pre_hook(lambda replica, _: seen.add(id(replica)))
     for _ in range(2):
         data_parallel(module, torch.ones(3, 8), THREE)
-    assert len(set(seen)) == 3
+    assert len(seen) == 3
     hook.remove()
     stream = io.BytesIO()
     pickle.dump(module, stream)
@@ -580,6 +580,16 @@ def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:
     del module, twin, hook
     gc.collect()
     assert gone() is None
+
+
+def test_calls_leave_attributes_for_other_threads_to_iterate_over() -> None:
+    module = Mlp()
+    attributes, sizes = vars(module), set()
+    module.register_forward_pre_hook(lambda *_: sizes.add(len(attributes)))
+    data_parallel(module, torch.ones(3, 8), THREE)
+    sizes.add(len(attributes))
+    data_parallel(module, torch.ones(3, 8), THREE)
+    assert len(sizes) == 1
 
 
 def test_calls_from_threads_and_inside_calls_do_not_disturb_each_other() -> None:
