@@ -100,10 +100,9 @@ def warn_of_replicas(count: int, stacklevel: int = 1) -> None:
         stacklevel: As for ``warnings.warn``, of the caller.
     """
     warnings.warn(
-        f"device_ids has {count} entries: {count} replicas run in threads of this process and take turns in Python; "
-        "every forward splits its batch between them and joins their outputs. Use this in debuggers, in notebooks and "
-        "where no processes can be started; elsewhere one process per device is faster (device_ids=[device] in each, "
-        "as torchrun or a Trainer starts them)",
+        f"device_ids has {count} entries: {count} replicas run in threads of this process and take turns in Python. "
+        "Use this in debuggers, in notebooks and where no processes can be started; elsewhere one process per device "
+        "is faster (device_ids=[device] in each, as torchrun or a Trainer starts them)",
         UserWarning,
         stacklevel=stacklevel + 1,
     )

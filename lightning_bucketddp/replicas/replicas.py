@@ -187,11 +187,8 @@ def _bring_buffers_home(module: nn.Module, replica: nn.Module, devices: Sequence
             buffer.copy_(first[name])
 
 
-class _Held:
-    """Replicas that a module keeps. Copies and pickles of the module have None in their place."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self.replicas = replicas
+class _Held(dict[tuple[torch.device, ...], Replicas]):
+    """The replicas that a module keeps, by devices. Copies and pickles of the module have None in its place."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -199,11 +196,14 @@ class _Held:
 
 @contextmanager
 def _replicas_of(module: nn.Module, devices: tuple[torch.device, ...]) -> Iterator[Replicas]:
-    """Take the replicas that the module has kept, or make some. The module keeps them afterwards."""
-    held = vars(module).pop(_HELD, None)  # meanwhile another call makes its own
-    if held is None or held.replicas.module is not module or held.replicas.devices != devices:
-        held = _Held(Replicas(module, devices))
+    """Take the replicas that the module keeps, or make some. The module keeps them afterwards."""
+    held = vars(module).get(_HELD)
+    if held is None:
+        held = vars(module)[_HELD] = _Held()
+    replicas = held.pop(devices, None)  # one of several calls at the same time gets them
+    if replicas is None or replicas.module is not module:
+        replicas = Replicas(module, devices)
     try:
-        yield held.replicas
+        yield replicas
     finally:
-        vars(module)[_HELD] = held
+        held[devices] = replicas
