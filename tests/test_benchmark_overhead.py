@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.test_scripts import ROOT, run_processes
+from tests.faults.test_plain_scripts import ROOT, run_processes
 
 RESULTS = ROOT / "benchmarks" / "results"
 WRAPPERS = ("ddp as shipped", "ddp, best flags", "bucketddp")
