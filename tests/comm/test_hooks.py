@@ -466,7 +466,7 @@ def registered_on_one_rank() -> tuple[str, float]:
     return str(error.value), time.monotonic() - begin
 
 
-def test_a_hook_on_one_rank_only_is_an_error_on_all(run_ranks: RunRanks) -> None:
+def test_a_hook_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
     for message, elapsed in run_ranks(2, registered_on_one_rank, fresh=True):
         assert "the communication hook from pass 1 on" in message
         assert "is in pass 1" in message

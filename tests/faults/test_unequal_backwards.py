@@ -57,7 +57,7 @@ def unequal(longer_rank: int | None, sigterm: bool) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize(("longer_rank", "sigterm"), [(None, False), (0, False), (1, False), (1, True)])
-def test_a_backward_more_on_one_rank_is_an_error_on_all(
+def test_one_backward_more_is_an_error_on_all_ranks(
     run_ranks: Callable[..., list[Any]], longer_rank: int | None, sigterm: bool
 ) -> None:
     for steps, message, seconds in run_ranks(2, unequal, longer_rank, sigterm, fresh=longer_rank is not None):
