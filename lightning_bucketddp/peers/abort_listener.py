@@ -50,7 +50,7 @@ LINGER_SECONDS = 2.0
 """How long a rank that failed waits for the others to hear of it."""
 
 LEAVE_SECONDS = 30.0
-"""How long a rank that has heard may go on before its process is ended; torchrun allows as much after SIGTERM."""
+"""How long a rank that has heard may stand still before its process is ended; torchrun allows as much after SIGTERM."""
 
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
@@ -283,14 +283,16 @@ class AbortListener:
         return False
 
     def _leave(self, store: Store) -> None:
-        """Make the main thread leave: wake it after a second, end the process after thirty."""
+        """Make the main thread leave: wake it after a second, end the process when it stands still for thirty."""
         if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread says it, if its own error is another
             self._say()
         store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
             self.abort()
+        where = _main_thread()
         while not self._leaving.wait(LEAVE_SECONDS):
-            if not self._is_stopping():
+            before, where = where, _main_thread()
+            if where == before and not self._is_stopping():
                 self._end_process()
 
     def abort(self) -> None:
@@ -326,3 +328,9 @@ def _serves(store: Store) -> bool:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, TCPStore)
+
+
+def _main_thread() -> tuple[int, int] | None:
+    """Where the main thread is: its innermost frame, and the instruction there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)

@@ -127,10 +127,14 @@ class ControlExchange:
         vector: The vector, which is summed in place.
         world_size: Number of ranks.
         work: The collective; None if the vector travels in a bucket, which the reducer waits for.
+
+    Attributes:
+        nbytes: Bytes that travel.
     """
 
     def __init__(self, vector: Tensor, world_size: int, work: Work | None = None) -> None:
         self._vector = self._on_host = vector
+        self.nbytes = vector.nbytes
         self._world_size, self._work = world_size, work or Work()
         self._event: torch.Event | None = None
 
@@ -173,11 +177,6 @@ class ControlExchange:
         limbs = self._vector[_TOKENS].to(torch.int64)
         weights = torch.tensor([2 ** (_TOKEN_BITS * place) for place in range(4)], device=limbs.device)
         return (limbs * weights).sum().clamp(min=1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that travel."""
-        return self._vector.nbytes
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""

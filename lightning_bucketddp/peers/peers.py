@@ -19,7 +19,7 @@ from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.roll_call import FailedPass
-from lightning_bucketddp.peers.status import Phase, Position, Status
+from lightning_bucketddp.peers.status import Phase, Status
 
 _PROBLEM = "problem: "
 
@@ -40,6 +40,7 @@ class Peers:
         world_size: Number of ranks.
         message: What every later use raises; empty while this rank has not given up.
         here: Where this rank is.
+        position: How far it has come.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
@@ -47,16 +48,12 @@ class Peers:
         self._roll_call = self._listener.roll_call
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.here = Status(self.rank)
+        self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
         self.message = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._said: list[str] = []  # this rank's keys of the last agreement
-
-    @property
-    def position(self) -> Position:
-        """How far this rank has come."""
-        return self.here.position
 
     def end_training(self) -> None:
         """Tell the other ranks that this one comes to no further pass."""

@@ -134,7 +134,7 @@ class RollCall:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
             found = self._records(wrapper, call)
-            if all(status.heard for status in found) or time.monotonic() > deadline:
+            if all(status.heard or status.ended for status in found) or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
 

@@ -32,9 +32,10 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def begin(is_stopping: Callable[[], bool] = lambda: False) -> AbortListener:
+def begin(is_stopping: bool = False) -> AbortListener:
     listener = listen(Collectives(None))
-    listener.begin(is_stopping)
+    listener.begin(lambda: is_stopping)
+    dist.barrier()
     return listener
 
 
@@ -42,22 +43,18 @@ def one_after_the_other() -> list[tuple[list[str], list[str]]]:
     """What each rank says, and the notes that its error gets, in four ends that follow each other."""
     rank = dist.get_rank()
     found = []
-    for kind in ("none", "same", "different", "consequence"):
+    for fit, kind in enumerate(("none", "same", "different", "consequence"), 1):
         lines = Lines()
         logging.getLogger(abort_listener.__name__).addHandler(lines)
         listener = begin()
-        dist.barrier()
         error: Exception = ValueError("no such file" if kind == "same" else f"seen by {rank}")
         if kind == "consequence" and rank == 0:
             error = PeerFailureError("another rank ended")
-        if kind in ("different", "consequence") and rank == 0:
-            time.sleep(0.2 if kind == "different" else 0)
-        if kind == "consequence" and rank == 1:
+        if (kind, rank) in {("different", 0), ("consequence", 1)}:
             time.sleep(0.2)
         if kind != "none":
             listener.failed(error)
         if kind in ("different", "consequence") and rank == 1:
-            fit = len(found) + 1
             assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
         assert (listener.failure is not None) == (kind != "none")
         listener.end()
@@ -69,7 +66,7 @@ def one_after_the_other() -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def test_the_first_failure_is_told_where_the_own_error_is_another(run_ranks: RunRanks) -> None:
+def test_the_first_failure_is_told_to_the_others(run_ranks: RunRanks) -> None:
     first, second = run_ranks(2, one_after_the_other)
     assert second == [([], [])] * 4, "the rank that failed first has nothing to be told"
     told = "rank 0 stops because rank 1 raised ValueError: seen by 1"
@@ -80,7 +77,6 @@ def test_the_first_failure_is_told_where_the_own_error_is_another(run_ranks: Run
 def stuck(said: Path) -> float:
     abort_listener.LEAVE_SECONDS = 1
     listener = begin()
-    dist.barrier()
     since = time.monotonic()
     if dist.get_rank() == 1:
         with said.open("w") as file:
@@ -91,7 +87,7 @@ def stuck(said: Path) -> float:
 
 
 def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> None:
-    elapsed, nothing = run_ranks(2, stuck, tmp_path / "said", fresh=True, may_exit=[1])
+    elapsed, nothing = run_ranks(2, stuck, tmp_path / "said", fresh=True, may_exit=[1], timeout=30)
     assert elapsed < abort_listener.LINGER_SECONDS, "the rank that failed need not wait for it"
     assert nothing is None
     said = (tmp_path / "said").read_text()
@@ -102,9 +98,8 @@ def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> N
 
 def saving() -> bool:
     """Rank 1 takes its time on its way out."""
-    abort_listener.LEAVE_SECONDS = 0.5
-    listener = begin(is_stopping=lambda: True)
-    dist.barrier()
+    abort_listener.LEAVE_SECONDS = abort_listener._ABORT_SECONDS = 0.2
+    listener = begin(is_stopping=True)
     if dist.get_rank() == 1:
         time.sleep(2)
     listener.failed(OSError("disk full"))
@@ -118,7 +113,6 @@ def test_a_rank_that_is_stopping_is_left_alone(run_ranks: RunRanks) -> None:
 def blocked() -> tuple[float, bool]:
     """Rank 0 waits for rank 1, which has failed and lives on, its connections open."""
     listener = begin()
-    dist.barrier()
     since = time.monotonic()
     if dist.get_rank() == 1:
         listener.failed(OSError("disk full"))
@@ -129,7 +123,7 @@ def blocked() -> tuple[float, bool]:
     return time.monotonic() - since, dist.is_initialized()
 
 
-def test_a_rank_that_is_blocked_in_a_collective_wakes_though_nobody_closes_a_connection(run_ranks: RunRanks) -> None:
+def test_a_rank_blocked_in_a_collective_wakes(run_ranks: RunRanks) -> None:
     (seconds, initialised), _ = run_ranks(2, blocked, fresh=True)
     assert seconds < 6
     assert initialised
@@ -149,5 +143,5 @@ def many_wrappers() -> tuple[int, int]:
 
 
 def test_all_wrappers_of_a_group_have_one_listener(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, many_wrappers) == [(1, 1)] * 2
-    assert run_ranks(2, many_wrappers) == [(1, 1)] * 2, "those of groups that have ended are gone"
+    for _ in range(2):  # those of groups that have ended are gone
+        assert run_ranks(2, many_wrappers) == [(1, 1)] * 2

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, data, ours, trainer
 
-RunRanks = Callable[..., list[Any]]
 UNEQUAL_STEP = 2
 SECONDS = 6.0
 """How long the ranks may take; they wait for ever otherwise."""
@@ -46,7 +45,7 @@ class StopsEarly(Regression):
         self.steps += 1
 
 
-def unequal(longer_rank: int | None, sigterm: bool = False) -> tuple[int, str, float]:
+def unequal(longer_rank: int | None, sigterm: bool) -> tuple[int, str, float]:
     model = StopsEarly(longer_rank, sigterm)
     message = ""
     try:
@@ -57,27 +56,17 @@ def unequal(longer_rank: int | None, sigterm: bool = False) -> tuple[int, str, f
     return model.steps, message, time.monotonic() - model.since
 
 
-def test_as_many_backwards_on_each_rank_train(run_ranks: RunRanks) -> None:
-    """Nothing else is wrong with such a step."""
-    for steps, message, _ in run_ranks(2, unequal, None):
-        assert (steps, message) == (6, "")
-
-
-def assert_named(message: str) -> None:
-    """The message names both ranks, the step, which counts from 1, and both counts."""
-    assert {"rank 0", "rank 1", f"step {UNEQUAL_STEP + 1}"} <= set(re.findall(r"(?:rank|step) \d", message)), message
-    assert {"2", "3"} <= set(re.findall(r"\b\d\b", re.sub(r"(?:rank|step) \d", "", message))), "both counts"
-
-
-@pytest.mark.parametrize("longer_rank", [0, 1])
-def test_a_backward_more_on_one_rank_is_an_error_on_every_rank(run_ranks: RunRanks, longer_rank: int) -> None:
-    for steps, message, seconds in run_ranks(2, unequal, longer_rank, fresh=True):
+@pytest.mark.parametrize(("longer_rank", "sigterm"), [(None, False), (0, False), (1, False), (1, True)])
+def test_one_backward_more_is_an_error_on_all_ranks(
+    run_ranks: Callable[..., list[Any]], longer_rank: int | None, sigterm: bool
+) -> None:
+    for steps, message, seconds in run_ranks(2, unequal, longer_rank, sigterm, fresh=longer_rank is not None):
+        if longer_rank is None:
+            assert (steps, message) == (6, ""), "nothing else is wrong with such a step"
+            continue
         assert steps <= UNEQUAL_STEP + 1
         assert seconds < SECONDS
-        assert_named(message)
-
-
-def test_sigterm_does_not_keep_ranks_waiting_for_different_things(run_ranks: RunRanks) -> None:
-    for _, message, seconds in run_ranks(2, unequal, 1, True, fresh=True):
-        assert seconds < SECONDS
-        assert_named(message)
+        named = set(re.findall(r"(?:rank|step) \d", message))
+        assert {"rank 0", "rank 1", f"step {UNEQUAL_STEP + 1}"} <= named, message
+        counts = set(re.findall(r"\b\d\b", re.sub(r"(?:rank|step) \d", "", message)))
+        assert {"2", "3"} <= counts, message

@@ -1,0 +1,473 @@
+"""Communication hooks: against torch DDP with the same hook, and what a pass guarantees with them."""
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.comm.hooks import CommHookError
+from tests.hooks import HOOKS, disguised
+from tests.inside import comm_hook_of
+from tests.models import Mlp, batch, build, loss_of
+from tests.reference import grads, largest_difference_between_ranks, mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+TINY = 0.0003
+ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
+
+
+def future_of(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def backward(ours: nn.Module, step: int, **options: Any) -> None:
+    inputs, target = batch(step, dist.get_rank())
+    loss_of(ours(inputs, **options), target).backward()
+
+
+# -- as torch DDP ------------------------------------------------------------------------------------
+
+MODELS = ["mlp", "conv_batchnorm_channels_last", "mixed_dtypes"]
+CASES = {
+    world: [(name, MODELS[(at + world) % 3], 1 + 2 * ((at // 3 + world) % 2)) for at, name in enumerate(HOOKS)]
+    for world in (2, 3)
+}
+"""Hook, model and micro-batches per step: pairwise."""
+
+
+def gradients_of_a_few_steps(wrapped: nn.Module, accumulate: int) -> list[dict[str, Tensor | None]]:
+    seen = []
+    for step in range(3):
+        wrapped.zero_grad()
+        for micro in range(accumulate):
+            with nullcontext() if micro == accumulate - 1 else wrapped.no_sync():
+                backward(wrapped, step * accumulate + micro)
+        seen.append(grads(wrapped.module))
+    return seen
+
+
+def same_as_torch_ddp(cases: list[tuple[str, str, int]]) -> list[list[dict[str, Tensor | None]]]:
+    found = []
+    for name, model, accumulate in cases:
+        module = build(model)
+        reference = DistributedDataParallel(copy.deepcopy(module))
+        reference.register_comm_hook(None, disguised(HOOKS[name]))
+        expected = gradients_of_a_few_steps(reference, accumulate)
+        named = name in ("bf16", "fp16")
+        ours = BucketDDP(module, bucket_cap_mb=TINY, comm_hook=name if named else None)
+        if not named:
+            ours.register_comm_hook(None, HOOKS[name])
+        found.append(gradients_of_a_few_steps(ours, accumulate))
+        rounding = max(ROUNDING.get(name.split("_")[0], 1e-6), 2.0**-6 if model == "mixed_dtypes" else 0.0)
+        for mine, theirs in zip(found[-1], expected, strict=True):
+            largest = max(float(g.abs().max()) for g in theirs.values() if g is not None)
+            for key, grad in theirs.items():
+                message = f"{name}, {model}, {accumulate}, {key}"
+                close = {"rtol": rounding, "atol": rounding * largest, "msg": lambda m, at=message: f"{at}: {m}"}
+                torch.testing.assert_close(mine[key], grad, **close)
+        assert len(ours.layout.buckets) > 1
+        assert ours.early_launches > 0
+        ours.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_hooks_give_torch_ddps_gradients(run_ranks: RunRanks, world_size: int) -> None:
+    first, second, *_ = run_ranks(world_size, same_as_torch_ddp, CASES[world_size])
+    for (name, *_), steps, others in zip(CASES[world_size], first, second, strict=True):
+        for mine, theirs in zip(steps, others, strict=True):
+            equal = {torch.equal(grad, theirs[key]) for key, grad in mine.items()}
+            assert equal == {name != "noop"}, f"{name}: noop leaves each rank its own gradients, others do not"
+
+
+def own_group() -> None:
+    """Ranks 1 and 2 of three train together; rank 0 must not be needed."""
+    group = dist.new_group([1, 2])
+    for options in ({"comm_hook": "bf16"}, {"comm_hook": "powersgd"}, {"wire_dtype": torch.bfloat16}):
+        if dist.get_rank() == 0:
+            continue
+        plain = build("mlp")
+        ours = BucketDDP(copy.deepcopy(plain), process_group=group, **options)
+        for rank in (1, 2):
+            inputs, target = batch(0, rank)
+            (loss_of(plain(inputs), target) / 2).backward()
+        backward(ours, 0)
+        for param, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=2**-6, atol=2**-6 * float(other.grad.abs().max()))
+        ours.close()
+
+
+def test_hooks_use_the_wrappers_own_group(run_ranks: RunRanks) -> None:
+    run_ranks(3, own_group)
+
+
+# -- PowerSGD ----------------------------------------------------------------------------------------
+
+
+def train_with_power_sgd(wrapped: nn.Module, state: PowerSGDState, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2)
+    losses = []
+    for step in range(steps):
+        inputs, _ = batch(step % 4, dist.get_rank(), size=16)
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(inputs), torch.tanh(inputs[:, :4] - inputs[:, 4:]))
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    assert state.iter > state.start_powerSGD_iter
+    rate, before, after = state.compression_stats()
+    assert rate > 4, "compression was active"
+    assert before > after > 0
+    return losses
+
+
+def power_sgd_in_many_buckets() -> None:
+    """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    module = Mlp(width=48, depth=8)
+    module.head.requires_grad_(False)  # comes before all others when it is unfrozen
+    for index, layer in enumerate(module.layers):
+        layer.weight.register_hook(lambda _, index=index: time.sleep(0.002 * ((index + rank) % 3)))
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    ours = BucketDDP(module, bucket_cap_mb=0.001, comm_hook="powersgd", comm_hook_state=state)
+    sizes: list[dict[int, int]] = []
+    for frozen in (True, False):
+        module.head.requires_grad_(not frozen)
+        train_with_power_sgd(ours, state, 5)
+        sizes.append({index: bucket.numel for index, bucket in enumerate(ours.layout.buckets)})
+        assert {index: len(error) for index, error in state.error_dict.items()} == sizes[-1]
+    assert any(sizes[1][index] != size for index, size in sizes[0].items())
+    assert len(sizes[0]) >= 8
+    assert ours.early_launches > 0
+    assert largest_difference_between_ranks(module) == 0
+    ours.close()
+
+
+def test_power_sgd_keeps_its_order_across_buckets(run_ranks: RunRanks) -> None:
+    run_ranks(3, power_sgd_in_many_buckets)
+
+
+class Sometimes(nn.Module):
+    """A layer that is used in some passes only, in a bucket with one that always is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 32)
+        self.sometimes = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = self.always(x)
+        return self.head(self.sometimes(x) if use else x)
+
+
+def power_sgd_unused(epsilon: float, zeroed: bool) -> None:
+    torch.manual_seed(0)
+    module = Sometimes()
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
+    ours = BucketDDP(module, comm_hook="powersgd", comm_hook_state=state)
+    weight = module.sometimes.weight
+    sent, owed = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, use in enumerate([True, True, False, False, True, True, False, True, True, True]):
+        before = weight.grad.clone() if weight.grad is not None and not zeroed else None
+        if zeroed or use:
+            ours.zero_grad()
+        plain = copy.deepcopy(module)
+        plain.zero_grad()
+        backward(plain, step, use=use)
+        mean = mean_over_ranks(plain)["sometimes.weight"]
+        backward(ours, step, use=use)
+        if use:
+            assert torch.isfinite(weight.grad).all()
+            assert weight.grad.norm() > 0.1 * mean.norm(), "what was zero once does not stay so"
+            sent += weight.grad
+            owed += mean
+            continue
+        assert weight.grad is None if zeroed else torch.equal(weight.grad, before), "bit for bit"
+        sent.zero_()  # nothing is owed to a slot that no rank used
+        owed.zero_()
+    # Error feedback: the ranks' memory holds what was not sent since, no more and no less.
+    slot = next(s for s in ours.layout.slots if s.spec.name == "sometimes.weight")
+    assert len(ours.layout.buckets) == 1
+    state = comm_hook_of(ours)._state
+    residual = state.error_dict[0][slot.offset : slot.offset + weight.numel()].view(weight.shape).clone()
+    dist.all_reduce(residual)
+    torch.testing.assert_close(sent + residual / dist.get_world_size(), owed, rtol=1e-3, atol=1e-4)
+    ours.close()
+
+
+@pytest.mark.parametrize(("epsilon", "zeroed"), [(0.0, True), (1e-8, False)])
+def test_power_sgd_recovers_from_unused_parameters(run_ranks: RunRanks, epsilon: float, zeroed: bool) -> None:
+    run_ranks(2, power_sgd_unused, epsilon, zeroed)
+
+
+# -- what a pass guarantees, with hooks --------------------------------------------------------------
+
+
+def what_a_hook_sees() -> None:
+    module = build("conv_batchnorm_channels_last")
+    seen: list[tuple[int, bool]] = []
+
+    def hook(state: str, bucket: Any) -> torch.futures.Future[Tensor]:
+        assert state == "state"
+        seen.append((bucket.index(), bucket.is_last()))
+        params, gradients = bucket.parameters(), bucket.gradients()
+        names = [ours.layout.slots[slot].spec.name for slot in ours.layout.buckets[bucket.index()].slots]
+        assert [id(p) for p in params] == [id(module.get_parameter(name)) for name in names]
+        assert [g.shape for g in gradients] == [p.shape for p in params]
+        assert all(g.is_contiguous() for g in gradients)
+        gradients[0].add_(1.0)  # a view of the buffer
+        assert bucket.buffer()[: gradients[0].numel()].sub(gradients[0].view(-1)).eq(0).all()
+        low = bucket.buffer().double()
+        bucket.set_buffer(low)
+        assert bucket.buffer() is low
+        assert all(g.dtype is torch.float64 for g in bucket.gradients())
+        bucket.gradients()[-1].fill_(7.0)
+        return future_of(low.view(-1, 1))  # another tensor, dtype and shape
+
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    ours.register_comm_hook("state", hook)
+    for step in range(2):
+        seen.clear()
+        backward(ours, step)
+        last = len(ours.layout.buckets) - 1
+        assert seen == [(index, index == last) for index in range(last + 1)]
+        for bucket in ours.layout.buckets:
+            name = ours.layout.slots[bucket.slots[-1]].spec.name
+            assert module.get_parameter(name).grad.eq(7.0).all()
+    ours.close()
+
+
+def leaves_noise_in_padding(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    assert not bucket.buffer()[bucket.gradients()[-1].numel() :].any() or len(bucket.parameters()) > 1
+    return future_of(bucket.buffer().add_(1.0))
+
+
+def padding() -> None:
+    ours = BucketDDP(nn.Linear(8, 4), bucket_cap_mb=0.0001, comm_hook=leaves_noise_in_padding)
+    for step in range(3):
+        ours(batch(step, 0)[0]).sum().backward()
+    assert max(len(bucket.slots) for bucket in ours.layout.buckets) == 1
+    ours.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks, world_size: int) -> None:
+    run_ranks(world_size, what_a_hook_sees)
+    run_ranks(world_size, padding)
+
+
+class ComplexModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs().square().mean()
+
+
+def complex_gradients() -> None:
+    for options in ({"comm_hook": "bf16"}, {"wire_dtype": torch.bfloat16}):
+        torch.manual_seed(0)
+        plain = ComplexModel()
+        ours = BucketDDP(copy.deepcopy(plain), **options)
+        inputs, _ = batch(0, dist.get_rank())
+        plain(inputs).backward()
+        ours(inputs).backward()
+        mean = mean_over_ranks(plain)["weight"]
+        torch.testing.assert_close(ours.module.weight.grad, mean, rtol=2**-6, atol=2**-7 * float(mean.abs().max()))
+        ours.close()
+
+
+def test_complex_gradients_travel_as_real_ones(run_ranks: RunRanks) -> None:
+    run_ranks(3, complex_gradients)
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+def raises_on_rank_1(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+    state[0] -= 1
+    if dist.get_rank() == 1 and state[0] == 0:
+        raise OSError("out of sorts")
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
+def returns_no_future(_: object, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def returns_too_little(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    return future_of(bucket.buffer()[1:])
+
+
+def fails_later(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def after(future: Any) -> Tensor:
+        raise KeyError("later")
+
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket).then(after)
+
+
+def failing_hook(hook: Callable[..., Any], call: int, guarded: bool) -> tuple[str, str, float]:
+    ours = BucketDDP(Mlp(depth=6), bucket_cap_mb=TINY)
+    ours.register_comm_hook([call], hook)
+    begin = time.monotonic()
+    with pytest.raises((CommHookError, PeerFailureError)) as error:
+        run_steps(ours, guarded)
+    elapsed = time.monotonic() - begin
+    with pytest.raises(PeerFailureError):
+        backward(ours, 1)
+    return type(error.value).__name__, str(error.value), elapsed
+
+
+def run_steps(ours: BucketDDP, guarded: bool) -> None:
+    for step in range(4):
+        inputs, target = batch(step, dist.get_rank())
+        loss = loss_of(ours(inputs), target)
+        with ours.backward_pass(loss) if guarded else nullcontext():
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "guarded", "expected"),
+    [
+        (raises_on_rank_1, 2, True, "OSError: out of sorts"),
+        (raises_on_rank_1, 20, False, "OSError: out of sorts"),
+        (returns_no_future, 0, True, "expected it to return a torch.futures.Future, found Tensor"),
+        (returns_too_little, 0, False, "expected its future to hold a tensor of "),
+        (fails_later, 0, False, "KeyError: 'later'"),
+    ],
+)
+def test_a_hook_that_fails_is_named_on_all_ranks(
+    run_ranks: RunRanks, hook: Callable[..., Any], call: int, guarded: bool, expected: str
+) -> None:
+    for rank, (kind, message, elapsed) in enumerate(run_ranks(2, failing_hook, hook, call, guarded, fresh=True)):
+        told = call and rank == 0
+        assert kind == ("PeerFailureError" if told else "CommHookError")
+        assert f"communication hook 'tests.comm.test_hooks.{hook.__name__}' failed for the bucket of '" in message
+        assert expected in message
+        assert not told or "rank 1 cannot go on in pass" in message
+        assert elapsed < 8
+
+
+def peer_fails_while_a_hook_waits() -> tuple[str, float]:
+    ours = BucketDDP(Mlp(), comm_hook=disguised(default_hooks.allreduce_hook))
+    backward(ours, 0)
+    if dist.get_rank() == 1:
+        ours.publish_failure(OSError("disk full"))
+        return "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(PeerFailureError) as error:
+        backward(ours, 1)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_waits_for_a_hook_learns_of_failures(run_ranks: RunRanks) -> None:
+    message, elapsed = run_ranks(2, peer_fails_while_a_hook_waits, fresh=True)[0]
+    assert "rank 1 raised OSError: disk full" in message
+    assert elapsed < 8
+
+
+# -- registering -------------------------------------------------------------------------------------
+
+
+def register_wrongly() -> None:
+    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
+
+    def in_the_middle(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="between passes, found one under way"):
+            ours.register_comm_hook(None, noop_hook)
+
+    handle = ours.module.layers[0].weight.register_hook(in_the_middle)
+    backward(ours, 0)
+    handle.remove()
+    with pytest.raises(TypeError, match="to be callable, found 3"):
+        ours.register_comm_hook(None, 3)
+    ours.register_comm_hook(None, noop_hook)  # between passes it may
+    with pytest.raises(RuntimeError, match=r"can only be called once.*noop_hook"):
+        ours.register_comm_hook(None, noop_hook)
+    ours.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        ours.register_comm_hook(None, noop_hook)
+
+    ours = BucketDDP(Mlp(), wire_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"either comm_hook or wire_dtype, found both.*wire_dtype=torch.bfloat16"):
+        ours.register_comm_hook(None, noop_hook)
+    ours.close()
+    for options, message in [
+        ({"comm_hook": noop_hook, "wire_dtype": torch.float16}, "either comm_hook or wire_dtype, found"),
+        ({"comm_hook": "fp8"}, r"callable or one of \('bf16', 'fp16', 'powersgd'\), found 'fp8'"),
+        ({"comm_hook": "fp16", "comm_hook_state": 1}, "comm_hook_state to be None with comm_hook='fp16', found 1"),
+        ({"comm_hook": "powersgd", "comm_hook_state": 1}, "to be a PowerSGDState, found a int"),
+        ({"comm_hook_state": 1}, "comm_hook_state to be None with comm_hook=None, found 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BucketDDP(Mlp(), **options)
+
+
+def test_hooks_registered_wrongly_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, register_wrongly)
+
+
+def differently() -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
+    for options, expected in [
+        ({"comm_hook": "bf16" if last else "fp16"}, r"fp16_compress_hook.*bf16_compress_hook"),
+        ({"comm_hook": None if last else "fp16"}, r"fp16_compress_hook.*None"),
+        ({"wire_dtype": torch.bfloat16 if last else torch.float16}, r"torch\.float16.*torch\.bfloat16"),
+        (
+            {"comm_hook": powerSGD_hook, "comm_hook_state": state},
+            r"PowerSGDState\.matrix_approximation_rank: rank 0 has 2, rank 2 has 3",
+        ),
+    ]:
+        with pytest.raises(RankMismatchError, match=expected):
+            BucketDDP(Mlp(), **options)
+    ours = BucketDDP(Mlp())
+    with pytest.raises(RankMismatchError, match=r"allreduce_hook.*noop_hook"):
+        ours.register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
+
+
+def test_ranks_with_different_hooks_are_told_both(run_ranks: RunRanks) -> None:
+    run_ranks(3, differently, timeout=30)
+
+
+def register_on_rank_0(ours: BucketDDP, loss: Tensor) -> None:
+    if dist.get_rank() == 0:
+        ours.register_comm_hook(None, noop_hook)
+    loss.backward()
+
+
+def registered_on_one_rank() -> tuple[str, float]:
+    ours = BucketDDP(Mlp(), timeout=timedelta(seconds=60))
+    backward(ours, 0)
+    inputs, target = batch(0, dist.get_rank())
+    loss = loss_of(ours(inputs), target)
+    begin = time.monotonic()
+    with pytest.raises((RankMismatchError, PeerFailureError)) as error:
+        register_on_rank_0(ours, loss)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_hook_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
+    for message, elapsed in run_ranks(2, registered_on_one_rank, fresh=True):
+        assert "the communication hook from pass 1 on" in message
+        assert "is in pass 1" in message
+        assert elapsed < 8

@@ -1,0 +1,115 @@
+"""What ranks say of themselves in the store: several ranks in one process, without collectives."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from lightning_bucketddp import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers import peers as peers_file
+from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.status import Phase
+
+_numbers = itertools.count()
+
+
+class Group:
+    """Stands for a process group."""
+
+
+class Collectives:
+    """Stands for the package's, on one of the ranks."""
+
+    def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
+        self.rank, self.world_size, self._store = rank, world_size, store
+        self.name = f"simulated {next(_numbers)}"
+        self.group = Group()
+
+    def store(self, prefix: str) -> PrefixStore:
+        return PrefixStore("group", self._store)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Peers]]]:
+    made: list[Any] = []
+    monkeypatch.setattr(peers_file, "POLL_SECONDS", 0.05)
+
+    def make(world_size: int) -> list[Peers]:
+        store = HashStore()
+        made.extend(Collectives(rank, world_size, store) for rank in range(world_size))
+        return [Peers(collectives) for collectives in made]
+
+    yield make
+    for collectives in made:
+        listen(collectives).close()
+
+
+def on_all(ranks: list[Peers], call: Callable[[Peers], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks, timeout=20))
+
+
+def test_ranks_exchange_answers_and_clear_up(ranks: Callable[[int], list[Peers]]) -> None:
+    three = ranks(3)
+    store = three[0]._listener.store
+    for topic in ("first", "second"):
+        assert (
+            on_all(three, lambda it, topic=topic: it.exchange(topic, f"{topic} of {it.rank}"))
+            == [[f"{topic} of {rank}" for rank in range(3)]] * 3
+        )
+    assert not any(store.check([f"1/first/{what}"]) for what in (0, 1, 2, "said", "complete"))
+
+
+def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers]]) -> None:
+    first, second = ranks(2)
+    second.publish_failure("raised A", for_good=False)
+    second.publish_failure("raised B", for_good=False)
+    assert first.failure() == "rank 1 raised A", "the first cause stays"
+    first.here.end_pass()
+    assert first.failure() == "", "training goes on where all ranks raised"
+    first.raise_if_failed()
+
+
+def test_a_failure_for_good_is_known_for_good(ranks: Callable[[int], list[Peers]]) -> None:
+    first, second = ranks(2)
+    second.publish_failure("raised A", for_good=False)
+    second.publish_failure("gave up")
+    first.publish_failure("raised C", for_good=False)
+    for _ in range(2):
+        assert first.failure() == "rank 1 raised A"
+        with pytest.raises(PeerFailureError, match=r"rank 0: pass \d cannot be completed: rank 1 raised A"):
+            first.raise_if_failed()
+        first.here.end_pass()
+    assert second.here.failure == "gave up"
+
+
+def poll(rank: Peers) -> None:
+    for _ in range(40):
+        time.sleep(0.05)
+        rank.poll()
+
+
+def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: Callable[[int], list[Peers]]) -> None:
+    first, second = ranks(2)
+    for each in (first, second):
+        each.here.begin_step()
+    second.here.end_step()
+    words = "rank 1 ran no backward in step 1, in which rank 0 is in pass 0"
+    with first.here.waiting("the gradients", Phase.PASS), pytest.raises(RankMismatchError, match=words):
+        poll(first)
+    with pytest.raises(RankMismatchError, match=words):
+        poll(second)
+
+
+def test_silent_ranks_are_named(ranks: Callable[[int], list[Peers]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_bucketddp.peers.roll_call.ANSWER_SECONDS", 0.5)
+    first, second, _ = ranks(3)
+    assert first._listener.ask_why(first.number) == ""
+    second._listener._closed.set()
+    second._listener._thread.join(timeout=5)
+    assert first._listener.ask_why(first.number) == "nothing is heard of rank(s) 1"
