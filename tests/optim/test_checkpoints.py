@@ -217,9 +217,9 @@ def save_wide(folder: str) -> tuple[int, list[dict[str, Any]]]:
     module = Wide(3)
     ours = BucketDDP(module, shard_optimizer=True)
     optimizers = [torch.optim.AdamW([module.layer.weight]), torch.optim.SGD([module.layer.bias], lr=0.1)]
-    module.tail.mean.fill_(dist.get_rank() + 1.0)
     for optimizer in optimizers:
         one_step(ours, optimizer)
+    module.tail.mean.fill_(dist.get_rank() + 1.0)
     ours.save_sharded(f"{folder}/parts", optimizers, extra={"rank": dist.get_rank()})
     with pytest.raises(FileExistsError, match=r"expected nothing at .*/parts, found something"):
         ours.save_sharded(f"{folder}/parts", optimizers)
