@@ -42,22 +42,3 @@ def test_a_backward_that_raised_leaves_no_gradient() -> None:
     for cap, (guarded, local) in itertools.product([1, 0.0002], [(False, False), (True, False), (False, True)]):
         with case(cap, guarded, local):
             raised(cap, guarded, local)
-
-
-@on_ranks(2)
-def test_the_backward_after_a_failed_one_is_whole() -> None:
-    """A forward from before, whose backward follows one that raised on every rank."""
-    for rooted in (True, False):
-        plain, ours = pair(Fragile)
-        warm_up(plain, ours)
-        good = [model(inputs_of(0)).square().mean() for model in (plain, ours if rooted else ours.module)]
-        bad = ours(inputs_of(1), True).square().mean()
-        with pytest.raises(ArithmeticError):
-            bad.backward()
-        for loss in good:
-            loss.backward()
-        with case(rooted):
-            assert_grads(ours.module, mean_over_ranks(plain))
-        both([plain, ours], inputs_of(2))
-        assert_grads(ours.module, mean_over_ranks(plain))
-        ours.close()
