@@ -21,8 +21,8 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
 from lightning_bucketddp.replicas.forward import warn_of_replicas
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
-from tests.inside import learns_order, passes_of, views_of
-from tests.models import Branches, Checkpointed, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
+from tests.inside import passes_of, views_of
+from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
 from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
@@ -171,28 +171,6 @@ def in_every_way(share: bool) -> None:
 @both_ways
 def test_gradients_are_the_means_over_all_samples(run_ranks: RunRanks, share: bool) -> None:
     run_ranks(2, in_every_way, share)
-
-
-def taught_by_one_replica(share: bool) -> list[bool]:
-    """Whether each of some passes is to teach how often gradients come."""
-    net, plain = pair(Checkpointed(use_reentrant=True), share)
-    teaches = []
-    for step, size in enumerate([1, 1, 4, 1, 3]):
-        teaches.append(learns_order(net))
-        compared(net, plain, step, size)
-    net.close()
-    for first in (1, 4), (4, 1):
-        net, plain = pair(copy.deepcopy(plain), share)
-        for step, size in enumerate([first[dist.get_rank()], 4, 1]):
-            compared(net, plain, step, size)
-        assert not learns_order(net)
-        net.close()
-    return teaches
-
-
-@both_ways
-def test_batches_of_one_replica_do_not_teach_the_order(run_ranks: RunRanks, share: bool) -> None:
-    assert run_ranks(2, taught_by_one_replica, share) == [[True, True, True, False, False]] * 2
 
 
 def learned_order(share: bool) -> list[list[list[str]]]:

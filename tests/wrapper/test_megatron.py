@@ -337,7 +337,13 @@ def misuse_of_divisors() -> None:
         backward(ours)
     ours.close()
     ours = BucketDDP(Mlp(depth=1), gradient_divide_by=1)
-    with pytest.raises(RuntimeError, match="expected a backward by way of what forward returned"):
+    backward(ours)
+    before = grads(ours.module)
+    ours.zero_grad_buffer()
+    backward(ours)
+    assert_grads(ours.module, before)
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match="expected a backward through what forward returned"):
         backward(ours.module)
     ours.close()
 
