@@ -32,10 +32,16 @@ class BackwardEnd:
         """Queue this callback in the backward that runs in this thread.
 
         Raises:
-            RuntimeError: If no backward is running.
+            RuntimeError: If no backward is running, or torch lacks the engine's ``queue_callback``.
         """
         # Private, but torch's own FSDP and DDP use it, and nothing public runs before backward() returns.
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        engine = torch.autograd.Variable._execution_engine
+        if not hasattr(engine, "queue_callback"):
+            raise RuntimeError(
+                f"expected queue_callback() of autograd's engine, found none in torch {torch.__version__}; use a "
+                "version of torch that this release supports"
+            )
+        engine.queue_callback(self)
         self._queued = True
 
     def __call__(self) -> None:
