@@ -136,19 +136,6 @@ def test_replicas_do_what_modules_called_one_by_one_do(name: str, share: bool) -
         step(module)
 
 
-def test_parameters_have_a_gradient_if_any_replica_used_them() -> None:
-    for share in (SHARED, COPIED):
-        module = Branches().double()
-        reference = copy.deepcopy(module)
-        x, _ = data(0, 9)
-        takes = [{"take": "left"}, {"take": "none"}, {"take": "left"}]
-        outputs = parallel_apply(Replicas(module, THREE, share).refresh(), list(x.chunk(3)), takes)
-        sum(output.sum() for output in outputs).backward()
-        sum(reference(part, **take).sum() for part, take in zip(x.chunk(3), takes, strict=True)).backward()
-        assert module.idle.grad is module.right.weight.grad is None
-        assert_same_grads(module, reference)
-
-
 def test_sparse_and_dense_gradients_of_one_parameter_add_up() -> None:
     module, reference = Bits().double(), Bits(sparse=False).double()
     reference.load_state_dict(module.state_dict())
