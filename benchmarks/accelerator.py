@@ -1,22 +1,22 @@
-"""What a wrapper costs on one accelerator, all peers in one run; and whether it is right there.
+"""Compare wrappers on one accelerator, all peers in one run, and check their gradients.
 
     python benchmarks/accelerator.py [--models gpt resnet] [--rounds 10]
     python benchmarks/accelerator.py --device cpu --quick
 
 One rank with the accelerator's own backend (NCCL on CUDA): forward, backward, AdamW, zero_grad. Peers are copies of
-one model, wrapped differently, that see the same batches. They take turns in blocks of steps within each round, in an
-order drawn anew; the device is synchronised before and after a block and at no other time. Ratios are of the same
-round: their median, and their quartiles in brackets.
+one model, wrapped differently, that see the same batches. In each round every peer runs a block of steps, in random
+order. The device is synchronised only before and after a block. Ratios compare blocks of the same round: their median,
+and their quartiles in brackets.
 
-torch's ddp all-reduces though its rank is alone. bucketddp sends nothing then; so that it does on the host what it does
-among several ranks, it is there a second time, made to start its collectives.
+torch's ddp all-reduces although its rank is alone. bucketddp then sends nothing. A second bucketddp is made to start
+its collectives, so that its host does the work that it does among several ranks.
 
-Host time is what goes by from a forward on an idle device until ``backward()`` returns; where there are more kernels
-than the device's queue holds, the host waits for it. Whether a pass makes the host wait for the device otherwise is
-tried with ``torch.cuda.set_sync_debug_mode("error")``, on CUDA.
+Host time runs from a forward on an idle device until ``backward()`` returns. If there are more kernels than the
+device's queue holds, the host waits for the device. On CUDA, ``torch.cuda.set_sync_debug_mode("error")`` finds every
+other wait.
 
-Whether gradients are right is tried with two ranks, which share the device and send by gloo if there is one device
-alone: equal on both to the last bit, and those of one process that goes through the same batches.
+Two ranks check the gradients. They share the device and send by gloo if there is only one. Gradients must be equal on
+both ranks to the last bit, and close to the gradients of one process on the same batches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightning_bucketddp import BucketDDP
 WARM_UP = 5
 BATCHES = 4
 GOAL = 1.01
-"""Of a step of the unwrapped module, at most."""
+"""The most overhead, as a share of the unwrapped module's step."""
 TOLERANCE = 0.02
 """Largest relative difference of the first losses between peers: kernels that add atomically differ from run to run."""
 
@@ -92,7 +92,7 @@ def peers() -> list[Wrapping]:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
+    """Wait until the device is idle; return the time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -100,7 +100,7 @@ def now(device: torch.device) -> float:
 
 @dataclass
 class Peer:
-    """One wrapped copy of the model, and what was measured of it, in seconds by round."""
+    """One wrapped copy of the model, and its measured seconds by round."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -127,7 +127,7 @@ class Peer:
         return loss
 
     def measure(self, steps: int) -> None:
-        """One turn."""
+        """Run one block of steps."""
         begin = now(self.device)
         for _ in range(steps):
             self.step()
@@ -145,7 +145,7 @@ class Peer:
         return time.perf_counter() - begin
 
     def host_waits(self) -> str | None:
-        """Whether a pass makes the host wait for the device: ``"no"``, or which and why; None where that is unknown."""
+        """Find out whether a pass makes the host wait: ``"no"``, or which and why; None if that is unknown."""
         if self.device.type != "cuda":
             return None
         passes = {"a local pass": local(self.net), "a synchronised pass": nullcontext(), "the next": nullcontext()}
@@ -160,7 +160,7 @@ class Peer:
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Inside, what makes the host wait for a CUDA device raises, as far as torch notices."""
+    """Make every wait of the host for a CUDA device raise, as far as torch notices it."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -182,7 +182,7 @@ def batches_of(
 def measure(
     device: torch.device, name: str, precisions: list[str], rounds: int, steps: int, small: bool, shrink: int
 ) -> list[dict[str, Any]]:
-    """The rank's work: what was measured with one model, for each precision."""
+    """Measure one model in each precision: the rank's work."""
     warnings.simplefilter("ignore")  # torch DDP's, on views
     workload = chosen_workloads(small, shrink)[name]
     return [measure_in(precision, device, workload, rounds, steps) for precision in precisions]
@@ -246,14 +246,14 @@ def difference_of_losses(losses: dict[str, list[float]]) -> float:
 
 
 def compare_gradients(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """One of two ranks' work: what was found with each model."""
+    """Compare the gradients of each model: the work of one of two ranks."""
     return [compare_gradients_of(workloads(small)[name], device) for name in ("gpt", "resnet", "many small")]
 
 
 def compare_gradients_of(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Passes of bucketddp against one process that goes through both ranks' batches.
+    """Compare bucketddp with one process that runs both ranks' batches.
 
-    The pass that learns the order, one whose buckets are launched early, and one behind a local pass.
+    Three passes: the first, which learns the order; one with early launches; and one after a local pass.
     """
     torch.manual_seed(0)
     module = workload.make().to(device)

@@ -1,14 +1,14 @@
-"""Whether bf16 parameters train as well as fp32 ones: with fp32 masters they do, and without them they do not.
+"""Train bf16 parameters with and without fp32 masters: with them they learn as well as fp32 ones, without they do not.
 
     python benchmarks/bf16_masters.py [--seeds 3] [--steps 400] [--lr 2e-4]
 
-The small transformer of ``examples/finetune_language_model.py`` learns from the standard library's own source text, on
-two CPU ranks, through a Trainer, each time with the same initial weights and batches: in fp32 by ddp, in
+The small transformer of ``examples/finetune_language_model.py`` learns the standard library's source text on two CPU
+ranks, through a Trainer. Every run has the same initial weights and batches: in fp32 by ddp, in
 ``precision="bf16-true"`` by ddp, and in ``"bf16-true"`` with fp32 gradients and sharded fp32 masters
 (``grad_dtype="float32", shard_optimizer=True``). The learning rate is small: most updates are less than half of the
-step between a weight and the next number that bf16 has, and are lost where they are added in bf16.
+distance between a weight and the next bf16 number, and are lost if they are added in bf16.
 
-Losses are of text that is held out. The noise is the standard deviation, over seeds, of fp32's last loss.
+Losses are of held-out text. The noise is the standard deviation of fp32's last loss over seeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLOURS = {FP32: "tab:orange", BF16: "tab:red", MASTERS: "tab:blue"}
 
 
 def strategies() -> dict[str, tuple[Callable[[], Any], str]]:
-    """By peer, what makes the strategy, and the precision."""
+    """By peer: a function that makes the strategy, and the precision."""
 
     def masters() -> BucketDDPStrategy:
         return BucketDDPStrategy(cluster_environment=StartedRanks(), grad_dtype="float32", shard_optimizer=True)

@@ -1,16 +1,16 @@
-"""Step times of models that compute, two ranks on one machine: what a wrapper costs where compute is real.
+"""Compare step times of models that compute, on two ranks of one machine.
 
     python benchmarks/compute.py [--models gpt resnet] [--accumulation 1 8] [--rounds 10]
 
 A loop in plain PyTorch: forward, backward, clipping, AdamW, zero_grad. Peers are copies of one model with the same
-initial weights, wrapped differently, and see the same batches; their losses must agree in the end, or the comparison is
-none. They take turns in short blocks of steps within each round, in an order drawn anew, and begin each block together
-with the other rank. A time is that of the slower rank. Ratios are of the same round: their median, and their quartiles
-in brackets. Torch DDP at its best flags is there with every bucket cap twice: the one with the best median is the
-reference, and its twin shows what difference two equal peers have: the noise.
+initial weights, wrapped differently. They see the same batches, and their losses must agree. In each round every peer
+runs a short block of steps, in random order; both ranks begin a block together, and the slower rank's time counts.
+Ratios compare blocks of the same round: their median, and their quartiles in brackets. Torch DDP at its best flags runs
+twice with every bucket cap. The cap with the best median is the reference. Its twin shows the noise: how much two equal
+peers differ.
 
-With gradient accumulation, the local passes after the first of each cycle are timed apart and compared with the same
-passes of the unwrapped module.
+With gradient accumulation, the local passes after the first of each cycle are also timed by themselves, and compared
+with the same passes of the unwrapped module.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def wrappings() -> list[Wrapping]:
 
 @dataclass
 class Peer:
-    """One wrapped copy of the model, and what was measured of it."""
+    """One wrapped copy of the model, and its measurements."""
 
     wrapping: Wrapping
     model: nn.Module
@@ -117,7 +117,7 @@ def _make(workload: Workload, wrapping: Wrapping, device: torch.device, notes: l
 
 
 def worker(device: torch.device, names: list[str], accumulations: list[int], rounds: int, small: bool) -> list[Any]:
-    """One rank. Returns what was measured for each model and number of passes in a step."""
+    """Run one rank; return the measurements of each model and number of passes in a step."""
     import warnings
 
     warnings.simplefilter("ignore")  # torch DDP's, on static graphs and on views
@@ -163,9 +163,9 @@ def _measure(workload: Workload, accumulation: int, rounds: int, device: torch.d
 
 
 def merged(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One result of what each rank measured: of steps the slower rank's time, of local passes the mean.
+    """Combine the ranks' measurements: the slower rank's time of steps, the mean of local passes.
 
-    The best of torch DDP's bucket caps, and its twin, get names of their own. Losses are compared and left out.
+    The best of torch DDP's bucket caps and its twin get their own names. Losses are compared and left out.
     """
     first = of_ranks[0]
     peers: dict[str, dict[str, list[float]]] = {}

@@ -4,10 +4,10 @@
     sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 24 minutes
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
 
-Two ranks, each in a network namespace of its own, joined by a virtual cable that is limited to a rate; real gloo. The
-model's layers sleep instead of computing, as an accelerator leaves the processor idle: what is measured is how much of
-the communication each peer hides. Peers take turns in every round, in every other one backwards; figures are medians
-over rounds, ratios are of the same round.
+Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
+layers sleep instead of computing, as an accelerator leaves the processor idle. So a step's time shows how much of the
+communication a peer hides. Every peer runs in every round, in every other round in reverse order. Figures are medians
+over rounds; ratios compare the same round.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
 others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
@@ -41,20 +41,20 @@ from report import median, save
 PORT = 29511
 """In the first rank's namespace, where nothing else listens."""
 COMPARED = (UNSYNCHRONISED, SHIPPED)
-"""Peers that tables refer to; they run in any case."""
+"""Peers that tables compare with; they always run."""
 SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", "bucketddp_sharded")
 """Peers for other rates and ratios."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are to do in one case.
+    """The ranks' work in one case.
 
     Attributes:
         case: The link's rate and the layers' times.
-        peers: Names of peers, in the order of their turns.
-        rounds: How many times each takes a turn.
-        steps: That count in a turn; some to warm up come before.
+        peers: Names of peers, in the order in which they run.
+        rounds: How often each runs.
+        steps: Counted steps of a run; some to warm up come before.
     """
 
     case: Case
@@ -118,7 +118,7 @@ def worker(rank: int, folder: Path) -> None:
 
 
 def _all_reduce_seconds() -> float:
-    """How long an all-reduce of all gradients in one piece takes; the faster of two."""
+    """Time an all-reduce of all gradients in one piece; the faster of two."""
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def _all_reduce_seconds() -> float:
 
 
 def _unsynchronised_seconds(model: Any) -> tuple[float, float, float]:
-    """How long forward, backward and the optimizer's step take; the fastest of three: the first gets memory."""
+    """Time forward, backward and the optimizer's step; the fastest of three, as the first gets memory."""
     import torch
     from peers import adamw
 

@@ -1,4 +1,4 @@
-"""What the link benchmark measures, and what nothing on that link can do better. Pure arithmetic."""
+"""The cases of the link benchmark, and the bounds of their links. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     """A rate and how fast the model computes.
 
     Attributes:
-        name: What tables call it.
+        name: Its name in tables.
         rate: Of the link in each direction, in Gbit/s.
         forward_ms: That a layer's forward takes.
         backward_ms: That a layer's backward takes.
@@ -47,13 +47,13 @@ def reference(rate: float = REFERENCE_RATE) -> Case:
 
 
 def case_of(rate: float, ratio: float) -> Case:
-    """The case whose backward takes ``ratio`` times as long as an all-reduce; its forward takes half of that."""
+    """Make the case with a backward ``ratio`` times as long as an all-reduce, and a forward half as long."""
     backward_ms = ratio * wire_seconds(rate) * 1e3 / LAYERS
     return Case(f"{rate:g} Gbit/s, ratio {ratio:g}", rate, backward_ms / 2, backward_ms)
 
 
 def swept(rates: Sequence[float], ratios: Sequence[float]) -> list[Case]:
-    """Each rate at ratio 1, and each ratio at the reference's rate."""
+    """Return each rate at ratio 1, and each ratio at the reference's rate."""
     return list(
         dict.fromkeys([*(case_of(rate, 1.0) for rate in rates), *(case_of(REFERENCE_RATE, ratio) for ratio in ratios)])
     )

@@ -1,4 +1,4 @@
-"""Tables and plots of the link benchmark, from what was measured."""
+"""Tables and plots of the link benchmark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 2
 
 @dataclass
 class Measured:
-    """What rank 0 found in one case; one value per round, times in seconds.
+    """Rank 0's measurements in one case: one value per round, times in seconds.
 
     Attributes:
         steps: By peer, the median step.
@@ -63,7 +63,7 @@ class Measured:
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) - saved + self.exposed_sharded
 
     def hidden(self, peer: str) -> float:
-        """The share that a peer hides of what can be hidden of an all-reduce.
+        """The hidden share of an all-reduce, of the part that can be hidden.
 
         1 at the bound; 0 where it takes as long as an all-reduce after backward; less where it sends more than that, or
         waits; more where communication is hidden behind forward too, or less is left for the optimizer to do.
@@ -75,7 +75,7 @@ class Measured:
 
 
 def described(case: Case, measured: Measured) -> str:
-    """The table of one case, and what it is about."""
+    """Return the table of one case, with its heading."""
     shipped = measured.steps[SHIPPED]
     lines = [["peer", "step ms", "of ddp's", "hidden", "backward ms", "then ms"]]
     for peer, steps in measured.steps.items():

@@ -1,19 +1,20 @@
-"""Memory of gradients, and of all the rest, two ranks on one machine.
+"""Measure the memory of gradients, and of everything else, on two ranks of one machine.
 
     python benchmarks/memory.py [--models gpt shuffled] [--peers bucketddp]
 
-Each peer trains in processes of its own: some steps of one pass, then one of three passes, of which two are local.
-Every tensor that is in use is counted exactly, by its storage, also where C++ holds it: after each forward, inside
-backward when a parameter's gradient has been made and nothing has been done with it yet, after each backward, step and
-zero_grad, and after each operator. What of it is gradients and their buckets is what is left when parameters, optimizer
-state, and what the unwrapped module has at the same point besides its gradients are taken off. After operators, whose
-sequence is not the unwrapped module's, the most that it has besides in that phase is taken off: there the figure is a
-lower bound, too low by no more than activations and the largest gradient. Of FSDP2, gathered parameters are among it.
+Each peer trains in its own processes: some steps of one pass, then one step of three passes, two of them local. A
+ledger counts every tensor in use by its storage, also tensors that C++ holds. It counts after each forward, backward,
+step, zero_grad and operator, and inside backward as soon as a parameter's gradient exists.
 
-The allocator's own count is there for comparison: what it has given out that no tensor holds (the collectives' scratch,
-Python's objects). So is the largest size of the process, over that of the unwrapped module's.
+Gradients and their buckets are the rest after subtracting parameters, optimizer state, and the unwrapped module's other
+tensors at the same point. After operators there is no same point, as the sequences differ. There the module's largest
+rest in the phase is subtracted, so the figure is a lower bound: too low by at most activations and the largest
+gradient. For FSDP2 the figure includes gathered parameters.
 
-The bound for BucketDDP: gradients are nowhere more than their size and one bucket.
+For comparison, the allocator's own count shows memory that no tensor holds (the collectives' scratch, Python's
+objects), and the largest size of the process is shown as a ratio to the unwrapped module's.
+
+The bound for BucketDDP: at no point do gradients take more than their size and one bucket.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from lightning_bucketddp.optim.swap import master_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024
-"""What the wrapper's other tensors, such as the control vector, may come to."""
+"""The most bytes of the wrapper's other tensors, such as the control vector."""
 
 STEPS = 6
 """Steps of one pass each: wrappers learn orders in them."""
@@ -113,7 +114,7 @@ def peers() -> list[Peer]:
     ]
 
 
-# -- what is in use ----------------------------------------------------------------------------------
+# -- memory in use -----------------------------------------------------------------------------------
 
 
 class _MallInfo(ctypes.Structure):
@@ -122,10 +123,10 @@ class _MallInfo(ctypes.Structure):
 
 
 def allocated(device: torch.device) -> Callable[[], int] | None:
-    """A function that tells the bytes which the device's allocator has given out and not got back, if there is one."""
+    """Return a function that counts the bytes which the device's allocator has handed out; None if there is none."""
     if device.type != "cpu":
         return lambda: torch.accelerator.memory_allocated(device)
-    # torch's CPU allocator keeps nothing back: what malloc has given out is what is in use.
+    # torch's CPU allocator caches nothing, so malloc's count is the memory in use.
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if mallinfo2 is None:  # glibc before 2.33, or another library
         return None
@@ -139,9 +140,9 @@ def allocated(device: torch.device) -> Callable[[], int] | None:
 
 
 def process_bytes(device: torch.device, peak: bool = False) -> int:
-    """What the process occupies, resident in memory or reserved on an accelerator: now, or at most so far.
+    """Return the size of the process, resident or reserved on an accelerator: now, or at its peak.
 
-    0 where nothing tells.
+    0 if the system does not say.
     """
     if device.type != "cpu":
         return (torch.accelerator.max_memory_reserved if peak else torch.accelerator.memory_reserved)(device)
@@ -153,7 +154,7 @@ def process_bytes(device: torch.device, peak: bool = False) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -175,17 +176,17 @@ def _state_bytes(optimizer: torch.optim.Optimizer, has_masters: bool) -> int:
 
 
 class Ledger(TorchDispatchMode):
-    """While active, knows every tensor that is made, and so what is in use at the points of a training run.
+    """Counts the tensors in use at the points of a training run, while it is active.
 
     Attributes:
-        points: Per point, the bytes of all tensors that are in use; those of them that are ``.grad``, or the gradient
-            that has just been made; those that are parameters and the optimizer's state; and what the device's
-            allocator has given out. A point is "pass/phase", at its end, or "pass/backward/parameter".
-        peaks: Per pass and phase, the most that was in use after an operator, and the most of it that was neither
-            ``.grad`` nor what ``fixed`` gave when the phase began.
+        points: Per point, the bytes of: all tensors in use; ``.grad`` and a gradient just made; parameters and
+            optimizer state; memory that the device's allocator has handed out. A point is "pass/phase", at its end, or
+            "pass/backward/parameter".
+        peaks: Per pass and phase, the most bytes in use after an operator; and the most without ``.grad`` and without
+            the value of ``fixed`` when the phase began.
         params: The parameters.
-        fixed: Tells the bytes of parameters and optimizer state.
-        resized: Whether storages change their size, which no operator tells: FSDP2's do.
+        fixed: Returns the bytes of parameters and optimizer state.
+        resized: Whether storages change their size without an operator, as FSDP2's do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,7 +211,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        # A storage's Python object lives for as long as the storage does, whoever holds it.
+        # A storage's Python object lives as long as the storage, also if C++ holds it.
         storage = weakref.ref(_local(tensor).untyped_storage(), self._gone)
         if storage not in self._sizes:
             self._sizes[storage] = _local(tensor).untyped_storage().nbytes()
@@ -241,7 +242,7 @@ class Ledger(TorchDispatchMode):
         return used
 
     def note(self, point: str, *made: Tensor) -> None:
-        """Notes what is in use at a point; ``made`` is a gradient that has just been made."""
+        """Note the memory in use at a point; ``made`` is a gradient just made."""
         used = self._look()
         grads = [grad for param in self.params if (grad := param.grad) is not None]
         allocated_bytes = self._allocated() - self._before
@@ -252,7 +253,7 @@ class Ledger(TorchDispatchMode):
 
 
 def worker(device: torch.device, model_name: str, peer_name: str, small: bool) -> dict[str, Any]:
-    """One rank. Returns what its ledger shows."""
+    """Run one rank; return its ledger's figures."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -337,7 +338,7 @@ def _kind(point: str) -> str:
 
 @dataclass(frozen=True)
 class Account:
-    """What a peer's gradients take, on the rank where they take most; in bytes.
+    """Bytes of a peer's gradients, on the rank with the most.
 
     Attributes:
         unit: The size of the gradients in fp32, which all parts are parts of.
@@ -370,10 +371,10 @@ class Account:
 
 
 def account(peer: dict[str, Any], base: dict[str, Any]) -> Account:
-    """What one rank's ledger comes to.
+    """Sum up one rank's ledger.
 
     Args:
-        peer: What :func:`worker` returned.
+        peer: The result of :func:`worker`.
         base: The same of the unwrapped module.
     """
     found: list[tuple[str, str, int]] = []
@@ -465,7 +466,7 @@ COLOURS = {
 
 
 def plot(results: dict[str, dict[str, Account]]) -> Any:
-    """Per model, what gradients take at rest and at most, and what everything takes."""
+    """Plot per model the bytes of gradients, at rest and at most, and of everything."""
     pyplot = plots()
     count = max(len(accounts) for accounts in results.values())
     inches = (11, (0.28 * count + 1.1) * len(results))

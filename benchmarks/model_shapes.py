@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What becomes ready together in backward.
+    """Gradients that become ready together in backward.
 
     Attributes:
         name: Of the layer.

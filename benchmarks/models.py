@@ -1,4 +1,4 @@
-"""Models that compute, each with its batches of random data: what the benchmarks of real compute train.
+"""Models for the benchmarks of real compute, each with its batches of random data.
 
 Sized so that a training step takes one core of a server from 100 to 400 ms; ``small=True`` makes them tiny.
 """

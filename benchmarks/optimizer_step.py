@@ -1,16 +1,17 @@
-"""How long an optimizer's step takes on a large model, its work divided by the number of ranks or not.
+"""Time an optimizer's step on a large model, with the work divided between the ranks and without.
 
     python benchmarks/optimizer_step.py [--megaparameters 64] [--worlds 1 2] [--rounds 7]
 
-AdamW, fused and as a loop over parameters, in a loop of plain PyTorch with BucketDDP; every rank on one core. Ranks
-take their steps one after the other while the others wait, as they share the machine's memory bandwidth, which ranks on
-machines of their own do not. Timed are the update, which is what the optimizer's own ``step`` does, and the step as it
-is called: around the update of a sharded one, parts are swapped in for parameters, and the gathering of the new ones is
-started, which on the last rank takes from the machine what its threads need. How much longer it takes until all
-parameters are there, over the machine's own loopback and with all ranks stepping at once, is told too. Before a step,
-the parameters of the one before have arrived.
+AdamW, fused and as a loop over parameters, in plain PyTorch with BucketDDP; every rank has one core. Ranks step one
+after the other while the others wait: they share the machine's memory bandwidth, which ranks on several machines do
+not.
 
-A ratio is that to the same round's unsharded one, on the slowest rank; 1/N is what the division alone would give.
+The update is the optimizer's own ``step``. The whole step of a sharded optimizer also swaps shards in for parameters
+and starts the all-gather of new parameters; on the last rank its threads take time from the machine. A further column
+shows how much longer it takes until all parameters have arrived, over loopback with all ranks stepping at once. Before
+a step begins, the parameters of the last one have arrived.
+
+Ratios compare with the unsharded step of the same round, on the slowest rank; perfect division would give 1/N.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Host time that a wrapper adds to a pass: per parameter, per bucket and fixed, all peers in one run.
+"""Measure the host time that a wrapper adds to a pass: per parameter, per bucket and fixed.
 
     python benchmarks/overhead.py [--ranks 1 2] [--rounds 30]
     python benchmarks/overhead.py --profile
 
-The model is a chain of tiny parameters that costs as little as autograd allows, so that what wrappers do for each of
-them shows. Peers take turns in every round; what a wrapper adds is its time minus that of the unwrapped module in the
-same round, and the median of that over the rounds. ``fixed + a * parameters + b * buckets`` is fitted to it (least
-squares; each case weighs as one over the time of the unwrapped module, so that the long ones do not decide alone),
-over cases with one bucket and more and more parameters, and cases with a given number of parameters in more and more
-buckets.
+The model is a chain of tiny parameters, so that autograd costs little and the wrapper's work per parameter shows. All
+peers run in every round. A wrapper adds its time minus the unwrapped module's time in the same round; the median over
+rounds counts. ``fixed + a * parameters + b * buckets`` is fitted by least squares. Each case weighs one over the
+unwrapped module's time, so that long cases do not decide alone. In some cases the number of parameters grows with one
+bucket, in others the number of buckets grows.
 
-Two settings. Where a rank is alone, bucketddp sends nothing, and torch's ddp starts an all-reduce per bucket that has
-nobody to wait for. With two gloo ranks on loopback all send. There a backward ends when the other rank's data have
-come: what a bucket costs includes its collective's own time, which is measured apart. What bucketddp's control vector
-costs, 4 bytes per parameter in the last bucket where that is small, is in the fixed part. What compares best is the
-slope over parameters.
+There are two settings. With one rank, bucketddp sends nothing, and torch's ddp starts an all-reduce per bucket without
+waiting for a peer. With two gloo ranks on loopback all send. A backward then ends when the other rank's data have
+arrived, so that a bucket's cost includes its collective, which is also measured alone. The fixed part includes
+bucketddp's control vector: 4 bytes per parameter in the last bucket, if that is small. The slope over parameters
+compares best.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def measure(device: torch.device, cases: list[tuple[int, int]], rounds: int) -> 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured in one setting.
+    """The measurements of one setting.
 
     Attributes:
         cases: The cases.
@@ -229,7 +228,7 @@ class Measured:
 
 
 def fits_table(measured: Measured) -> str:
-    """What wrappers add to each phase, as terms of a sum."""
+    """Return the terms that wrappers add to each phase."""
     rows = [["µs more than the unwrapped module", "per parameter", "per bucket", "fixed", "fit off by"]]
     for phase, of_peers in measured.fits().items():
         for peer, terms in of_peers.items():
@@ -242,7 +241,7 @@ SYNCHRONISED, LOCAL = (FORWARD, BACKWARD), (LOCAL_FORWARD, LATER_LOCAL)
 
 
 def growth_table(measured: Measured) -> str:
-    """What passes take per parameter, by number of parameters."""
+    """Return the time of passes per parameter, by number of parameters."""
     rows = [["µs per parameter, one bucket", UNWRAPPED, *(f"+ {peer}" for peer in WRAPPED), f"{OURS} / {BEST}"]]
     for title, phases in (("synchronised pass", SYNCHRONISED), ("later local pass", LOCAL)):
         for case in measured.growing:

@@ -1,4 +1,4 @@
-"""The ways of training data-parallel that are compared, each through a Trainer where it has a strategy for one."""
+"""The compared ways to train data-parallel, through a Trainer if there is a strategy."""
 
 from __future__ import annotations
 

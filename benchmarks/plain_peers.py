@@ -1,4 +1,4 @@
-"""The four ways of training in a plain PyTorch loop that benchmarks of host time compare."""
+"""Four ways to train in a plain PyTorch loop, for benchmarks of host time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plain_peers(**options: Any) -> list[Wrapping]:
     """All four.
 
     Args:
-        options: For those that wrap; of those that all of them know, such as ``bucket_cap_mb``.
+        options: For the wrappers; options that all of them know, such as ``bucket_cap_mb``.
     """
     return [
         unwrapped(),

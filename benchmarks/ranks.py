@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, as fresh processes, and brings back what they found."""
+"""Start ranks on this machine as fresh processes, and collect their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _context = multiprocessing.get_context("forkserver")
 def prepare(**environment: str) -> None:
     """Sets the environment of all ranks. To be called once, before any are started.
 
-    Ranks are forked from a process that has imported what they need and done nothing else: fresh, but quick to start.
+    Ranks are forked from a process that has done nothing but import: they are fresh, but quick to start.
     """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment})

@@ -1,9 +1,9 @@
-"""Replicas that are made anew in each step, the way in which torch.nn.DataParallel makes them.
+"""Replicas that are made anew in each step, as torch.nn.DataParallel makes them.
 
-A plain rewriting of that way for any device, the CPU included, which torch's own does not know. Each step broadcasts
-the parameters, tensor by tensor or in chunks that are flattened; makes every module object again and sets its
-parameters as attributes, which are not those of a leaf any more; and adds gradients up, again tensor by tensor or in
-chunks. The first replica has the original's own memory.
+This is a plain version for any device; torch's own does not support the CPU. Each step broadcasts the parameters,
+tensor by tensor or in flattened chunks. It makes every module object again, with parameters as plain attributes that
+are not leaves. Then it adds the gradients, again tensor by tensor or in chunks. The first replica shares the original's
+memory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_BYTES = 10 * 1024 * 1024
-"""What is moved at once; torch's."""
+"""Size of a chunk; torch's value."""
 
 
 class RebuiltReplicas:
-    """As ``lightning_bucketddp.replicas.Replicas``, of which it has what is compared.
+    """The part of ``lightning_bucketddp.replicas.Replicas`` that the benchmark compares.
 
     Args:
         module: The original.

@@ -1,24 +1,23 @@
-"""What a step's replicas cost in one process: those that are kept against those that are made anew in each step.
+"""Compare the cost of replicas in one process: kept between steps, or made anew in each step.
 
     python benchmarks/replicas.py [--devices 2 4] [--rounds 30]
     python benchmarks/replicas.py --device cuda
 
-Two parts of a step are timed: ``replicate``, which brings modules and values to all devices, and ``reduce``, the
-backward from gradients that all replicas' parameters have (the same ones in every round) into ``.grad`` of the
-original. Peers take turns in every round, in an order that goes round; what is shown are medians over the rounds, and
-the median of the ratios of the same round.
+Two parts of a step are timed. ``replicate`` brings modules and values to all devices. ``reduce`` is the backward from
+the gradients of all replicas' parameters, the same ones in every round, to ``.grad`` of the original. Every peer runs
+in every round, in rotating order. Tables show medians over the rounds, and the median ratio within a round.
 
-Peers, of which each has one replica on the original's device, with its memory, and copies of the others:
+Each peer has one replica on the original's device, which shares its memory, and copies elsewhere:
 
     per tensor      made anew in each step; tensors are copied, and gradients added, one by one
-    in chunks       made anew in each step; tensors and gradients are flattened into chunks of 10 MiB, as
-                    torch.nn.DataParallel does it
-    torch           torch.nn.parallel.replicate itself, where there are several CUDA devices
-    kept            lightning_bucketddp.replicas, as it is between devices
-    kept, shared    the same where replicas are on one device: all have the very parameters of the original
+    in chunks       made anew in each step; tensors and gradients are flattened into chunks of 10 MiB, as in
+                    torch.nn.DataParallel
+    torch           torch.nn.parallel.replicate itself, if there are several CUDA devices
+    kept            lightning_bucketddp.replicas between devices
+    kept, shared    the same with all replicas on one device: they share the original's parameters
 
-Where there are fewer devices than replicas, some are taken several times: copies then cost what memory takes, and not
-what a link does. What is measured is host time, and the device's with it: it is synchronised before and after.
+If there are fewer devices than replicas, some devices hold several. Copies then cost memory bandwidth instead of a
+link's. Host time is measured, with the device synchronised before and after.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 def peers(module: nn.Module, devices: Sequence[torch.device]) -> dict[str, Callable[[], list[nn.Module]]]:
-    """What makes a step's replicas, by peer."""
+    """By peer, a function that makes a step's replicas."""
     home, others = Replicas(module, devices[:1]), Replicas(module, devices[1:], share=False)
     found: dict[str, Callable[[], list[nn.Module]]] = {
         PER_TENSOR: RebuiltReplicas(module, devices, coalesced=False).refresh,

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: hardware and versions, a table, a dated file."""
+"""Report a benchmark's figures: hardware and versions, a table, a dated file."""
 
 from __future__ import annotations
 

@@ -2,18 +2,24 @@
 
     python benchmarks/scale.py
 
-Efficiency is the time of forward and backward divided by the time of the step, which has in addition what no
-computation hides of the communication. Compared are 25 MiB buckets (by torch DDP's own function, with its first bucket
-of 1 MiB), this package's default buckets, and a bound that no bucket boundaries exceed. Pure arithmetic with
-``lightning_bucketddp.schedule``, seconds on any machine.
+Efficiency is the time of forward and backward divided by the time of the step. The step also contains communication
+that no computation hides. Three layouts are compared: 25 MiB buckets by torch DDP's own function (the first has 1 MiB),
+this package's default buckets, and a bound that no bucket boundaries exceed. This is pure arithmetic with
+``lightning_bucketddp.schedule`` and takes seconds on any machine.
 
-What the model leaves out: the optimizer, data loading and everything else between steps; stragglers, and the jitter of
-thousands of ranks; compute that slows down while NCCL runs beside it; contention and routing in the switches, and
-reduction inside them (SHARP); NCCL's low-latency protocols, which small buckets may profit from; the host, which on
-small models may be slower than the device; copies into and out of buckets; activation checkpointing. Layers take time
-in proportion to their FLOPs, so that BatchNorm and the like take none of their own. Gradients are fp32, as in mixed
-precision with fp32 parameters. The number of samples per rank stays the same, though nobody trains a ResNet-50 with
-131,072 images per step.
+The model leaves out:
+
+- the optimizer, data loading and everything else between steps;
+- stragglers, and the jitter of thousands of ranks;
+- compute that slows down while NCCL runs beside it;
+- contention and routing in the switches, and reduction inside them (SHARP);
+- NCCL's low-latency protocols, which may speed up small buckets;
+- the host, which may be slower than the device on small models;
+- copies into and out of buckets, and activation checkpointing.
+
+Layers take time in proportion to their FLOPs, so BatchNorm and similar layers take none. Gradients are fp32, as in
+mixed precision with fp32 parameters. The number of samples per rank is constant, although nobody trains a ResNet-50
+with 131,072 images per step.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from model_shapes import ModelShapes, gpt2_medium, gpt_1_3b, resnet50
 from report import median, plots, save, table
 
-from lightning_bucketddp.layout.plan import MIB, ParamSpec, contiguous_strides, plan
+from lightning_bucketddp.layout.plan import MIB, ParamSpec, plan
 from lightning_bucketddp.layout.schedule import (
     Cluster,
     CollectiveCost,
@@ -49,7 +55,7 @@ PLANS = ("25 MiB", "default", "bound")
 GB = 1e9
 US = 1e-6
 
-# Of the line rate, what an all-reduce gets. Assumption; NCCL's tuner caps A100's NVLink at 235 of 300 GB/s (0.78).
+# Share of the line rate that an all-reduce gets. Assumption; NCCL's tuner caps A100's NVLink at 235 of 300 GB/s (0.78).
 USED = 0.8
 # From a rank's call to the kernel at work. Assumption; NCCL's tuner adds 8.4 us per ring all-reduce ("baseLat").
 LAUNCH = CollectiveCost(10 * US, 0.0)
@@ -95,7 +101,7 @@ class Site:
     images_per_second: float
 
     def all_reduce(self, ranks: int) -> FasterOf:
-        """What an all-reduce costs among so many ranks."""
+        """The cost of an all-reduce among so many ranks."""
         inner = Link(NVLINK_LATENCY, USED * self.nvlink * GB)
         outer = Link(self.latency, USED * self.network / 8 * GB)
         cluster = Cluster(-(-ranks // RANKS_PER_NODE), RANKS_PER_NODE, inner, outer)
@@ -146,7 +152,7 @@ class Gradients:
         for layer, done in zip(backward, accumulate(layer.flops for layer in backward), strict=True):
             for at, shape in reversed(list(enumerate(layer.shapes))):
                 name = f"{layer.name}.{at}"
-                specs.append(ParamSpec(name, shape, contiguous_strides(shape), torch.float32, "meta"))
+                specs.append(ParamSpec.of(name, torch.empty(shape, device="meta")))
                 ready.append(done / model.forward_flops)
         return cls(tuple(specs), tuple(ready), tuple(spec.nbytes for spec in specs))
 

@@ -1,10 +1,10 @@
-"""What ranks ask of the store while they wait: many ranks as threads, one TCPStore, and one rank that does not come.
+"""Count the store's requests while ranks wait for one rank that does not come: many threads, one TCPStore.
 
     python benchmarks/store_load.py [--ranks 512] [--seconds 20]
 
-A rank that waits used to look for each way in which others may keep it waiting, at keys of every rank, twice a second:
-that is counted, not run, as no store serves it. Now its listener waits for one key, and roll calls come after 1, 2, 4,
-8, ... seconds: their requests are counted while they run.
+Once, a waiting rank read keys of every rank twice a second. Those requests are calculated, as no store can serve them.
+Now a rank's listener waits for one key, and roll calls come after 1, 2, 4, 8, ... seconds. Their requests are counted
+while they run.
 """
 
 from __future__ import annotations

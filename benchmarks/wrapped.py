@@ -1,4 +1,4 @@
-"""The ways of training data-parallel that a loop in plain PyTorch can have, each by wrapping a module."""
+"""Ways to train data-parallel in a plain PyTorch loop, each by wrapping a module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trains a digit classifier on two ranks with ``Fabric(strategy="bucketddp")``: one's own loop, Fabric's plumbing.
+"""Trains a digit classifier on two ranks with ``Fabric(strategy="bucketddp")``, in a loop of its own.
 
-The loop accumulates two batches before each reduction (``no_backward_sync``), starts with a frozen first layer and
-unfreezes it half-way, which needs no flag and leaves the ranks equal to the last bit. It ends with a checkpoint, loaded
-into a model of its own, and with what the last pass sent.
+The loop accumulates two batches before each reduction (``no_backward_sync``). It unfreezes the first layer half-way:
+this needs no flag, and the ranks stay equal to the last bit. At the end it loads a checkpoint into a new model, and
+prints the record of the last pass.
 
     python examples/fabric.py
     python examples/fabric.py --strategy ddp
@@ -104,7 +104,7 @@ def main() -> None:
     fabric.print(f"checkpoint, loaded without Fabric              {right} of {len(labels)} right")
     if hasattr(fabric.strategy, "wrapper_of"):
         fabric.print(f"\n{fabric.strategy.wrapper_of(model).last_pass()}")
-    # With "bucketddp" this happens at exit; with other strategies on CPU the process may abort without it.
+    # "bucketddp" does this at exit. With other strategies on CPU the process may abort without it.
     fabric.barrier()
     dist.destroy_process_group()
 

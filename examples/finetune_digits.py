@@ -1,8 +1,8 @@
 """Fine-tunes a digit classifier on two ranks with ``Trainer(strategy="bucketddp")``.
 
-A small convolutional net learns half of the handwritten digits; then its backbone is frozen, a new head learns all
-ten, and ``BackboneFinetuning`` unfreezes the backbone half-way. With Lightning's ``ddp`` the ranks then drift apart
-without a word (``--strategy ddp`` shows it); here they stay the same to the last bit.
+A small convolutional net learns half of the handwritten digits. Then a new head learns all ten: the backbone is frozen
+at first, and ``BackboneFinetuning`` unfreezes it half-way. With Lightning's ``ddp`` the ranks then silently drift apart
+(``--strategy ddp`` shows it). Here they stay equal to the last bit.
 
     python examples/finetune_digits.py
     python examples/finetune_digits.py --strategy ddp

@@ -1,10 +1,9 @@
 """Fine-tunes a language model in bf16 with fp32 gradients, all of its weights or low-rank adapters alone.
 
-By default a small transformer of bytes first learns from the standard library's own source, then goes on with the
-prose of Python's help pages. With ``--model`` a Hugging Face model takes its place (needs ``transformers``). The
-parameters are bf16 throughout; gradients are accumulated and averaged in fp32 and the optimizer steps on fp32 masters,
-so that updates too small for bf16 are not lost. With ``--lora`` the base stays frozen and only the adapters' gradients
-exist and are sent.
+By default a small transformer of bytes first learns the standard library's source, then the prose of Python's help
+pages. With ``--model`` a Hugging Face model takes its place (needs ``transformers``). The parameters are bf16.
+Gradients are accumulated and averaged in fp32, and the optimizer steps on fp32 masters, so that updates too small for
+bf16 are not lost. With ``--lora`` the base stays frozen, and only the adapters have gradients to send.
 
     python examples/finetune_language_model.py
     python examples/finetune_language_model.py --lora
@@ -104,7 +103,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """The held-out loss as training goes on, and at its end what was sent in each step."""
+    """Prints the held-out loss during training, and at the end the bytes sent in each step."""
 
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if trainer.is_global_zero:

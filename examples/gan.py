@@ -1,9 +1,9 @@
 """Trains a small GAN on handwritten digits: manual optimisation with two toggled optimizers, and no flag.
 
-In each step a critic and a generator have a backward of their own. While one optimizer is toggled the other network is
-frozen, and its gradients are not sent: each reduction is looked at, and what it held is printed at the end. With
-Lightning's ``ddp`` the first step raises, as half of the gradients never come; ``ddp_find_unused_parameters_true``
-trains, and sends both networks' gradients each time.
+In each step the critic and the generator run a backward each. While one optimizer is toggled, the other network is
+frozen and its gradients are not sent: the example counts which gradients each reduction held. With Lightning's ``ddp``
+the first step raises, as half of the gradients never come. ``ddp_find_unused_parameters_true`` trains, but sends both
+networks' gradients each time.
 
     python examples/gan.py
     python examples/gan.py --strategy ddp_find_unused_parameters_true
@@ -43,7 +43,7 @@ class Gan(pl.LightningModule):
         self.reduced: Counter[tuple[str, ...]] = Counter()
 
     def on_train_start(self) -> None:
-        torch.manual_seed(self.global_rank)  # noise of its own on each rank
+        torch.manual_seed(self.global_rank)  # different noise on each rank
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         real = batch[0]
@@ -147,7 +147,7 @@ def main() -> None:
         noise = torch.cdist(torch.rand(1000, SIDE**2) * 2 - 1, real).min(dim=1).values.mean()
         print(f"distance to the nearest real digit   generated {nearest:.2f}   noise {noise:.2f}")
         print(draw(made[:8]))
-    # With "bucketddp" this happens at exit; with other strategies on CPU the process may abort without it.
+    # "bucketddp" does this at exit. With other strategies on CPU the process may abort without it.
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Trains a digit classifier on two devices of one process, as in a notebook, and once more on one of them.
+"""Trains a digit classifier on two devices of one process, as in a notebook, and again on one of them.
 
-``Trainer(strategy="bucketdp", devices=2)`` starts no process: the cells of a notebook and a debugger see the one
-LightningModule there is. Each batch is divided between two replicas that run in threads, and the Trainer goes on with
-what one device would have made of it: weights, loss and accuracy come out the same.
+``Trainer(strategy="bucketdp", devices=2)`` starts no process: a notebook's cells and a debugger see the only
+LightningModule. Each batch is divided between two replicas, which run in threads. Weights, loss and accuracy are the
+same as on one device.
 
     python examples/notebook_two_devices.py
 """

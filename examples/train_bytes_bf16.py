@@ -1,8 +1,8 @@
 """Trains a small bf16 language model of bytes on several ranks, with fp32 gradients and masters, in plain PyTorch.
 
-Reads the standard library's own source text, or any folder of *.py files. Lines differ in length, so that ranks see
-different numbers of tokens in each step: the loss is a sum over tokens, and gradients are divided by the tokens of all
-ranks and micro-batches together, which is what one process on all of them would do.
+Reads the standard library's source text, or any folder of *.py files. Lines differ in length, so ranks see different
+numbers of tokens in each step. The loss is a sum over tokens, and gradients are divided by the tokens of all ranks and
+micro-batches, as one process would do on all of them.
 
     torchrun --nproc-per-node 2 examples/train_bytes_bf16.py
     torchrun --nproc-per-node 2 examples/train_bytes_bf16.py --bf16-gradients    # for comparison

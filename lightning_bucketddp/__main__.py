@@ -1,4 +1,4 @@
-"""``python -m lightning_bucketddp``: see :mod:`lightning_bucketddp.cli`."""
+"""Entry point of ``python -m lightning_bucketddp``."""
 
 import sys
 

@@ -1,7 +1,5 @@
 """``python -m lightning_bucketddp``: versions and names, or a LightningCLI with the strategies registered."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import textwrap
@@ -18,62 +16,58 @@ from lightning_bucketddp.trainer.common import REGISTERED
 from lightning_bucketddp.trainer.dp.strategy import NAME
 
 USAGE = """\
-usage: python -m lightning_bucketddp                            versions, and the names that are registered
+usage: python -m lightning_bucketddp                            print versions and the registered names
        python -m lightning_bucketddp {fit,validate,test,predict} --model MODULE.CLASS [OPTION ...]
-                                                                runs a LightningCLI (`fit --help` for its options)
+                                                                run a LightningCLI (`fit --help` lists its options)
 
-The LightningCLI takes any LightningModule and LightningDataModule by class path, those in the current folder too, and
-trains with `--trainer.strategy bucketddp` unless told otherwise.
+The LightningCLI takes any LightningModule and LightningDataModule by class path, from the current folder too. It trains
+with `--trainer.strategy bucketddp` unless told otherwise.
 """
 
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the command line asks for.
+    """Do what the command line asks for.
 
     Args:
-        arguments: Without the program's name.
+        arguments: The command line without the program's name.
 
     Returns:
         The exit code: 2 if the arguments make no sense.
     """
-    if not arguments:
-        print(describe())
-        return 0
-    first = arguments[0]
+    first = arguments[0] if arguments else ""
     if first in ("-h", "--help"):
         print(USAGE, end="")
-        return 0
-    if first == "--version":
-        print(describe().splitlines()[0])
-        return 0
-    if first in _SUBCOMMANDS or (first.startswith("-") and first != "-m"):
+    elif first in ("", "--version"):
+        print(f"lightning_bucketddp  {__version__}" if first else describe())
+    elif first in _SUBCOMMANDS or (first.startswith("-") and first != "-m"):
         return _run_lightning_cli()
-    return _refuse(
-        f"expected one of {', '.join(_SUBCOMMANDS)}, found {first!r}. Scripts and modules are not run: put `import "
-        "lightning_bucketddp` into yours, which registers the strategies, and start it as `python SCRIPT` or "
-        "`python -m MODULE`"
-    )
+    else:
+        return _refuse(
+            f"expected one of {', '.join(_SUBCOMMANDS)}, found {first!r}. Scripts and modules are not run: put `import "
+            "lightning_bucketddp` into yours, which registers the strategies, and start it as `python SCRIPT` or "
+            "`python -m MODULE`"
+        )
+    return 0
 
 
 def describe() -> str:
-    """Versions of what gradients depend on, what there is to train on, and the registered names."""
+    """Return versions, devices, backends and the registered names as a table."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}"
     lines = {
         "lightning_bucketddp": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
-        "devices": devices,
+        "devices": "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}",
         "backends": ", ".join(available_backends()),
         "Trainer(strategy=...)": ", ".join(name for name in [*REGISTERED, NAME] if name in StrategyRegistry),
         "Fabric(strategy=...)": ", ".join(name for name in REGISTERED if name in STRATEGY_REGISTRY),
     }
-    width = max(len(name) for name in lines)
-    indent = " " * (width + 2)
-    return "\n".join(textwrap.fill(f"{name:{width}}  {lines[name]}", 100, subsequent_indent=indent) for name in lines)
+    return "\n".join(
+        textwrap.fill(f"{name:21}  {text}", 100, subsequent_indent=" " * 23) for name, text in lines.items()
+    )
 
 
 def _run_lightning_cli() -> int:

@@ -23,14 +23,8 @@ def one_process(devices: int = 1, share: bool = True, strategy: Any = None, **op
         strategy = BucketDPStrategy() if devices > 1 else "auto"
     if isinstance(strategy, BucketDPStrategy):
         strategy._share = share
-    defaults = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"accelerator": "cpu", "max_epochs": 2, **dict.fromkeys(quiet, False)}
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
 
 
@@ -49,11 +43,7 @@ def digits(**options: Any) -> DataLoader[Any]:
 
 
 def fit(model: pl.LightningModule, devices: int = 1, share: bool = True, loader: Any = None, **options: Any) -> Any:
-    """Trains, by default on ``digits()``, and validates on a few, if the module does.
-
-    Returns:
-        The Trainer.
-    """
+    """Trains, by default on ``digits()``, and validates on a few, if the module does. Returns the Trainer."""
     trainer = one_process(devices, share, **options)
     validates = is_overridden("validation_step", getattr(model, "_orig_mod", model))
     trainer.fit(model, digits() if loader is None else loader, digits(count=13) if validates else None)
@@ -100,9 +90,6 @@ class Digits(pl.LightningModule):
         self.log_dict(scores)
         return {"predictions": predictions}
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append(outputs)
-
     def on_validation_epoch_end(self) -> None:
         self.kept.append(self.largest_logits.compute())
         self.largest_logits.reset()
@@ -126,7 +113,7 @@ class Plain(pl.LightningModule):
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.net = net or nn.Linear(8, 1)
+        self.net = nn.Linear(8, 1) if net is None else net
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0]).square().mean()

@@ -11,12 +11,12 @@ from lightning_bucketddp.reducer.upkeep import Upkeep
 
 
 def passes_of(net: BucketDDP) -> Passes:
-    """What opens and ends its passes."""
+    """Its passes."""
     return net._passes
 
 
 def upkeep_of(net: BucketDDP) -> Upkeep:
-    """What keeps its reducer in line with the module."""
+    """The owner of its reducer."""
     return net._passes.upkeep
 
 

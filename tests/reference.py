@@ -1,10 +1,19 @@
 """What gradients should be, worked out one parameter at a time with the simplest collectives."""
 
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.replicas.forward import ReplicatedForward
+
+TINY = 0.0003
+"""MiB; makes several buckets of the small test models."""
 
 
 def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
@@ -51,3 +60,52 @@ def largest_difference_between_ranks(module: nn.Module) -> float:
 def copying(forward: ReplicatedForward) -> ReplicatedForward:
     """A forward whose replicas on the module's device have copies of its parameters, as those on another one do."""
     return ReplicatedForward(forward._module, forward.devices, forward.output_device, forward.dim, share=False)
+
+
+class Twins:
+    """A module, and its copy in a ``BucketDDP``, through the same passes.
+
+    Args:
+        plain: The module.
+        options: Of the wrapper; ``bucket_cap_mb`` is ``TINY`` unless given.
+
+    Attributes:
+        plain: The module.
+        ours: The wrapper.
+    """
+
+    def __init__(self, plain: nn.Module, **options: Any) -> None:
+        self.plain = plain
+        self.ours = BucketDDP(copy.deepcopy(plain), **{"bucket_cap_mb": TINY, **options})
+
+    @property
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        """The two modules, unwrapped."""
+        return self.plain, self.ours.module
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of both."""
+        self.plain.zero_grad()
+        self.ours.zero_grad()
+
+    def backward(self, loss: Callable[[nn.Module], Tensor], local: bool = False, guarded: bool = False) -> None:
+        """Run one backward of each, where the loss has a graph."""
+        with ExitStack() as stack:
+            if local:
+                stack.enter_context(self.ours.no_sync())
+            values = loss(self.plain), loss(self.ours)
+            if guarded:
+                stack.enter_context(self.ours.backward_pass(values[1]))
+            for value in values:
+                if value.requires_grad:
+                    value.backward()
+
+    def check(self) -> None:
+        """Compare the gradients with the mean over the ranks of the plain module's."""
+        assert_grads(self.ours.module, mean_over_ranks(self.plain))
+
+    def step(self, loss: Callable[[nn.Module], Tensor], guarded: bool = False) -> None:
+        """Run one synchronised pass with fresh gradients, and compare."""
+        self.zero_grad()
+        self.backward(loss, guarded=guarded)
+        self.check()

@@ -12,19 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run_example(name: str, *arguments: str) -> str:
-    return run_python(f"examples/{name}", *arguments)
-
-
-def run_python(*arguments: str) -> str:
+def printed(*arguments: str) -> str:
+    """What a Python command prints, which must end well."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the checkout, whatever is installed
+    command = [sys.executable, *arguments]
     result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # the checkout, whatever is installed
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -36,42 +29,28 @@ def number_after(text: str, output: str) -> float:
     return float(match.group(1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "forkserver"])
-def test_every_start_method_trains_from_a_script(strategy: str) -> None:  # forked ranks: test_launchers.py
-    output = run_python("-m", "tests.launch_script", strategy)
-    for rank in (0, 1):
-        assert f"rank {rank}: 4 passes, difference 0" in output
-    assert "process group open at exit: False" in output
-    assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"
-    assert "process groups alive at exit: 0" in output
-    assert "process groups alive at exit: 1" not in output
+DIFFERENCE = "largest difference of a weight between ranks"
 
 
 @pytest.mark.slow
-def test_finetune_digits() -> None:
-    output = run_example("finetune_digits.py", "--devices", "2")
-    assert "backbone frozen" in output
+def test_finetune_digits_where_ddp_drifts() -> None:
+    output = printed("examples/finetune_digits.py", "--devices", "2")
     assert output.index("backbone frozen") < output.rindex("backbone training")
     assert number_after("test accuracy", output) >= 0.95
-    assert number_after("largest difference of a weight between ranks", output) == 0
+    assert number_after(DIFFERENCE, output) == 0
     sizes = re.search(r"([\d,]+) bytes of gradients, once in memory, in (\d+) buckets", output)
     assert sizes, output
-    assert int(sizes.group(1).replace(",", "")) > 100_000
-    assert int(sizes.group(2)) >= 2
-
-
-@pytest.mark.slow
-def test_finetune_digits_shows_how_ddp_drifts() -> None:
-    output = run_example("finetune_digits.py", "--strategy", "ddp", "--devices", "2", "--epochs", "4")
-    assert number_after("largest difference of a weight between ranks", output) > 0
+    assert int(sizes[1].replace(",", "")) > 100_000
+    assert int(sizes[2]) >= 2
+    output = printed("examples/finetune_digits.py", "--strategy", "ddp", "--devices", "2", "--epochs", "4")
+    assert number_after(DIFFERENCE, output) > 0
     assert "drifted apart" in output
 
 
 @pytest.mark.slow
 def test_train_bytes_bf16() -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = run_python(*launch, "examples/train_bytes_bf16.py", "--steps", "50")
+    output = printed(*launch, "examples/train_bytes_bf16.py", "--steps", "50")
     losses = [float(line.split()[4]) for line in output.splitlines() if "held-out loss" in line]
     assert losses[-1] < losses[0] - 1
     for rank in (0, 1):
@@ -81,18 +60,16 @@ def test_train_bytes_bf16() -> None:
 
 @pytest.mark.slow
 def test_fabric() -> None:
-    output = run_example("fabric.py", "--devices", "2")
+    output = printed("examples/fabric.py", "--devices", "2")
     assert output.index("first layer frozen") < output.rindex("first layer training")
-    assert number_after("largest difference of a weight between ranks", output) == 0
-    right = re.search(r"loaded without Fabric +(\d+) of 360 right", output)
-    assert right, output
-    assert int(right[1]) > 340
+    assert number_after(DIFFERENCE, output) == 0
+    assert number_after("loaded without Fabric", output) > 340
     assert "1 local passes before" in output
 
 
 @pytest.mark.slow
 def test_notebook_two_devices() -> None:
-    output = run_example("notebook_two_devices.py", "--devices", "2")
+    output = printed("examples/notebook_two_devices.py", "--devices", "2")
     assert "BucketDPStrategy: 2 x" in output
     epochs = [line for line in output.splitlines() if "validation accuracy" in line]
     assert len(epochs) == 8
@@ -103,7 +80,7 @@ def test_notebook_two_devices() -> None:
 
 @pytest.mark.slow
 def test_cli() -> None:
-    output = run_example("cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
+    output = printed("examples/cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
     assert "BucketDDPStrategy on 2 ranks, parameters in torch.bfloat16, gradients in torch.float32" in output
     accuracies = [float(line.split()[-1]) for line in output.splitlines() if "held-out accuracy" in line]
     assert len(accuracies) == 5
@@ -113,39 +90,34 @@ def test_cli() -> None:
 
 @pytest.mark.slow
 def test_gan() -> None:
-    output = run_example("gan.py", "--devices", "2", "--epochs", "6")
-    assert number_after("largest difference of a weight between ranks", output) == 0
+    output = printed("examples/gan.py", "--devices", "2", "--epochs", "6")
+    assert number_after(DIFFERENCE, output) == 0
     reductions = re.findall(r"reductions that held gradients of (.*?)  +(\d+)", output)
     assert reductions == [("critic", "90"), ("generator", "90")], "never both networks' in one"
     assert number_after("generated", output) < number_after("noise", output) - 1, "of the distance to real digits"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lora", "strategy"), [(False, "bucketddp"), (True, "bucketddp"), (False, "bucketddp_sharded")]
-)
+@pytest.mark.parametrize(("lora", "strategy"), [(True, "bucketddp"), (False, "bucketddp_sharded")])
 def test_finetune_language_model(lora: bool, strategy: str) -> None:
-    steps = ["--base-steps", "60", "--steps", "40", "--strategy", strategy]
-    output = run_example("finetune_language_model.py", "--devices", "2", *steps, *(["--lora"] if lora else []))
+    steps = ["--base-steps", "60", "--steps", "40", "--strategy", strategy, *(["--lora"] if lora else [])]
+    output = printed("examples/finetune_language_model.py", "--devices", "2", *steps)
     base, tuned = (
         [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", part)] for part in output.split("fine-tuning")
     )
     assert base[-1] < base[0] - 2
     assert tuned[-1] < tuned[0] - 0.1
-    assert re.findall(r"largest difference of a weight between ranks +(\S+)", output) == ["0", "0"]
-    trained = [tuple(map(as_int, found)) for found in re.findall(r"([\d,]+) of ([\d,]+) parameters trained", output)]
-    sent = [as_int(found) for found in re.findall(r"([\d,]+) bytes of float32 gradients", output)]
+    assert re.findall(rf"{DIFFERENCE} +(\S+)", output) == ["0", "0"]
+    plain = output.replace(",", "")
+    trained = [(int(some), int(every)) for some, every in re.findall(r"(\d+) of (\d+) parameters trained", plain)]
+    sent = [int(found) for found in re.findall(r"(\d+) bytes of float32 gradients", plain)]
     assert sent == [4 * count for count, _ in trained], "fp32 gradients of what is trained, and nothing else"
     (base_trained, base_all), (tuned_trained, tuned_all) = trained
     assert base_trained == base_all
     assert tuned_trained < tuned_all / 10 if lora else tuned_trained == tuned_all
 
 
-def as_int(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
-def test_finetune_language_model_says_what_a_hugging_face_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_language_model_says_what_hugging_face_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
     example = runpy.run_path(str(ROOT / "examples/finetune_language_model.py"))
     with pytest.raises(SystemExit, match="--model gpt2 needs Hugging Face's library: pip install transformers"):

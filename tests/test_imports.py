@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, MetricCollection
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDPStrategy
-from lightning_bucketddp.replicas.module_copies import _HOOKS
+from lightning_bucketddp.replicas.module_copies import HOOKS
 
 PACKAGE = Path(lightning_bucketddp.__file__).parent
 FOLDERS = ["layout", "comm", "peers", "grads", "reducer", "optim", "replicas", "wrapper", "trainer"]
@@ -93,7 +93,7 @@ def test_private_and_undocumented_api_is_still_there() -> None:
     assert callable(torch._foreach_add_)
     assert hasattr(torch.ones(1, requires_grad=True).clone().grad_fn, "_set_sequence_nr")
     assert callable(torch.nn.Module._replicate_for_data_parallel)
-    assert {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_backward_hooks"} <= set(_HOOKS)
+    assert {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_backward_hooks"} <= set(HOOKS)
     assert torch.nn.parameter.is_lazy(torch.nn.UninitializedParameter())
     assert isinstance(torch._dynamo.OptimizedModule, type)
     param.register_post_accumulate_grad_hook(lambda _: None)

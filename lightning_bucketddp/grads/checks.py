@@ -1,4 +1,4 @@
-"""What is required of gradients where it was asked for, and the errors that say what was found."""
+"""The check behind ``max_abs_grad``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 
 
 class GradientError(RuntimeError):
-    """A gradient that is not to be averaged: not finite, or larger than the limit that was asked for."""
+    """A gradient that is not finite, or larger than ``max_abs_grad``."""
 
 
 def require_sound(largest: float, limit: float, rank: int, name: str) -> None:
-    """Requires that a gradient is finite and within a limit.
+    """Require that a gradient is finite and within a limit.
 
     Args:
         largest: Its largest absolute value; NaN if it holds any.
         limit: The limit.
-        rank: Whose gradient it is.
-        name: Whose parameter.
+        rank: The rank of the gradient.
+        name: The parameter's name.
 
     Raises:
         GradientError: If it is not.

@@ -1,8 +1,8 @@
-"""Gradients in contiguous buffers: each exists once, and ``.grad`` is its view."""
+"""Gradients in contiguous buffers. Each gradient exists once, and ``.grad`` is its view."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
 from lightning_bucketddp.layout.plan import MIB, Layout
 from lightning_bucketddp.peers.control import HEADER
 
-OUTSIDE_BYTES = 16 * MIB
-"""Gradients that lie outside of the buffers at most, where buckets do not limit them."""
-
 MAX_CARRIER_BYTES = MIB
-"""The control vector does not travel in a larger bucket: what the collective of its own costs is small beside that."""
+"""Largest bucket that carries the control vector. Beside a larger one, a collective of its own costs little."""
 
 
 class Contiguous(Storage):
@@ -27,39 +24,27 @@ class Contiguous(Storage):
     Args:
         table: The slots.
         buckets: The buckets, which get their memory here.
-        layout: Where each slot lies.
+        layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        carries_control: Whether the last bucket has room for the control vector, if that bucket is small.
+        carries_control: Whether the last bucket, if it is small, has room for the control vector.
 
     Attributes:
+        layout: The present layout.
         buffers: The flat tensors and the views.
     """
 
     def __init__(
-        self,
-        table: SlotTable,
-        buckets: Buckets,
-        layout: Layout,
-        main_grads: bool = True,
-        carries_control: bool = False,
+        self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True, carries_control: bool = False
     ) -> None:
-        self._table, self._buckets = table, buckets
-        self._carries_control = carries_control
+        self._table, self._buckets, self.layout = table, buckets, layout
+        self._main_grads, self._carries_control = main_grads, carries_control
         on_cpu = all(param.device.type == "cpu" for param in table.all_params)
         self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
-        self.buffers = GradBuffers(layout, self._tail(layout))
-        self._main_grads: bool | None = False if main_grads else None  # whether they are bound; None: never
-        self._outside: list[int] = []  # slots whose gradients lie where autograd put them
-        self._outside_bytes = 0
         self._pending_before: set[int] = set()  # this local pass
-        # Gradients that were there before the pass and are not pending; the clone if `.grad` is the view.
+        # Gradients that are not pending, from before the pass. With a clone if `.grad` is the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._make_buffers()
         self._make_buckets()
-
-    @property
-    def layout(self) -> Layout:
-        """Where the gradients lie now."""
-        return self.buffers.layout
 
     @property
     def views(self) -> list[Tensor]:
@@ -68,33 +53,26 @@ class Contiguous(Storage):
 
     # -- layout --------------------------------------------------------------------------------------
 
-    def _tail(self, layout: Layout) -> int:
-        """Elements behind the last bucket for the control vector. Where it lies is the same on all ranks."""
-        if not (self._carries_control and layout.buckets and self._streams is None):
-            return 0
-        last = layout.buckets[-1]
-        buffer = layout.buffers[last.buffer]
-        exact = buffer.dtype in (torch.float32, torch.float64)
-        fits = exact and last.stop == buffer.numel and layout.bucket_nbytes(last) <= MAX_CARRIER_BYTES
-        return HEADER + len(layout.slots) if fits else 0
+    def _make_buffers(self) -> None:
+        """Make buffers with room for the control vector behind the last bucket, on all ranks alike."""
+        self._tail = 0
+        if self._carries_control and self._streams is None and self.layout.buckets:
+            last = self.layout.buckets[-1]
+            exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
+            if exact and self.layout.bucket_nbytes(last) <= MAX_CARRIER_BYTES:
+                self._tail = HEADER + len(self.layout.slots)
+        self.buffers = GradBuffers(self.layout, self._tail)
 
     def _make_buckets(self) -> None:
-        layout = self.layout
-        self._buckets.lay_out(layout, [self.buffers.bucket_flat(bucket) for bucket in layout.buckets])
-        if self._tail(layout):
-            last = self._buckets.all[-1]
-            last.with_tail = self.buffers.flats[layout.buckets[-1].buffer][layout.buckets[-1].start :]
-            last.held_back = True  # what the control vector says is final only when backward has ended
-        self._outside_limit = min(OUTSIDE_BYTES, max((layout.bucket_nbytes(it) for it in layout.buckets), default=0))
-        specs = [] if self._main_grads is None else self._table.specs
+        buckets, buffers = self.layout.buckets, self.buffers
+        with_tail = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
+        self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], with_tail)
+        specs = self._table.specs if self._main_grads else []
         self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
         self.bind_main_grads(True)
 
     def bind_main_grads(self, bound: bool) -> None:
         """Give parameters their ``main_grad``, or take it away."""
-        if self._main_grads is None or bound is self._main_grads:
-            return
-        self._main_grads = bound
         for slot in self._with_main_grad:
             if bound:
                 self._table.params[slot].main_grad = self.views[slot]  # type: ignore[attr-defined]
@@ -102,18 +80,29 @@ class Contiguous(Storage):
                 self._table.params[slot].__dict__.pop("main_grad", None)
 
     def lay_out(self, layout: Layout) -> bool:
-        """Move to another layout; see the protocol."""
+        """Move to another layout. If no gradient is in the buffers, their memory is given back first."""
         self.bind_main_grads(False)
-        self._buckets.forget()  # they hold the flat tensors, which the buffers may want to give back first
-        self.buffers.relayout(layout, self._table.params, self._tail(layout))
+        self._buckets.forget()
+        if layout != self.layout:
+            moving, old = self._held(range(len(self.views))), self.buffers
+            if not moving:
+                old.release()
+            self.layout = layout
+            self._make_buffers()
+            for slot in moving:
+                self._table.params[slot].grad = self.views[slot].copy_(old.views[slot])
         self._make_buckets()
         return True
 
+    def _held(self, slots: Iterable[int]) -> list[int]:
+        """The slots whose ``.grad`` lies in the buffers."""
+        params, holds = self._table.params, self.buffers.holds
+        return [slot for slot in slots if (grad := params[slot].grad) is not None and holds(slot, grad)]
+
     def release(self) -> None:
-        """Give gradients back as plain tensors, and the buffers to the allocator."""
-        for param, view in zip(self._table.params, self.views, strict=False):
-            if param.grad is view:
-                param.grad = view.clone()
+        """Turn gradients into plain tensors, and give the buffers' memory back."""
+        for slot in self._held(range(len(self.views))):
+            self._table.params[slot].grad = self.views[slot].clone()
         self.bind_main_grads(False)
         self._buckets.forget()
         self._kept.clear()
@@ -122,75 +111,63 @@ class Contiguous(Storage):
     # -- gradients come ------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Remember which gradients lie in the buffers already."""
+        """Remember the gradients that are pending already."""
         self._pending_before = self._buckets.pending.copy()
 
     def arrived(self, slot: int) -> None:
-        """Remember the stream on which a gradient was made. Pack those that come out of order when they are many."""
+        """Remember the gradient's stream. Pack it at once if gradients come out of order, and may pile up."""
         if self._streams is not None:
             self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
-        if self._buckets.in_order:
-            return
-        self._outside.append(slot)
-        self._outside_bytes += self._table.specs[slot].nbytes
-        if self._outside_bytes >= self._outside_limit:
-            self.hold(self._outside)
-            self._forget_outside()
-
-    def _forget_outside(self) -> None:
-        self._outside, self._outside_bytes = [], 0
+        if not self._buckets.in_order:
+            self.hold([slot])
 
     def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, which is known."""
+        """Whether all gradients are made on one stream, which the storage knows."""
         return self._streams is None or len(self._streams) == 1
 
-    def _wait_for_streams(self) -> None:
-        """Let what is done next see the gradients that were made on other streams."""
+    def _wait_for_streams(self, grads: Sequence[Tensor]) -> None:
+        """Let the current stream read gradients that were made on other streams."""
         for stream in self._streams or ():
             current = torch.accelerator.current_stream(stream.device)
             if current != stream:
                 current.wait_stream(stream)
-                self.buffers.made_elsewhere = True
+                for grad in grads:  # their memory must not be used again before they have been copied
+                    grad.record_stream(torch.accelerator.current_stream(grad.device))
 
     def hold(self, slots: Sequence[int]) -> None:
-        """Pack gradients that do not travel yet and bind their views."""
-        self._wait_for_streams()
+        """Pack gradients before their bucket is launched, and bind their views."""
         params, pending, buffers = self._table.params, self._buckets.pending, self.buffers
-        fresh: list[int] = []
-        grads: list[Tensor] = []
-        for slot in slots:
-            grad = params[slot].grad
-            if grad is not None and slot in pending and not buffers.holds(slot, grad):
-                fresh.append(slot)
-                grads.append(grad)
-        buffers.pack(fresh, grads)
+        fresh = {
+            slot: grad
+            for slot in slots
+            if slot in pending and (grad := params[slot].grad) is not None and not buffers.holds(slot, grad)
+        }
+        self._wait_for_streams(list(fresh.values()))
+        buffers.pack(list(fresh), list(fresh.values()))
         for slot in fresh:
             buffers.bind(slot, params[slot])
 
     def pack(self, bucket: Bucket, scale: float | None) -> None:
-        """Bring a bucket's gradients into its memory, scaled; until it is published its parameters have no ``.grad``.
+        """Bring a bucket's gradients into its memory, scaled. Until it is published its parameters have no ``.grad``.
 
         The loops run for every parameter in every pass.
         """
-        self._wait_for_streams()
         params, pending = self._table.params, self._buckets.pending
         slots, grads, absent = gradients_of(bucket, self._table)
-        if not pending.issuperset(slots):
-            self._keep([(slot, grad) for slot, grad in zip(slots, grads, strict=True) if slot not in pending])
+        self._wait_for_streams(grads)
+        if not pending.issuperset(slots):  # keep the others, should no rank have a gradient for them
+            for slot, grad in zip(slots, grads, strict=True):
+                if slot not in pending:
+                    self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
         self.buffers.pack(slots, grads, scale, bucket.flat)
         leave_out(absent, self.views, self._buckets)
         for slot in slots:
             params[slot].grad = None
 
-    def _keep(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
-        """Remember gradients that are not pending, should no rank have anything new for them."""
-        for slot, grad in gradients:
-            self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
-
     # -- gradients are there -------------------------------------------------------------------------
 
     def publish(self, bucket: Bucket) -> None:
-        """Bind the views of slots that had a gradient on this rank."""
+        """Bind the views of slots with a gradient on this rank."""
         params, views, pending = self._table.params, self.views, self._buckets.pending
         for slot in bucket.slots:
             if slot in pending:
@@ -200,7 +177,7 @@ class Contiguous(Storage):
                     params[slot].grad = views[slot]
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
-        """Bind the mean if another rank had a gradient, else put back what was there before."""
+        """Bind the mean if another rank had a gradient, else put the old gradient back."""
         if used_elsewhere:
             self.buffers.bind(slot, self._table.params[slot])
         elif slot in self._kept:
@@ -209,36 +186,28 @@ class Contiguous(Storage):
                 grad.copy_(value)
             self._table.params[slot].grad = grad
 
-    def published_grad(self, slot: int) -> Tensor | None:
-        """The gradient of a slot."""
-        return self._table.params[slot].grad
-
     def end(self, synchronised: bool) -> None:
-        """A pass has ended: a local one leaves all its gradients in the buffers."""
+        """End a pass. A local one leaves all its gradients in the buffers."""
         if not synchronised:
-            # Somebody may look at a main_grad, whatever zero_grad() has dropped.
+            # With main_grad all of them: the user may read it after zero_grad() has dropped the gradient.
             pending = self._buckets.pending
             self.hold(sorted(pending if self._with_main_grad else pending - self._pending_before))
         self._kept.clear()
-        self._forget_outside()
 
     def drop(self) -> None:
-        """Let the gradients of a pass that failed be of no use; see the protocol."""
+        """Discard the pending gradients of a failed pass. Others keep their values, outside of buffers in use."""
         params, buckets = self._table.params, self._buckets
         for slot in buckets.pending:
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
         self._kept.clear()
-        self._forget_outside()
         for bucket in buckets.active[buckets.launched :]:
-            for slot in bucket.slots:
-                grad = params[slot].grad
-                if grad is not None and self.buffers.holds(slot, grad):
-                    params[slot].grad = grad.clone()
+            for slot in self._held(bucket.slots):
+                params[slot].grad = self.views[slot].clone()
 
     def zero(self) -> None:
-        """Set all gradients to zero, in the buffers: one fill for each of them."""
+        """Set all gradients to zero, with one fill per buffer."""
         for flat in self.buffers.flats:
             flat.zero_()
         for slot, param in enumerate(self._table.params):

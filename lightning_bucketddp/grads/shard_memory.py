@@ -1,4 +1,4 @@
-"""Where this rank's shards of the reduced gradients lie: in their buckets, or apart while a bucket is used anew."""
+"""The memory of this rank's shards: in their buckets, or apart while the next pass uses the buckets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ShardMemory:
     Args:
         layout: The layout.
         buckets: Its buckets.
-        groups: Among whom shards are divided.
-        always_apart: Whether shards have memory of their own at all times.
+        groups: The ranks that divide the shards.
+        always_apart: Whether shards always have memory of their own.
 
     Attributes:
         parts: This rank's part of each slot.
@@ -29,25 +29,24 @@ class ShardMemory:
     def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_apart: bool) -> None:
         self.parts: list[Part] = parts_of(layout, groups.shards, groups.index)
         self._buckets, self._groups, self._always_apart = buckets, groups, always_apart
-        self._apart: dict[int, Tensor] = {}  # by bucket
-        if always_apart:
-            self._apart = {it.index: torch.zeros_like(groups.shard(it.flat)) for it in buckets.all}
+        apart = buckets.all if always_apart else []
+        self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in apart}
 
     @property
     def numel(self) -> int:
-        """Elements of the shards that lie apart."""
+        """Number of elements of the shards that lie apart."""
         return sum(shard.numel() for shard in self._apart.values())
 
     def is_apart(self, slot: int) -> bool:
-        """Whether a slot's part does not lie in its bucket."""
+        """Whether a slot's part lies outside of its bucket."""
         return self.parts[slot].bucket in self._apart
 
     def part(self, slot: int) -> Tensor:
         """This rank's part of a slot's published gradient, 1-D."""
         part = self.parts[slot]
-        shard = self._apart.get(part.bucket)
-        if shard is None:
+        if part.bucket not in self._apart:
             return self.in_bucket(slot)
+        shard = self._apart[part.bucket]
         offset = part.at - self._groups.index * shard.numel()
         return shard[offset : offset + part.stop - part.start]
 
@@ -57,21 +56,17 @@ class ShardMemory:
         return self._buckets.all[part.bucket].flat[part.at : part.at + part.stop - part.start]
 
     def set_apart(self, slots: AbstractSet[int]) -> None:
-        """Move the shards with these slots out of their buckets, and forget others."""
+        """Copy the shards with these slots out of their buckets. Forget other shards that lay apart."""
         if self._always_apart:
             return
-        indices = {self.parts[slot].bucket for slot in slots}
-        self._apart = {
-            index: self._apart[index]
-            if index in self._apart
-            else self._groups.shard(self._buckets.all[index].flat).clone()
-            for index in indices
-        }
+        before, self._apart = self._apart, {}
+        for index in {self.parts[slot].bucket for slot in slots}:
+            in_bucket = self._groups.shard(self._buckets.all[index].flat)
+            self._apart[index] = before[index] if index in before else in_bucket.clone()
 
     def put_back(self) -> None:
-        """Move shards into their buckets."""
-        if self._always_apart:
-            return
-        for index, shard in self._apart.items():
-            self._groups.shard(self._buckets.all[index].flat).copy_(shard)
-        self._apart.clear()
+        """Copy shards back into their buckets, unless they are always apart."""
+        if not self._always_apart:
+            for index, shard in self._apart.items():
+                self._groups.shard(self._buckets.all[index].flat).copy_(shard)
+            self._apart.clear()

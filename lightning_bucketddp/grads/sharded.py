@@ -1,13 +1,13 @@
 """Gradients of which each rank keeps its shard after a pass, for buckets that are reduce-scattered.
 
 A published ``.grad`` is a :class:`ShardedGrad`. Two backwards before one step accumulate: the second begins without a
-gradient, and what it reduces is added to the accumulated shard::
+gradient, and its reduced gradient is added to the shard::
 
     .grad after pass 1    in pass 2              after pass 2         zero_grad()
     ShardedGrad (a)       None, autograd's own   ShardedGrad (a + b)  None, or a ShardedGrad of zeros
 
-After a local pass in between, ``.grad`` is the ShardedGrad again; the local gradients wait in the bucket, and whatever
-scales or clears the one does so to the other.
+After a local pass in between, ``.grad`` is the ShardedGrad again and the local gradients wait in the bucket. Operations
+that scale or clear the one do the same to the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.shard_groups import ShardGroups
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
@@ -30,82 +29,69 @@ from lightning_bucketddp.layout.plan import Layout
 
 
 class LayoutObserver(Protocol):
-    """Keeps something by shard that has to move when buckets are laid out anew."""
+    """Moves along when buckets are rebuilt."""
 
     def before_layout(self, layout: Layout) -> None:
-        """Buckets are about to be laid out anew, on every rank."""
+        """Prepare for a layout that every rank is about to make."""
 
     def on_layout(self, layout: Layout) -> None:
-        """They have been."""
+        """Follow the buckets to their new layout."""
 
     def exchange(self, mine: list[int]) -> list[list[int]]:
         """Every rank's list of numbers, by rank."""
 
 
 class Sharded(Storage):
-    """The storage of buckets of which this rank gets its shard.
+    """The storage of buckets that leave each rank its shard.
 
     Args:
         table: The slots.
         buckets: The buckets.
-        layout: Where each slot lies.
-        collectives: The group of all ranks.
-        groups: Among whom shards are divided.
-        keep_shards: Whether only shards have memory between passes, and whole buckets during passes.
+        layout: The place of each slot.
+        groups: The ranks that divide the shards.
+        keep_shards: Whether only shards have memory between passes. Whole buckets then have memory during passes.
 
     Attributes:
-        groups: Among whom shards are divided.
-        shards: Where this rank's shards lie.
+        layout: The present layout.
+        groups: The ranks that divide the shards.
+        shards: This rank's shards.
     """
 
     def __init__(
-        self,
-        table: SlotTable,
-        buckets: Buckets,
-        layout: Layout,
-        collectives: Collectives,
-        groups: ShardGroups,
-        keep_shards: bool,
+        self, table: SlotTable, buckets: Buckets, layout: Layout, groups: ShardGroups, keep_shards: bool
     ) -> None:
         self._inner = Contiguous(table, buckets, layout, main_grads=False)
         self._table, self._buckets = table, buckets
-        self._collectives, self.groups = collectives, groups
-        self._keep_shards = keep_shards
+        self.groups, self._keep_shards = groups, keep_shards
         self._observer: LayoutObserver | None = None
         self._away = False  # whether whole buckets have no memory
         self._accumulating: set[int] | None = None  # slots whose published gradient this pass adds to; None between
         self._make_shards()
 
     def _make_shards(self) -> None:
+        self.layout = self._inner.layout
         self.shards = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
-
-        def add_up(tensor: Tensor) -> None:
-            self._collectives.all_reduce_sum(tensor).wait()
-
         self._sharded = []
-        for slot, view in enumerate(self._inner.views):
-            spec = self._table.specs[slot]
-            if self._keep_shards:  # whatever would add to it in spite of all raises, its elements being one
-                view = view.new_zeros(()).expand(spec.shape)
-            self._sharded.append(ShardedGrad.of(view, spec.name, partial(self._pieces, slot), add_up))
+        for slot, (spec, view) in enumerate(zip(self._table.specs, self._inner.views, strict=True)):
+            # All elements of such a view are one, so any operation that would write to it raises.
+            shape = view.new_zeros(()).expand(spec.shape) if self._keep_shards else view
+            self._sharded.append(ShardedGrad.of(shape, spec.name, partial(self._pieces, slot), self._sum_over_ranks))
+
+    def _sum_over_ranks(self, tensor: Tensor) -> None:
+        self.groups.inside.all_reduce_sum(tensor).wait()  # other groups have the same shards
 
     def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
-        """A slot's part, and all memory that an operation on its gradient concerns."""
+        """A slot's part, and all tensors that an operation on its gradient changes."""
         part = self.shards.part(slot)
         if not self.shards.is_apart(slot):
-            return part, [self._inner.views[slot]]  # which the part is in
+            return part, [self._inner.views[slot]]  # holds the part
         return part, [part] if self._away else [part, self._inner.views[slot]]
 
     def observe(self, observer: LayoutObserver) -> None:
-        """Let something move along when buckets are laid out anew."""
+        """Let ``observer`` move along when buckets are rebuilt."""
         self._observer = observer
 
     # -- what a rank holds ---------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        """Where the gradients lie now."""
-        return self._inner.layout
 
     @property
     def views(self) -> list[Tensor]:
@@ -114,12 +100,8 @@ class Sharded(Storage):
         return self._inner.views
 
     def is_sharded(self, slot: int) -> bool:
-        """Whether a slot's gradient is its published one, of which this rank holds its part."""
+        """Whether a slot's ``.grad`` is published, so that this rank holds its part."""
         return self._table.params[slot].grad is self._sharded[slot]
-
-    def published_grad(self, slot: int) -> Tensor | None:
-        """What lies in ``.grad``, as far as this rank holds it."""
-        return self.shards.part(slot) if self.is_sharded(slot) else self._inner.published_grad(slot)
 
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
@@ -135,17 +117,16 @@ class Sharded(Storage):
             return
         self.require_memory()
         self._inner.open()
-        params, pending = self._table.params, self._buckets.pending
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
         self.shards.set_apart(self._accumulating)
         for slot in self._accumulating:
-            params[slot].grad = self._inner.views[slot] if slot in pending else None
+            self._table.params[slot].grad = self._inner.views[slot] if slot in self._buckets.pending else None
 
     def require_untouched(self, slot: int) -> None:
-        """Require that no gradient was added to a published one.
+        """Require that autograd added nothing to a published gradient.
 
         Raises:
-            RuntimeError: If so; parts of other ranks' shards have no meaning, and cannot be added to.
+            RuntimeError: If it did. This rank does not hold the parts of other ranks.
         """
         if self.is_sharded(slot):
             raise RuntimeError(
@@ -171,24 +152,24 @@ class Sharded(Storage):
         self._inner.pack(bucket, scale)
 
     def publish(self, bucket: Bucket) -> None:
-        """Bind the shards of slots that had a gradient on this rank, with what had accumulated before."""
+        """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""
         for slot in bucket.slots:
             if slot in self._buckets.pending:
                 self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
-        reduced = self.shards.in_bucket(slot)
+        reduced, part = self.shards.in_bucket(slot), self.shards.part(slot)
         if slot in (self._accumulating or ()):
-            self.shards.part(slot).add_(reduced)
+            part.add_(reduced)
         elif self.shards.is_apart(slot):
-            self.shards.part(slot).copy_(reduced)
+            part.copy_(reduced)
         self._bind(slot)
 
     def _bind(self, slot: int) -> None:
-        self._inner.buffers.bind(slot, self._table.params[slot], self._sharded[slot])  # gives a lost grad_dtype back
+        self._inner.buffers.bind(slot, self._table.params[slot], self._sharded[slot])
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
-        """Bind the shard if another rank had a gradient, else put back what was there before."""
+        """Bind the shard if another rank had a gradient, else put the old gradient back."""
         if not used_elsewhere:
             self._inner.publish_unused(slot, used_elsewhere)
         grad = self._table.params[slot].grad
@@ -196,30 +177,30 @@ class Sharded(Storage):
             self._publish_part(slot)
 
     def end(self, synchronised: bool) -> None:
-        """A pass has ended: what had accumulated before is published again."""
+        """End a pass: publish again the gradients of earlier passes."""
         self._inner.end(synchronised)
         self.abandon()
         if synchronised:
             self.shards.put_back()
             in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
-            if self._keep_shards and not in_use:  # whole buckets have memory during passes only
+            if self._keep_shards and not in_use:
                 self._inner.buffers.put_away()
                 self._away = True
 
     def abandon(self) -> None:
-        """Publish again what had accumulated before; gradients that have come on top of it are dropped."""
+        """Publish again the gradients of earlier passes, and drop gradients that came on top of them."""
         for slot in self._accumulating or ():
             self._bind(slot)
         self._accumulating = None
 
     def drop(self) -> None:
-        """Let the gradients of a pass that failed be of no use, those of earlier passes included."""
+        """Discard the gradients of a failed pass, and those of earlier passes in its buckets."""
         self._inner.drop()
         for bucket in self._buckets.active:
-            if self._accumulating is not None:
-                self._accumulating.difference_update(bucket.slots)
             for slot in bucket.slots:
                 self._table.params[slot].grad = None
+                if self._accumulating is not None:
+                    self._accumulating.discard(slot)
         self.abandon()
 
     def zero(self) -> None:
@@ -230,16 +211,15 @@ class Sharded(Storage):
     # -- layout --------------------------------------------------------------------------------------
 
     def lay_out(self, layout: Layout) -> bool:
-        """Move to another layout when gradients are cleared. All ranks must call this at the same point.
+        """Move to another layout if gradients are cleared. All ranks must call this at the same point.
 
         Raises:
-            RuntimeError: On all ranks, if that cannot wait, as parameters have become trainable.
+            RuntimeError: On all ranks, if the new layout cannot wait, because parameters have become trainable.
         """
         if layout == self.layout:
             return self._inner.lay_out(layout)
-        mine = [len(self._accumulating or ())]
-        everyone = [mine] if self._observer is None else self._observer.exchange(mine)
-        accumulating = any(count for (count,) in everyone)
+        assert self._observer is not None
+        accumulating = any(count for (count,) in self._observer.exchange([len(self._accumulating or ())]))
         if accumulating and len(layout.slots) == len(self.layout.slots):
             return False
         if accumulating:
@@ -247,16 +227,14 @@ class Sharded(Storage):
                 f"rank {self.groups.inside.rank}: expected cleared gradients where further parameters become trainable "
                 "with shard_optimizer, found accumulated ones on some rank; call optimizer.zero_grad() before backward"
             )
-        if self._observer is not None:
-            self._observer.before_layout(layout)
+        self._observer.before_layout(layout)
         self._inner.lay_out(layout)
         self._make_shards()
-        if self._observer is not None:
-            self._observer.on_layout(layout)
+        self._observer.on_layout(layout)
         return True
 
     def release(self) -> None:
-        """Free the buffers; what this rank does not hold of gradients is lost, and they with it."""
+        """Free the buffers, and drop published gradients, because this rank holds only parts of them."""
         if self._buckets.under_way():
             self.groups.leave_behind("it was closed in the middle of a pass")
         for slot in range(len(self._sharded)):

@@ -9,13 +9,13 @@ from torch import nn
 from lightning_bucketddp.layout.plan import ParamSpec
 
 TrainableSet = tuple[bool, ...]
-"""Per parameter of the module, in registration order, whether it requires grad."""
+"""For each parameter of the module, in registration order, whether it requires grad."""
 
 
 class SlotTable:
-    """Numbers the slots of parameters, in the order in which they became trainable.
+    """Numbers slots in the order in which their parameters became trainable.
 
-    A slot keeps its number for good. Parameters with sparse gradients have none.
+    A slot keeps its number. Parameters with sparse gradients have no slot.
 
     Args:
         named_params: All parameters of the module, each once, in registration order.
@@ -28,7 +28,7 @@ class SlotTable:
         params: The parameter of each slot.
         specs: The specification of each slot.
         slot_of_index: The slot of each parameter that has one.
-        waiting: Indices of parameters with a gradient since the last reduction and no slot yet, sparse ones apart.
+        waiting: Indices of parameters with a dense gradient since the last reduction, but without a slot so far.
     """
 
     def __init__(self, named_params: Sequence[tuple[str, nn.Parameter]], sparse_names: Collection[str] = ()) -> None:
@@ -46,15 +46,11 @@ class SlotTable:
         return len(self.params)
 
     def slot_of(self, index: int) -> int | None:
-        """The slot of the parameter at ``index`` in the module, if it has one."""
+        """The slot of the module's parameter at ``index``; None if it has none."""
         return self.slot_of_index.get(index)
 
-    def index_of(self, slot: int) -> int:
-        """The index in the module of a slot's parameter."""
-        return self._index_of[slot]
-
     def trainable_now(self) -> TrainableSet:
-        """The trainable set as ``requires_grad`` has it at this moment."""
+        """The trainable set, from ``requires_grad`` at this moment."""
         return tuple([param.requires_grad for param in self.all_params])
 
     def without_sparse(self, trainable: TrainableSet) -> TrainableSet:
@@ -64,16 +60,11 @@ class SlotTable:
         return tuple([flag and index not in self.sparse for index, flag in enumerate(trainable)])
 
     def is_in(self, slot: int, trainable: TrainableSet) -> bool:
-        """Whether the parameter of ``slot`` is in the set."""
+        """Whether the set holds the parameter of ``slot``."""
         return trainable[self._index_of[slot]]
 
-    def add(self, trainable: TrainableSet) -> range:
-        """Give every parameter of the set that has no slot one, last registered first; sparse ones apart.
-
-        Returns:
-            The new slots.
-        """
-        known = len(self.params)
+    def add(self, trainable: TrainableSet) -> None:
+        """Give a slot to every dense parameter of the set that has none, in reverse registration order."""
         trainable = self.without_sparse(trainable)
         for index in reversed(range(len(trainable))):
             if trainable[index] and index not in self.slot_of_index:
@@ -81,7 +72,6 @@ class SlotTable:
                 self._index_of.append(index)
                 self.params.append(self.all_params[index])
                 self.specs.append(ParamSpec.of(self.names[index], self.all_params[index]))
-        return range(known, len(self.params))
 
     def ready_apart(self, index: int) -> None:
         """Note the gradient of a parameter without a slot."""
@@ -89,7 +79,7 @@ class SlotTable:
             self.waiting.add(index)
 
     def take_waiting(self) -> set[int]:
-        """The slots of parameters that have got one since their gradient came; they wait no longer."""
+        """Empty ``waiting``, and return the slots that its parameters have got since."""
         slots = {self.slot_of_index[index] for index in self.waiting if index in self.slot_of_index}
         self.waiting.clear()
         return slots

@@ -1,4 +1,4 @@
-"""Where gradients lie: what the reducer knows of it, and what its implementations share."""
+"""The interface between the reducer and the memory of gradients, and code that all implementations share."""
 
 from __future__ import annotations
 
@@ -14,48 +14,47 @@ from lightning_bucketddp.layout.plan import Layout
 
 
 class Storage(Protocol):
-    """The memory of buckets. What a slot contributes to a reduction: its pending value, else its ``.grad``, else zeros.
+    """The memory of buckets.
 
-    Stale content of a buffer never reaches the wire.
+    A slot contributes to a reduction its pending value, else its ``.grad``, else zeros. Old content of a buffer is
+    never sent.
+
+    Attributes:
+        layout: The present layout.
     """
 
-    def abandon(self) -> None:
-        """A backward has raised that reduces nothing, after :meth:`open`."""
-        return
-
-    @property
-    def layout(self) -> Layout:
-        """Where the gradients lie now."""
+    layout: Layout
+    _table: SlotTable
 
     @property
     def views(self) -> list[Tensor]:
         """The view of each slot."""
 
     def lay_out(self, layout: Layout) -> bool:
-        """Move to another layout of the same slots, possibly with more slots appended; gradients move along.
+        """Move to another layout of the same slots, or of more slots behind them. Gradients move along.
 
         Returns:
-            Whether the storage has moved. False if it has to wait until gradients are cleared.
+            False if nothing has moved, because the storage waits until gradients are cleared.
         """
 
     def open(self) -> None:
-        """A backward is about to add to what is in ``.grad``."""
+        """Prepare for a backward, before it adds to ``.grad``."""
         return
 
     def require_untouched(self, slot: int) -> None:
-        """Require that nothing was added to a gradient before :meth:`open`, where that matters."""
+        """Require that nothing was added to the slot's ``.grad`` before :meth:`open`, if that matters."""
         return
 
     def arrived(self, slot: int) -> None:
-        """A gradient has been made, on the current stream."""
+        """Note that a gradient has been made, on the current stream."""
         return
 
     def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, which is known."""
+        """Whether all gradients are made on one stream, which the storage knows."""
         return True
 
     def hold(self, slots: Sequence[int]) -> None:
-        """Pack gradients that do not travel yet and bind their views: they exist once, and autograd adds to them."""
+        """Pack gradients before their bucket is launched, and bind their views: they exist once from then on."""
         return
 
     def require_memory(self) -> None:
@@ -66,36 +65,37 @@ class Storage(Protocol):
         """Bring a bucket's gradients into its memory, scaled, and hide them until they are published."""
 
     def publish(self, bucket: Bucket) -> None:
-        """Bind the reduced gradients of a bucket to the parameters that had one on this rank."""
+        """Bind a bucket's reduced gradients to the parameters with a gradient on this rank."""
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
-        """A slot without a gradient here: bind the mean if another rank had one, else what was there before."""
+        """Publish a slot without a gradient on this rank: the mean if another rank had one, else the old ``.grad``."""
 
     def end(self, synchronised: bool) -> None:
-        """A pass has ended, or a backward without a gradient."""
+        """End a pass, or a backward that brought no gradient."""
+
+    def abandon(self) -> None:
+        """End a backward that raised and reduces nothing."""
+        return
 
     def drop(self) -> None:
-        """Let the gradients of a pass that failed be of no use.
+        """Discard the pending gradients of a failed pass.
 
-        Pending ones are gone. Others stay what they were, outside of buffers with collectives under way or yet to come.
+        Other gradients keep their values, outside of buffers whose collectives are under way or will be.
         """
 
     def zero(self) -> None:
         """Set all gradients to zero, in place."""
-
-    def published_grad(self, slot: int) -> Tensor | None:
-        """What lies in ``.grad``, as far as this rank holds it."""
 
     def bind_main_grads(self, bound: bool) -> None:
         """Give parameters their ``main_grad``, or take it away."""
         return
 
     def release(self) -> None:
-        """Give gradients back as plain tensors, and the memory to the allocator."""
+        """Turn gradients into plain tensors, and give the buffers' memory back."""
 
 
 def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[list[int], list[Tensor], list[int]]:
-    """The slots of a bucket with a gradient, those gradients, and the slots without one."""
+    """The bucket's slots with a gradient, these gradients, and its slots without one."""
     params = table.params
     slots: list[int] = []
     grads: list[Tensor] = []
@@ -111,23 +111,7 @@ def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[list[int], list[Tens
 
 
 def leave_out(absent: Sequence[int], views: Sequence[Tensor], buckets: Buckets) -> None:
-    """Let slots without a gradient contribute zeros; if they had one, ``zero_grad()`` has dropped it."""
+    """Let slots without a gradient contribute zeros. If they were pending, ``zero_grad()`` has dropped it."""
     if absent:
         buckets.pending.difference_update(absent)
         torch._foreach_zero_([views[slot] for slot in absent])
-
-
-def first_uncleared(storage: Storage, table: SlotTable, buckets: Buckets) -> str | None:
-    """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
-    old = [
-        (slot, grad)
-        for slot in range(len(table))
-        if slot not in buckets.pending and (grad := storage.published_grad(slot)) is not None and grad.numel()
-    ]
-    if not old:
-        return None
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([grad for _, grad in old])])
-    for (slot, _), norm in zip(old, norms.tolist(), strict=True):
-        if norm:
-            return table.specs[slot].name
-    return None

@@ -1,4 +1,4 @@
-"""What a ``BucketDDP`` is asked to do: every option once, with its text, its default and its checks."""
+"""The options of the wrapper and the strategies: each once, with its text, its default and its checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.layout.require import require, require_choice
 
 ModuleBufferSync = Literal["broadcast", "mean", "off"]
-"""What happens to module buffers: rank 0's for all, the mean of the floating ones, or nothing."""
+"""How module buffers are synchronised: rank 0's for all, the mean of the floating ones, or not at all."""
 
 WireDtypeName = Literal["bf16", "bfloat16", "fp16", "float16"]
-"""A dtype in which gradients may travel, as a configuration file spells it."""
+"""A dtype for gradients on the wire, as a configuration file spells it."""
 
 DtypeName = Literal[WireDtypeName, "fp32", "float32", "fp64", "float64"]
-"""A dtype as a configuration file spells it."""
+"""A dtype, as a configuration file spells it."""
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -31,91 +31,92 @@ BucketCap = float | None
 """Largest bucket in MiB; None for the default rule."""
 
 DivideBy = Literal["world_size", "tokens"] | int
-"""What the sum of gradients is divided by."""
+"""The divisor of summed gradients."""
 
 HookName = Literal["bf16", "fp16", "powersgd"]
-"""A communication hook of torch's, by name."""
+"""One of torch's communication hooks, by name."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others to agree on something; torch's default for process groups."""
+"""Longest wait for the other ranks' answers; torch's default for process groups."""
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of :class:`BucketDDP`, :class:`BucketDDPStrategy` and :class:`BucketDDPFabricStrategy`.
 
-    Each of the three takes them as keyword arguments. They are the same on every rank, but for ``process_group``,
-    ``device_mesh`` and ``timeout``. An option with several spellings has one value here: dtypes are torch's, and
-    ``module_buffers``, ``grad_dtype`` and ``master_params`` say what was asked for by any of their spellings.
+    All three take them as keyword arguments. ``process_group``, ``device_mesh`` and ``timeout`` may differ between
+    ranks; all others must be the same on every rank. An instance holds one spelling of each choice: torch's dtypes, and
+    ``module_buffers``, ``grad_dtype`` and ``master_params`` in place of their other spellings.
 
     Args:
-        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``, the
-            copy at the start included.
-        init_sync: Whether parameters and module buffers are copied from rank 0 at the start.
-        process_group: The ranks that train together; all of them if None. Lightning's own collectives are among all
-            ranks in any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group
-            for those, if what backward reaches may differ between the ranks.
+        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``. With
+            False module buffers are not copied at the start either.
+        init_sync: Whether to copy parameters and module buffers from rank 0 at the start.
+        process_group: The ranks that train together; None for all ranks. Lightning's own collectives use all ranks in
+            any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
+            if backward may reach different parameters on different ranks.
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
-            machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is not smaller
-            than the group); on several 1/32 of the gradients for two ranks, more for more ranks, from 4 to 25 MiB.
-            Smaller at both ends.
-        find_unused_parameters: For speed in a Trainer or Fabric where the parameters in use change from step to step:
-            looks at the graph of each loss, so that no rank waits for gradients that will not come. In plain PyTorch,
-            lets a rank take part whose loss reaches no parameter, if its backward comes by an output of ``forward``.
-            Parameters without gradients do not need it.
-        check_reduction: Accepted for torch DDP's sake; what it checked is always checked.
-        gradient_as_bucket_view: Accepted for torch DDP's sake; gradients are views in any case, unless
-            ``use_contiguous_buffers`` is False.
-        static_graph: Accepted for torch DDP's sake; what it allows is always allowed.
+            machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is at least the size
+            of the group). On several machines None gives 1/32 of the gradients for two ranks and more for more ranks,
+            from 4 to 25 MiB. Default buckets are smaller at both ends.
+        find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
+            step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
+            plain PyTorch, a rank whose loss reaches no parameter takes part if its backward starts from an output of
+            ``forward``. Parameters without gradients do not need this option.
+        check_reduction: Accepted because torch DDP accepts it. The check is always on.
+        gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
+            ``use_contiguous_buffers=False``.
+        static_graph: Accepted because torch DDP accepts it. It is not needed for anything.
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
-        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``, which leaves the start alone.
-        module_buffers: What happens to BatchNorm statistics and the like before each forward with gradients enabled,
-            unless the last one was inside ``no_sync``: ``"broadcast"`` rank 0's (the default), ``"mean"`` (of the
-            floating ones), ``"off"``. A Trainer synchronises them before validation and at the end of ``fit`` too,
-            Fabric when it saves a checkpoint.
-        grad_dtype: The dtype in which gradients are accumulated, kept and reduced, ``.grad`` itself included: for
-            parameters of lower precision (``"float32"`` for bf16 and fp16 ones), or one per pattern of parameter names
-            (``fnmatch``; the first that matches). Such parameters also have their view as ``main_grad``.
+        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
+            start.
+        module_buffers: How to synchronise BatchNorm statistics and the like before each forward with gradients enabled,
+            unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the default),
+            ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
+            validation and at the end of ``fit``, Fabric when it saves a checkpoint.
+        grad_dtype: The dtype in which gradients are accumulated, kept in ``.grad`` and reduced. Meant for parameters of
+            lower precision: ``"float32"`` for bf16 and fp16 ones. A mapping gives one dtype per pattern of parameter
+            names (``fnmatch``; the first match counts). These parameters also have their gradient as ``main_grad``.
         accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
-        master_params: Whether optimizers step on fp32 copies of such parameters, which checkpoints hold with the
-            optimizers' state; by default where ``grad_dtype`` is given.
-        use_contiguous_buffers: If False, gradients stay where autograd put them, and are coalesced per dtype and
+        master_params: Whether optimizers step on fp32 copies of parameters that have another ``grad_dtype``.
+            Checkpoints hold the copies with the optimizers' state. Default: True if ``grad_dtype`` is given.
+        use_contiguous_buffers: If False, gradients stay where autograd put them. They are copied together per dtype and
             reduced after backward.
         overlap: If False, each gradient buffer is reduced after backward, in one piece per set of parameters that are
             trainable together.
-        gradient_divide_by: What the sum of gradients over the ranks is divided by: ``"world_size"``, an integer, or
-            ``"tokens"``, the sum over ranks and local passes of what ``count_tokens`` was told, for losses that are
-            sums over tokens. With anything but the world size, clear gradients after each step.
-        max_abs_grad: Gradients that are larger in absolute value, NaN or Inf are an error before they are sent
-            (``math.inf``, in YAML ``.inf``: any finite one will do). The host waits for the check.
-        pad_buckets_to: Number of elements that each bucket's length is a multiple of. Megatron-LM pads to 65536 for
-            NCCL's full bus bandwidth on many nodes.
-        sparse_parameters: Names of parameters whose gradients may be sparse, besides the weights of ``nn.Embedding``
-            and ``nn.EmbeddingBag`` with ``sparse=True``, which are found. They are averaged at the end of
-            backward, whatever hook or ``wire_dtype`` there is. ``.grad`` is a coalesced sparse tensor. It is dense if
-            any rank's is dense.
-        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"``, ``"fp16"`` (torch's compression hooks),
+        gradient_divide_by: The divisor of the sum of gradients over the ranks: ``"world_size"``, an integer, or
+            ``"tokens"``. Tokens are the sum over ranks and local passes of the numbers given to ``count_tokens``, for
+            losses that are sums over tokens. Unless this is the world size, clear gradients after each step.
+        max_abs_grad: Raise an error before gradients are sent if one is larger in absolute value, NaN or Inf.
+            ``math.inf`` (in YAML ``.inf``) allows all finite ones. The host waits for this check.
+        pad_buckets_to: Pad each bucket to a multiple of this number of elements. Megatron-LM pads to 65536 for NCCL's
+            full bus bandwidth on many nodes.
+        sparse_parameters: Names of parameters whose gradients may be sparse. The weights of ``nn.Embedding`` and
+            ``nn.EmbeddingBag`` with ``sparse=True`` need not be named. Sparse gradients are averaged at the end of
+            backward, without communication hook or ``wire_dtype``. ``.grad`` is then a coalesced sparse tensor, or
+            dense if any rank's is dense.
+        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"`` or ``"fp16"`` (torch's compression hooks),
             ``"powersgd"``, or a hook as for :meth:`BucketDDP.register_comm_hook`; the same on every rank.
-        comm_hook_state: The communication hook's state. ``"powersgd"`` takes a ``PowerSGDState``, and makes one of rank
-            1 that starts after 1,000 passes if there is none; the other named hooks take none.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in it and are summed in fp32, where
-            ``comm_hook="bf16"`` sums in bf16 too. Of no effect on gradients of less precision. In fp16, values beyond
-            65504 become infinite. What is sent is staged: as many bytes again as travel, until the pass has ended.
-        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters, and has state for that
-            alone: gradients are reduce-scattered during backward, and new parameters gathered while the next forward
-            runs. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). ``.grad`` can be
-            scaled and cleared, but not looked at: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the
-            Trainer's or Fabric's clipping. Checkpoints are as without; in plain PyTorch, save and load optimizers with
-            :meth:`BucketDDP.optimizer_state_dict`.
-        shard_group_size: Among how many consecutive ranks shards are divided, as those of a node; all of them if None.
-            Parameters are then gathered inside nodes alone, each of which holds all of the optimizer's state.
-        scatter_every_pass: Whether each pass of a gradient accumulation is reduce-scattered, with ``shard_optimizer``,
-            so that only a shard is accumulated. More travels, and whole gradients have memory during backward alone. By
-            default local passes accumulate whole gradients, and the sum is scattered once.
-        timeout: How long a rank waits for the others to agree through the store; torch's 30 minutes if None.
+        comm_hook_state: The communication hook's state. ``"powersgd"`` takes a ``PowerSGDState``; the default has rank
+            1 and starts after 1,000 passes. The other named hooks take none.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in this dtype and are summed in fp32
+            (``comm_hook="bf16"`` sums in bf16). Gradients of lower precision travel as they are. In fp16, values beyond
+            65504 become infinite. Until the pass has ended, a copy of the sent bytes takes memory.
+        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters and holds state for this
+            shard only. Gradients are reduce-scattered during backward; new parameters are gathered during the next
+            forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). ``.grad`` can be
+            scaled and cleared, but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping
+            of Trainer and Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load
+            optimizers with :meth:`BucketDDP.optimizer_state_dict`.
+        shard_group_size: Divide shards among this many consecutive ranks, such as the ranks of a node; None for all
+            ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state.
+        scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
+            shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
+            local passes accumulate whole gradients, and only their sum is reduce-scattered.
+        timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
 
     Raises:
-        TypeError: If a value is of the wrong type; a bool is no number, a str is no sequence of names.
+        TypeError: If a value has the wrong type; a bool is no number, a str is no sequence of names.
         ValueError: If a value is out of range, or two values contradict each other; says which.
     """
 
@@ -151,10 +152,26 @@ class Options:
     def __post_init__(self) -> None:
         self._require_kinds_and_ranges()
         self._unify_spellings()
-        self._require_grad_dtype_possible()
-        self._require_sharding_possible()
+        if self.grad_dtype is not None and not self.use_contiguous_buffers:
+            self._refuse("grad_dtype", "accumulates gradients in contiguous buffers", "use_contiguous_buffers")
+        if self.master_params and self.grad_dtype is None:
+            why = "steps on gradients of higher precision than the parameters' (give grad_dtype=torch.float32 with it)"
+            self._refuse("master_params", why, "grad_dtype")
+        if self.shard_optimizer and not self.use_contiguous_buffers:
+            self._refuse("shard_optimizer", "divides contiguous buffers between the ranks", "use_contiguous_buffers")
+        if self.scatter_every_pass and not self.shard_optimizer:
+            self._refuse("scatter_every_pass", "keeps only a shard of accumulated gradients", "shard_optimizer")
+        if self.shard_group_size is not None and not self.shard_optimizer:
+            self._refuse("shard_group_size", "sets the number of ranks that divide shards", "shard_optimizer")
+        if self.scatter_every_pass and self.gradient_divide_by == "tokens":
+            why = "divides by the tokens of all passes since the last step, which single passes do not know"
+            self._refuse("gradient_divide_by", why, "scatter_every_pass")
         if self.comm_hook is not None:
             self.require_hook_decides()
+
+    def _refuse(self, option: str, why: str, other: str) -> None:
+        values = {name: f"{name}={getattr(self, name)!r}" for name in (option, other)}
+        raise ValueError(f"{values[option]} {why}; it cannot be had with {values[other]}")
 
     def _require_kinds_and_ranges(self) -> None:
         for each in fields(self):
@@ -178,7 +195,7 @@ class Options:
             require(name, getattr(self, name), wanted, kinds, fits)
 
     def _unify_spellings(self) -> None:
-        """Give each option that can be spelled in several ways its one value; not again if it has it."""
+        """Give each choice with several spellings its one value. Does nothing the second time."""
         wire, grad_dtype = self.wire_dtype, self._one_grad_dtype()
         unified = {
             "module_buffers": self._one_module_buffers(),
@@ -189,7 +206,7 @@ class Options:
             "timeout": DEFAULT_TIMEOUT if self.timeout is None else self.timeout,
         }
         for name, value in unified.items():
-            object.__setattr__(self, name, value)  # frozen for all others
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
 
     def _one_module_buffers(self) -> ModuleBufferSync:
         spellings = ("module_buffers", "forward_sync_buffers", "broadcast_buffers")
@@ -201,78 +218,41 @@ class Options:
         return self.module_buffers or ("off" if on == {False} else "broadcast")
 
     def _one_grad_dtype(self) -> torch.dtype | dict[str, torch.dtype] | None:
-        found: torch.dtype | dict[str, torch.dtype] | None
+        found: torch.dtype | dict[str, torch.dtype] | None = None
         if isinstance(self.grad_dtype, Mapping):
-            found = {}
-            for pattern, dtype in self.grad_dtype.items():
-                require("a pattern in grad_dtype", pattern, "a str", str)
-                found[pattern] = _as_dtype(f"grad_dtype[{pattern!r}]", dtype, DtypeName)
-        else:
+            by_pattern = self.grad_dtype.items()
+            found = {pattern: _as_dtype(f"grad_dtype[{pattern!r}]", dtype, DtypeName) for pattern, dtype in by_pattern}
+        elif self.grad_dtype is not None:
             wanted = "None, {}, or one of these per pattern of names"
-            found = None if self.grad_dtype is None else _as_dtype("grad_dtype", self.grad_dtype, DtypeName, wanted)
+            found = _as_dtype("grad_dtype", self.grad_dtype, DtypeName, wanted)
         if not self.accumulate_allreduce_grads_in_fp32:
             return found
         if found not in (None, torch.float32):
             raise ValueError(
-                f"expected one choice for the gradients' dtype, found accumulate_allreduce_grads_in_fp32=True and "
+                "expected one choice for the gradients' dtype, found accumulate_allreduce_grads_in_fp32=True and "
                 f"grad_dtype={found!r}"
             )
         return torch.float32
 
-    def _require_grad_dtype_possible(self) -> None:
-        if self.grad_dtype is not None and not self.use_contiguous_buffers:
-            raise ValueError(
-                f"grad_dtype={self.grad_dtype!r} accumulates gradients in the contiguous buffers; it cannot be had "
-                "with use_contiguous_buffers=False, which leaves gradients where autograd put them"
-            )
-        if self.master_params and self.grad_dtype is None:
-            raise ValueError(
-                "master_params=True steps on gradients of higher precision than the parameters'; give "
-                "grad_dtype=torch.float32 with it"
-            )
-
-    def _require_sharding_possible(self) -> None:
-        if self.shard_optimizer and not self.use_contiguous_buffers:
-            raise ValueError(
-                "shard_optimizer=True divides contiguous buffers between the ranks; it cannot be had with "
-                "use_contiguous_buffers=False"
-            )
-        if self.scatter_every_pass and not self.shard_optimizer:
-            raise ValueError(
-                "scatter_every_pass=True keeps only a shard of what local passes accumulate; it cannot be had with "
-                "shard_optimizer=False"
-            )
-        if self.scatter_every_pass and self.gradient_divide_by == "tokens":
-            raise ValueError(
-                'gradient_divide_by="tokens" divides by the tokens of all passes since the last reduction, which are '
-                "not known when each pass is reduced; it cannot be had with scatter_every_pass=True"
-            )
-        if self.shard_group_size is not None and not self.shard_optimizer:
-            raise ValueError(
-                f"shard_group_size={self.shard_group_size} says among how many ranks shards are divided; it cannot be "
-                "had with shard_optimizer=False"
-            )
-
     def require_hook_decides(self) -> None:
-        """Requires that nothing but a hook decides how gradients travel, and what they are divided by.
+        """Require that only the communication hook decides the dtype on the wire and the divisor.
 
         Raises:
             ValueError: If there is a wire dtype or another divisor than the world size.
         """
-        if self.rescales:
-            raise ValueError(
-                "expected either comm_hook or gradient_divide_by, found both: a hook divides by the world size itself, "
-                f"so that gradient_divide_by={self.gradient_divide_by!r} cannot be honoured. Leave one of them out"
-            )
-        if self.wire_dtype is not None:
-            raise ValueError(
-                f"expected either comm_hook or wire_dtype, found both: a hook decides itself how gradients travel, so "
-                f"that wire_dtype={self.wire_dtype} would be without effect. Leave one of them out"
-            )
+        for option, default, why in (
+            ("gradient_divide_by", "world_size", "divides by the world size itself"),
+            ("wire_dtype", None, "decides itself in which dtype gradients travel"),
+        ):
+            if (found := getattr(self, option)) != default:
+                raise ValueError(
+                    f"expected either comm_hook or {option}, found both: a hook {why}, so {option}={found!r} would "
+                    "have no effect. Leave one of them out"
+                )
 
     @property
     def init_sync_module_buffers(self) -> bool:
-        """Whether module buffers are copied from rank 0 at the start, if parameters are."""
+        """Whether to copy module buffers from rank 0 at the start, if parameters are copied."""
         return self.broadcast_buffers is not False or self.forward_sync_buffers is not None
 
     @property
@@ -282,11 +262,11 @@ class Options:
 
     @property
     def rescales(self) -> bool:
-        """Whether gradients are not simply averaged, so that what is in ``.grad`` cannot be reduced a second time."""
+        """Whether reduced gradients are something else than means, so that reducing them again would change them."""
         return self.gradient_divide_by != "world_size"
 
     def grad_dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient of a parameter.
+        """The dtype of a parameter's gradient.
 
         Args:
             name: The parameter's qualified name.
@@ -311,19 +291,17 @@ class Options:
         return dtype
 
     def require_patterns_match(self, names: Sequence[str]) -> None:
-        """Requires that each pattern of ``grad_dtype`` is some parameter's.
+        """Require that each pattern of ``grad_dtype`` matches a parameter name.
 
         Raises:
-            ValueError: If one is nobody's.
+            ValueError: If one matches none.
         """
         for pattern in self.grad_dtype if isinstance(self.grad_dtype, Mapping) else ():
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
-                    f"expected patterns of parameter names in grad_dtype, found {pattern!r}, which fits none"
-                )
+                raise ValueError(f"expected patterns of parameter names in grad_dtype, found {pattern!r}: no match")
 
     def described(self) -> Iterator[tuple[str, str]]:
-        """Each option that all ranks must have alike, and its value in words."""
+        """Each option that must be the same on all ranks, and its value as text."""
         for each in fields(self):
             if each.compare:
                 yield each.name, repr(getattr(self, each.name))
@@ -334,21 +312,17 @@ def _is_divisor(value: int | str) -> bool:
     return value >= 1 if isinstance(value, int) else value in ("world_size", "tokens")
 
 
-def _as_dtype(option: str, value: object, choice: Any, wanted: str = "{}") -> torch.dtype:
-    """The dtype that a name, or torch's dtype itself, stands for.
+def _as_dtype(option: str, value: Any, choice: Any, wanted: str = "{}") -> torch.dtype:
+    """The dtype that a name stands for. One of torch's dtypes stands for itself.
 
     Args:
         option: The option.
-        value: What the user gave.
-        choice: The literal type of the names that the option takes.
-        wanted: What it takes, with a place for the dtypes.
+        value: The user's value.
+        choice: The literal type of the accepted names.
+        wanted: All accepted values in words, with ``{}`` in place of the dtypes.
     """
-    named: dict[str, torch.dtype] = {name: getattr(torch, _LONG_NAMES.get(name, name)) for name in get_args(choice)}
-    require(
-        option,
-        value,
-        wanted.format(f"one of {', '.join(named)} (torch's dtypes, or their names)"),
-        torch.dtype | str,
-        lambda dtype: dtype in named or dtype in named.values(),
-    )
-    return next(dtype for name, dtype in named.items() if value in (name, dtype))
+    dtypes: dict[Any, torch.dtype] = {name: getattr(torch, _LONG_NAMES.get(name, name)) for name in get_args(choice)}
+    wanted = wanted.format(f"one of {', '.join(dtypes)} (torch's dtypes, or their names)")
+    dtypes |= {dtype: dtype for dtype in dtypes.values()}
+    require(option, value, wanted, torch.dtype | str, dtypes.__contains__)
+    return dtypes[value]

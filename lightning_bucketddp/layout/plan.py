@@ -1,10 +1,10 @@
-"""Where every gradient lives: parameters' specifications in, buckets and slots out.
+"""Where each gradient lies: parameter specifications in, slots and buckets out.
 
-Pure arithmetic on frozen values: no device, no process, no tensor. The same input gives the same
-layout on every rank, which is what lets ranks issue the same collectives without asking each other.
+Pure arithmetic on frozen values. The same input gives the same layout on every rank, so ranks issue the same
+collectives without asking one another.
 
-A buffer with real numbers: four fp32 parameters, ready in the order ``c, b, a`` during backward, a
-fourth, ``d``, that was never seen; ``bucket_cap_mb`` of 320 bytes::
+An example: four fp32 parameters and a cap of 320 bytes. Backward computes the gradients of ``c``, ``b`` and ``a`` in
+this order, and none of ``d``::
 
     parameter      a (8, 4)    b (16, 4)   c (10,)    d (3,)
     bytes          128         256         40         12
@@ -13,14 +13,15 @@ fourth, ``d``, that was never seen; ``bucket_cap_mb`` of 320 bytes::
                         |c  ~~~|b        |a      |d~~~~~|
     bucket              |-------- 0 -----|-- 1 --|- 2 --|
 
-``~`` is padding: every slot starts on a 64-byte boundary (16 elements here), so that vectorised
-kernels find aligned data. Padding is zero and travels with its bucket. Buckets 0 and 1 are split by
-the cap; bucket 2 stands alone because a never-seen parameter must hold nobody up.
+``~`` is padding. It is zero and travels with its bucket. Every slot starts on a 64-byte boundary (16 elements here),
+because vectorised kernels want aligned data. The cap separates buckets 0 and 1. ``d`` has a bucket of its own, so that
+no other gradient waits for it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -31,13 +32,13 @@ ALIGNMENT_BYTES = 64
 
 MIB = 1024 * 1024
 MAX_DEFAULT_BUCKET_BYTES = 25 * MIB
-"""Upper bound of the default bucket size, and the size on one machine; torch DDP's ``bucket_cap_mb`` default."""
+"""Largest default bucket, and the default on one machine; torch DDP's ``bucket_cap_mb`` default."""
 MIN_DEFAULT_BUCKET_BYTES = 4 * MIB
-"""Lower bound of the default bucket size: below it what a collective costs besides its bytes outweighs overlap."""
+"""Smallest default cap: in smaller buckets the latency of collectives outweighs the overlap."""
 DEFAULT_BUCKET_COUNT = 32
-"""Buckets the default rule aims at between two machines: the tail that no backward compute hides is then about 1/32.
+"""Default number of buckets for two ranks on two machines. Backward then hides all but about 1/32 of the communication.
 
-With more ranks a collective takes more hops, log2 of their number at best, and fewer buckets are worth theirs.
+A collective takes more hops with more ranks, at least log2 of their number, so fewer buckets are better.
 """
 MIN_DEFAULT_BUCKET_COUNT = 4
 
@@ -49,11 +50,10 @@ class ParamSpec:
     Attributes:
         name: The parameter's qualified name, as in ``module.named_parameters()``.
         shape: Its shape.
-        strides: Strides, in elements, of its view: the parameter's own if it is dense and
-            non-overlapping, contiguous ones otherwise.
+        strides: Strides of its view, in elements: the parameter's own if it is dense.
         dtype: The gradient's dtype: the parameter's own unless ``Tensor.grad_dtype`` says otherwise.
         device: The device as a string, e.g. ``"cpu"`` or ``"cuda:0"``.
-        param_dtype: The parameter's dtype where the gradient has another; None where it is the same.
+        param_dtype: The parameter's dtype if the gradient has another; else None.
     """
 
     name: str
@@ -75,13 +75,11 @@ class ParamSpec:
 
     @classmethod
     def of(cls, name: str, param: torch.Tensor) -> ParamSpec:
-        """The specification of ``param``, whose gradient has its shape, dtype and (if dense) strides."""
-        shape = tuple(param.shape)
-        strides = tuple(param.stride())
-        if not is_dense(shape, strides):
-            strides = contiguous_strides(shape)
+        """The specification of ``param``."""
+        strides = torch.empty_like(param.detach(), device="meta").stride()  # dense in any case
         dtype = param.grad_dtype or param.dtype
-        return cls(name, shape, strides, dtype, str(param.device), None if dtype is param.dtype else param.dtype)
+        param_dtype = None if dtype is param.dtype else param.dtype
+        return cls(name, tuple(param.shape), strides, dtype, str(param.device), param_dtype)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A contiguous run of slots that is reduced by one collective.
+    """A contiguous run of slots, reduced by one collective.
 
     Attributes:
         buffer: Index of its buffer in ``Layout.buffers``.
@@ -123,25 +121,20 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One flat tensor: a device (as a string), a dtype and a number of elements."""
+    """One gradient buffer: a device (as a string), a dtype and a number of elements."""
 
     device: str
     dtype: torch.dtype
     numel: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots, buckets in launch order, and the buffers that the buckets tile.
+    """Slots, buckets, and the buffers that the buckets tile.
 
     Attributes:
-        slots: One per parameter, in the order the specifications were given.
-        buckets: In launch order: bucket *k* is launched before bucket *k + 1*, on every rank.
+        slots: One per parameter, in the order of the specifications.
+        buckets: In launch order: every rank launches bucket *k* before bucket *k + 1*.
         buffers: One per (device, dtype).
     """
 
@@ -152,7 +145,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, padding included."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(self.bucket_nbytes(bucket) for bucket in self.buckets)
 
     def bucket_nbytes(self, bucket: Bucket) -> int:
         """Bytes of one bucket, padding included."""
@@ -168,80 +161,60 @@ def plan(
     world_size: int = 2,
     one_machine: bool = False,
 ) -> Layout:
-    """Lays parameters out in the order in which their gradients become ready.
+    """Lay parameters out in the order in which their gradients become ready.
 
     Args:
         specs: The parameters, in any fixed order.
         order: Indices into ``specs``, earliest gradient first; each index once.
-        bucket_cap_bytes: Largest bucket in bytes; a parameter larger than that has a bucket of its
-            own. ``None``: :func:`default_bucket_cap`, with small buckets at both ends.
+        bucket_cap_bytes: Largest bucket in bytes. A larger parameter has a bucket of its own. None:
+            :func:`default_bucket_cap`, with small buckets at both ends.
         groups: One key per parameter. Parameters with different keys never share a bucket.
-        multiple: Elements that the length of each bucket is a multiple of.
+        multiple: Each bucket's number of elements is a multiple of this.
         world_size: Number of ranks, for the default cap.
         one_machine: Whether they share one machine, for the default cap.
 
     Returns:
-        The layout. Slots have the order of ``specs``; buckets are sorted by when their last
-        gradient is expected.
-
-    Raises:
-        ValueError: If ``order`` is not a permutation or the cap is negative.
+        The layout. Its buckets are sorted by when their last gradient is expected.
     """
-    if sorted(order) != list(range(len(specs))):
-        raise ValueError(f"expected `order` to hold each of the {len(specs)} parameters once, found {list(order)}")
-    if bucket_cap_bytes is not None and bucket_cap_bytes < 0:
-        raise ValueError(f"expected a bucket cap of 0 or more, found {bucket_cap_bytes} bytes")
-
-    runs: dict[tuple[str, torch.dtype, Hashable], list[int]] = {}
-    for slot in order:
-        key = (specs[slot].device, specs[slot].dtype, groups[slot] if groups is not None else None)
-        runs.setdefault(key, []).append(slot)
-
-    total = sum(spec.nbytes for spec in specs)
-    members: list[tuple[int, ...]] = []
-    for run in runs.values():
-        sizes = [_padded(specs[slot]) * specs[slot].dtype.itemsize for slot in run]
-        if bucket_cap_bytes is not None:
-            cuts = _cut_by_size(sizes, bucket_cap_bytes)
-        else:
-            cuts = _cut_default(sizes, default_bucket_cap(total, world_size, one_machine))
-        members.extend(tuple(run[a:b]) for a, b in cuts)
     position = {slot: at for at, slot in enumerate(order)}
-    members.sort(key=lambda slots: max(position[slot] for slot in slots))
+    assert sorted(order) == list(range(len(specs))), f"expected each of {len(specs)} parameters once, found {order}"
+    sizes = [_padded(spec) * spec.dtype.itemsize for spec in specs]
+    cut, cap = _cut_by_size, bucket_cap_bytes
+    if cap is None:
+        cut, cap = _cut_default, default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)
+    together: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for slot in order:
+        together[specs[slot].device, specs[slot].dtype, groups and groups[slot]].append(slot)
+    members = [slots for run in together.values() for slots in cut(run, sizes, cap)]
 
-    buffers: dict[tuple[str, torch.dtype], int] = {}
-    filled: list[int] = []
+    filled: dict[tuple[str, torch.dtype], int] = {}  # elements of each buffer
     slots: dict[int, Slot] = {}
     buckets: list[Bucket] = []
-    for bucket in members:
-        first = specs[bucket[0]]
-        buffer = buffers.setdefault((first.device, first.dtype), len(buffers))
-        if buffer == len(filled):
-            filled.append(0)
-        start = filled[buffer]
+    for bucket in sorted(members, key=lambda slots: position[slots[-1]]):
+        key = specs[bucket[0]].device, specs[bucket[0]].dtype
+        start = filled.setdefault(key, 0)
+        buffer = list(filled).index(key)
         for slot in bucket:
-            slots[slot] = Slot(specs[slot], buffer, filled[buffer])
-            filled[buffer] += _padded(specs[slot])
-        filled[buffer] += -(filled[buffer] - start) % multiple
-        buckets.append(Bucket(buffer, start, filled[buffer], bucket))
-    return Layout(
-        slots=tuple(slots[index] for index in range(len(specs))),
-        buckets=tuple(buckets),
-        buffers=tuple(BufferSpec(device, dtype, filled[at]) for (device, dtype), at in buffers.items()),
-    )
+            slots[slot] = Slot(specs[slot], buffer, filled[key])
+            filled[key] += _padded(specs[slot])
+        filled[key] += -(filled[key] - start) % multiple
+        buckets.append(Bucket(buffer, start, filled[key], tuple(bucket)))
+    buffers = tuple(BufferSpec(device, dtype, numel) for (device, dtype), numel in filled.items())
+    return Layout(tuple(slots[index] for index in range(len(specs))), tuple(buckets), buffers)
 
 
 def default_bucket_cap(total_bytes: int, world_size: int, one_machine: bool) -> int:
     """The default bucket size in bytes.
 
+    On one machine backward leaves little communication to wait for, and each collective costs processor time.
+
     Args:
         total_bytes: Of all gradients.
         world_size: Number of ranks.
-        one_machine: Whether they share one machine, where little is left to wait for after backward, and each
-            collective takes processors away from it.
+        one_machine: Whether they share one machine.
 
     Returns:
-        On one machine 25 MiB. On several 1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on
+        25 MiB on one machine. On several 1/32 of the total for two ranks, 1/16 for four, 1/11 for eight, and so on
         with the logarithm of their number up to 1/4; from 4 to 25 MiB.
     """
     if one_machine:
@@ -251,56 +224,35 @@ def default_bucket_cap(total_bytes: int, world_size: int, one_machine: bool) -> 
     return max(MIN_DEFAULT_BUCKET_BYTES, min(MAX_DEFAULT_BUCKET_BYTES, total_bytes // count))
 
 
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the strides cover ``prod(shape)`` elements without gaps or overlap, in any axis order."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(strides, shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements, for ``shape``."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _padded(spec: ParamSpec) -> int:
-    """Elements that the parameter occupies: its own, rounded up to the alignment."""
+    """The parameter's number of elements, rounded up to the alignment."""
     per_line = max(1, ALIGNMENT_BYTES // spec.dtype.itemsize)
     return -(-spec.numel // per_line) * per_line
 
 
-def _cut_by_size(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Cuts consecutive sizes (bytes) into ranges of at most ``cap``; a larger element stands alone."""
-    cuts: list[tuple[int, int]] = []
-    start, held = 0, 0
-    for at, size in enumerate(sizes):
-        if at > start and held + size > cap:
-            cuts.append((start, at))
-            start, held = at, 0
-        held += size
-    if len(sizes) > start:
-        cuts.append((start, len(sizes)))
-    return cuts
+def _cut_by_size(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone."""
+    runs: list[list[int]] = []
+    held = 0
+    for slot in slots:
+        if not runs or held + sizes[slot] > cap:
+            runs.append([])
+            held = 0
+        runs[-1].append(slot)
+        held += sizes[slot]
+    return runs
 
 
-def _cut_default(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Cuts with a cap, and a quarter of it at both ends.
+def _cut_default(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """Cut slots into runs of at most ``cap`` bytes, and of a quarter of it at both ends.
 
-    A small first bucket starts the wire early; a small last one is what remains exposed after backward.
+    A small first bucket starts the wire early. The last bucket is what remains to be sent after backward.
     """
     edge = cap // 4
-    if sum(sizes) <= 2 * edge:
-        return _cut_by_size(sizes, cap)
-    head = _cut_by_size(sizes, edge)[0][1]
-    reversed_tail = _cut_by_size(list(reversed(sizes)), edge)[0][1]
-    tail = max(head, len(sizes) - reversed_tail)
-    middle = [(head + a, head + b) for a, b in _cut_by_size(sizes[head:tail], cap)]
-    return [(0, head), *middle, *([(tail, len(sizes))] if tail < len(sizes) else [])]
+    if sum(sizes[slot] for slot in slots) <= 2 * edge:
+        return [slots]
+    head = _cut_by_size(slots, sizes, edge)[0]
+    rest = slots[len(head) :]
+    tail = [run[::-1] for run in _cut_by_size(rest[::-1], sizes, edge)[:1]]
+    middle = rest[: len(rest) - sum(map(len, tail))]
+    return [head, *_cut_by_size(middle, sizes, cap), *tail]

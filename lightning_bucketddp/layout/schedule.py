@@ -1,21 +1,21 @@
-"""When gradients are ready and what the wire costs in; the bucket boundaries that finish first out.
+"""Simulate when buckets are ready and sent, and find the bucket boundaries that finish first.
 
-Pure arithmetic. The model, which :func:`plan_boundaries` is exact for:
+Pure arithmetic. The model, for which :func:`plan_boundaries` is exact:
 
-- One wire: a bucket starts when it is complete and the one before it is through.
-- A collective of ``n`` bytes takes ``latency + n * seconds_per_byte``, whatever else goes on.
-- Gradients are ready in launch order; where they are not, each counts as ready when all before it are.
+- One wire: a bucket starts when it is complete and the bucket before it has been sent.
+- A collective of ``n`` bytes takes ``latency + n * seconds_per_byte``, independent of all else.
+- Gradients count as ready in launch order: each when it and all before it are ready.
 
-A backward with real numbers: four gradients of 1 MB on a wire that takes 4 ms and 8 ms per MB::
+A backward with real numbers: four gradients of 1 MB, and collectives of 4 ms plus 8 ms per MB::
 
     ready (ms)           10     14     18           40
     one bucket                                      [40 -- 4 MB -- 76]
     a bucket each        [10 - 22][22 - 34][34 - 46][46 - 58]
     planned              [10 - 22][22 - 2 MB - 42][42 - 54]
-    lower bound                                      52   nothing before 40, and what is ready then takes 12
+    lower bound                                      52   the last gradient starts at 40 and takes 12
 
-Sources: merging by a dynamic programme is MG-WFBP's idea (Shi et al., INFOCOM 2019 and TPDS 2021); costs of rings and
-trees are the usual ones (Thakur, Rabenseifner and Gropp 2005; Sanders, Speck and Träff 2009).
+Sources: MG-WFBP (Shi et al., INFOCOM 2019 and TPDS 2021) merges by a dynamic programme; costs of rings and trees are
+the usual ones (Thakur, Rabenseifner and Gropp 2005; Sanders, Speck and Träff 2009).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of the way between two ranks.
+    """One direction of the connection between two ranks.
 
     Attributes:
-        latency: Seconds until a message of no bytes has arrived.
+        latency: Seconds until an empty message has arrived.
         bandwidth: Bytes per second.
     """
 
@@ -45,11 +45,11 @@ class Link:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What a collective costs, by the size of the tensor that each rank has.
+    """How long a collective takes, by the size of each rank's tensor.
 
     Attributes:
         latency: Seconds for no bytes.
-        seconds_per_byte: Seconds for each byte more.
+        seconds_per_byte: Additional seconds for each byte.
     """
 
     latency: float
@@ -60,16 +60,16 @@ class CollectiveCost:
             raise ValueError(f"expected costs from 0 s, found {self}")
 
     def seconds(self, nbytes: float) -> float:
-        """How long a collective of ``nbytes`` takes, in seconds."""
+        """Seconds of a collective of ``nbytes``."""
         return self.latency + nbytes * self.seconds_per_byte
 
     def __add__(self, other: CollectiveCost) -> CollectiveCost:
-        """The cost of one after the other."""
+        """The cost of two collectives, one after the other."""
         return CollectiveCost(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
 
 def ring_reduce_scatter(link: Link, world_size: int) -> CollectiveCost:
-    """A reduce-scatter or an all-gather around a ring: ``n - 1`` messages of an ``n``-th of the tensor."""
+    """A reduce-scatter or an all-gather around a ring: each rank sends ``n - 1`` messages of ``1/n`` of the tensor."""
     others = world_size - 1
     return CollectiveCost(others * link.latency, others / world_size / link.bandwidth)
 
@@ -81,7 +81,10 @@ def ring_all_reduce(link: Link, world_size: int) -> CollectiveCost:
 
 
 def tree_all_reduce(link: Link, world_size: int) -> CollectiveCost:
-    """Up and down two binary trees that halve the tensor between them: few hops, the ring's bytes for many ranks."""
+    """An all-reduce up and down two binary trees, each with half of the tensor.
+
+    It takes fewer hops than a ring, and as many bytes as a ring of many ranks.
+    """
     hops = math.ceil(math.log2(world_size)) if world_size > 1 else 0
     return CollectiveCost(2 * hops * link.latency, 2 / link.bandwidth if world_size > 1 else 0.0)
 
@@ -94,7 +97,7 @@ class Cluster:
         nodes: How many.
         ranks_per_node: Ranks in each.
         inner: The link between two ranks of a node.
-        outer: The link of a whole node to the others, shared by its ranks.
+        outer: The link of a whole node to the others; its ranks share it.
     """
 
     nodes: int
@@ -108,10 +111,10 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def all_reduce(self, nbytes: float) -> CollectiveCost:
-        """A reduce-scatter inside the nodes, an all-reduce of the shards between them, an all-gather inside.
+        """A reduce-scatter inside each node, an all-reduce of the shards between nodes, an all-gather inside.
 
         Args:
-            nbytes: The size that ring or tree is chosen for, whichever is the faster.
+            nbytes: The size for which to choose the faster of ring and tree.
         """
         inside = ring_reduce_scatter(self.inner, self.ranks_per_node)
         between = min(
@@ -130,9 +133,9 @@ class BucketTimes:
         first: Its first parameter, as an index into the ready times.
         stop: One past its last parameter.
         nbytes: Its size in bytes.
-        ready: When it is complete, in seconds.
-        start: When its collective starts.
-        end: When that is through.
+        ready: Second at which it is complete.
+        start: Second at which its collective starts.
+        end: Second at which its collective ends.
     """
 
     first: int
@@ -145,13 +148,13 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated pass; times in seconds since its beginning.
+    """A simulated pass; all times in seconds since its beginning.
 
     Attributes:
-        buckets: In launch order.
+        buckets: The buckets, in launch order.
         backward_end: When backward has computed the last gradient.
-        finish: When the last collective is through.
-        lower_bound: Before which no bucket boundaries finish.
+        finish: When the last collective ends.
+        lower_bound: Earliest end of the last collective for any bucket boundaries.
     """
 
     buckets: tuple[BucketTimes, ...]
@@ -161,7 +164,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that no computation hides."""
+        """Seconds of communication after backward."""
         return max(0.0, self.finish - self.backward_end)
 
 
@@ -171,23 +174,22 @@ def simulate(
     boundaries: Sequence[int],
     cost: CollectiveCost,
 ) -> Timeline:
-    """What a pass looks like with given bucket boundaries.
+    """Simulate a pass with given bucket boundaries.
 
     Args:
         ready: When each gradient is ready, in launch order, in seconds.
-        nbytes: The size of each, in bytes.
-        boundaries: Where each bucket ends, ascending; the last is ``len(ready)``.
-        cost: What the collective of a bucket costs.
+        nbytes: The size of each gradient, in bytes.
+        boundaries: The end of each bucket, ascending; the last is ``len(ready)``.
+        cost: The cost of a bucket's collective.
 
     Raises:
         ValueError: If lengths differ, or the boundaries are not ascending or do not end with the last parameter.
     """
     _require_boundaries(boundaries, ready, nbytes)
     complete = list(accumulate(ready, max))
-    starts = [0, *boundaries]
     buckets: list[BucketTimes] = []
     free = 0.0
-    for first, stop in pairwise(starts):
+    for first, stop in pairwise([0, *boundaries]):
         size = sum(nbytes[first:stop])
         start = max(complete[stop - 1], free)
         free = start + cost.seconds(size)
@@ -196,45 +198,42 @@ def simulate(
 
 
 def lower_bound(ready: Sequence[float], nbytes: Sequence[float], cost: CollectiveCost) -> float:
-    """Seconds before which no bucket boundaries finish.
+    """Earliest end of the last collective for any bucket boundaries, in seconds.
 
-    Whatever is ready at ``t`` or later cannot start before ``t``, and all of it has to get through one wire.
+    A gradient that is ready at ``t`` is sent after ``t``, and so are all gradients behind it, on one wire.
     """
     behind = list(accumulate(reversed(nbytes)))[::-1]
-    complete = accumulate(ready, max)
-    return max(at + cost.seconds(size) for at, size in zip(complete, behind, strict=True))
+    return max(at + cost.seconds(size) for at, size in zip(accumulate(ready, max), behind, strict=True))
 
 
 def plan_boundaries(
     ready: Sequence[float], nbytes: Sequence[float], cost: CollectiveCost, cap: float | None = None
 ) -> tuple[int, ...]:
-    """The bucket boundaries with which the last collective is through first.
+    """Find the bucket boundaries with which the last collective ends first.
 
-    A dynamic programme over the number of parameters: the last bucket of the first ``stop`` parameters begins where it
-    ends earliest. Those before it may as well end as early as they can: ends never fall with ``stop``, as a plan
-    without its last parameter is a plan for the others. Beginnings are tried from the last one on, until the bytes
-    alone take too long. Where two end the bucket at the same time, the larger bucket is taken; the same input gives
-    the same plan on every rank.
+    This is a dynamic programme over the number of parameters. For the first ``stop`` parameters it chooses the
+    beginning of the last bucket so that this bucket ends earliest, given the best plan for the parameters before it. It
+    tries beginnings from ``stop - 1`` downwards, until the bytes alone take too long. Of two equally good beginnings it
+    takes the larger bucket, so the same input gives the same plan on every rank.
 
     Args:
         ready: When each gradient is ready, in launch order, in seconds.
-        nbytes: The size of each, in bytes.
-        cost: What the collective of a bucket costs.
-        cap: Largest bucket in bytes; a larger parameter has one of its own. None for no limit.
+        nbytes: The size of each gradient, in bytes.
+        cost: The cost of a bucket's collective.
+        cap: Largest bucket in bytes; a larger parameter has a bucket of its own. None for no limit.
 
     Returns:
-        Where each bucket ends, as for :func:`simulate`.
+        The end of each bucket, as for :func:`simulate`.
 
     Raises:
         ValueError: If lengths differ or there is no parameter.
     """
     _require_boundaries([len(ready)], ready, nbytes)
-    count = len(ready)
     complete = list(accumulate(ready, max))
     before = [0.0, *accumulate(nbytes)]
-    end = [0.0]  # per number of parameters, the earliest end of all of them
-    best = [0]  # where the bucket that ends there begins
-    for stop in range(1, count + 1):
+    ends = [0.0]  # per number of parameters, when the last of them has been sent at the earliest
+    begins = [0]  # per number of parameters, where the last bucket of this plan begins
+    for stop in range(1, len(ready) + 1):
         at = complete[stop - 1]
         earliest, first = math.inf, stop - 1
         for begin in reversed(range(stop)):
@@ -242,16 +241,16 @@ def plan_boundaries(
             too_large = cap is not None and size > cap and begin < stop - 1
             if too_large or at + cost.seconds(size) > earliest:
                 break
-            finish = max(at, end[begin]) + cost.seconds(size)
+            finish = max(at, ends[begin]) + cost.seconds(size)
             if finish <= earliest:
                 earliest, first = finish, begin
-        end.append(earliest)
-        best.append(first)
+        ends.append(earliest)
+        begins.append(first)
     boundaries: list[int] = []
-    stop = count
+    stop = len(ready)
     while stop:
         boundaries.append(stop)
-        stop = best[stop]
+        stop = begins[stop]
     return tuple(reversed(boundaries))
 
 
@@ -260,8 +259,8 @@ def _require_boundaries(boundaries: Sequence[int], ready: Sequence[float], nbyte
         raise ValueError(
             f"expected one ready time and one size per parameter, of at least one, found {len(ready)} and {len(nbytes)}"
         )
-    steps = list(pairwise([0, *boundaries]))
-    if not boundaries or boundaries[-1] != len(ready) or any(stop <= start for start, stop in steps):
+    ascending = all(start < stop for start, stop in pairwise([0, *boundaries]))
+    if not ascending or not boundaries or boundaries[-1] != len(ready):
         raise ValueError(
             f"expected ascending boundaries from 1 to the number of parameters, {len(ready)}, found {list(boundaries)}"
         )

@@ -1,8 +1,7 @@
-"""Which rank's optimizer updates which part of each parameter.
+"""Which part of each parameter each rank's optimizer updates.
 
-Parameters lie in the order, and with the padding, of the gradients' layout, in one flat tensor for each bucket. A
-bucket is cut into shards of equal length, one per rank of the group. The part of a parameter that is in a rank's shard
-is a run of its elements in the order of memory, which element-wise optimizers do not care about::
+Each bucket is cut into shards of equal length, one per rank of the group. A part is the run of a parameter's elements,
+in the order of memory, that lies in one shard. Element-wise optimizers can update any run::
 
     bucket      |a           |b       ~~|c              ~~|
     shards      |------ 0 ------|------ 1 ------|---- 2 --|
@@ -18,13 +17,13 @@ from lightning_bucketddp.layout.plan import Layout
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of one slot that is in one rank's shard.
+    """The part of one slot in one shard.
 
     Attributes:
         bucket: Index of the bucket in ``Layout.buckets``.
         start: First element of the slot, in the order of memory.
-        stop: One past the last; the same as ``start`` if nothing of the slot is in the shard.
-        at: Where the first element lies in the bucket.
+        stop: One past the last; the same as ``start`` if the shard has no element of the slot.
+        at: Place of the first element in the bucket.
     """
 
     bucket: int
@@ -34,21 +33,20 @@ class Part:
 
 
 def parts_of(layout: Layout, shards: int, index: int) -> list[Part]:
-    """The part of each slot that is in one shard.
+    """The part of each slot in one shard.
 
     Args:
-        layout: The layout; the length of each bucket is a multiple of ``shards``.
-        shards: Into how many each bucket is cut.
-        index: Which one.
+        layout: The layout; each bucket's number of elements is a multiple of ``shards``.
+        shards: Number of shards of each bucket.
+        index: Index of the shard.
     """
     found: dict[int, Part] = {}
     for number, bucket in enumerate(layout.buckets):
         length = bucket.numel // shards
-        first, stop = index * length, (index + 1) * length
         for slot in bucket.slots:
             begin = layout.slots[slot].offset - bucket.start
             numel = layout.slots[slot].spec.numel
-            low = min(max(first - begin, 0), numel)
-            high = max(min(stop - begin, numel), low)
-            found[slot] = Part(number, low, high, begin + low)
+            start = min(max(index * length - begin, 0), numel)
+            stop = max(min((index + 1) * length - begin, numel), start)
+            found[slot] = Part(number, start, stop, begin + start)
     return [found[slot] for slot in range(len(layout.slots))]

@@ -1,296 +1,241 @@
-"""Checkpoints that all ranks write and read together, each its own parts, through ``torch.distributed.checkpoint``.
+"""Sharded checkpoints: all ranks write and read one directory, each its own parts.
 
-Nothing is ever put together on one rank: what a rank's optimizer does not hold it neither writes nor reads, but for
-parameters that are not sharded and for what is small. Parts are written as boxes of the tensors that they are parts of
-(:mod:`lightning_bucketddp.layout.chunks`), under these keys, with the shapes that the tensors have in one process::
+Through ``torch.distributed.checkpoint``. No rank ever holds a whole tensor that is sharded. Parts are written as chunks
+of the tensors (:mod:`lightning_bucketddp.layout.chunks`), under these keys, with the shapes of one process::
 
     model.<name>                            parameters, module buffers, extra state
     optimizers.<i>.state.<name>.<key>       the i-th optimizer's state, by the parameter's name
     optimizers.<i>.master_params.<name>     fp32 master parameters
     optimizers.<i>.param_groups             hyper-parameters; "params" are names
-    extra                                   what the caller adds
+    extra                                   the caller's own
 
-So a checkpoint loads at any world size and with any buckets, sharded or not, and torch's tools for the format read it:
+So a checkpoint loads at any world size and with any buckets, sharded or not. torch's tools for the format read it:
 ``dcp_to_torch_save`` makes one file of it, ``{"model": ..., "optimizers": [...], "extra": ...}``.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner, DirectoryWriter
-from lightning_bucketddp.optim.parts import Parts
-from lightning_bucketddp.optim.sharding import Sharding
-from lightning_bucketddp.optim.state_dicts import SHARD_KEY, STATE_DICT_KEY, is_per_element, params_of
+from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner
+from lightning_bucketddp.optim.parts import ParamPart, Parts
+from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
 
 FORMAT_KEY = "lightning_bucketddp"
-"""Entry of the metadata's ``planner_data`` that says who has written it, and which parameters each group has."""
+"""Entry of the metadata's ``planner_data``: {"version": 1, "groups": the parameters' names, by optimizer and group}."""
 
-_KEPT = (ValueError, TypeError, FileExistsError, RuntimeError)
-"""Errors that are raised on all ranks as what they are on one."""
-
-_T = TypeVar("_T")
-
-
-class _Contents:
-    """What a rank offers to write, or wants to read.
-
-    Attributes:
-        values: By key, a tensor or :class:`Chunks` to write or to read into, or a pickle.
-        paths: By key, where it comes in the nested dict that it is part of.
-        groups: Per optimizer and group, the names of the parameters.
-    """
-
-    def __init__(self, groups: list[list[list[str]]]) -> None:
-        self.groups = groups
-        self.values: dict[str, Any] = {}
-        self.paths: dict[str, tuple[Any, ...]] = {}
-
-    def add(self, path: tuple[Any, ...], value: Any) -> None:
-        """Add a tensor, :class:`Chunks`, or an object, which is pickled."""
-        key = ".".join(map(str, path))
-        self.paths[key] = path
-        if not isinstance(value, Tensor | Chunks):
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            value = stream
-        self.values[key] = value
-
-    def nested(self) -> Any:
-        """The nested dict, of tensors, of this rank's elements of tensors, and of objects."""
-        values = {key: value.flat if isinstance(value, Chunks) else value for key, value in self.values.items()}
-        return unflatten_state_dict(values, self.paths)
+_SAME_ON_ALL_RANKS = (ValueError, TypeError, FileExistsError, RuntimeError)
+"""Errors that all ranks raise as one rank raised them. Of others they raise the text."""
 
 
 class ShardedCheckpoint:
-    """Saves and loads a module and its optimizers, each rank its own parts. All ranks must call the same alike.
+    """Saves and loads a module and its optimizers. All ranks must call the same alike.
 
     Args:
         module: The module.
-        collectives: The ranks that take part.
-        sharding: What knows who has which part; None if every rank has everything.
-        prepare: Called with each optimizer first: makes it one that has masters, or is sharded.
+        collectives: The group.
+        parts: This rank's part of each parameter; all of it if None.
+        prepare: Called with each optimizer first; gives it shards or masters.
     """
 
     def __init__(
         self,
         module: nn.Module,
         collectives: Collectives,
-        sharding: Sharding | None,
+        parts: Parts | None,
         prepare: Callable[[Optimizer], Swap | None],
     ) -> None:
-        self._module = module
-        self._collectives = collectives
-        self._parts = Parts() if sharding is None else sharding.params
-        self._prepare = prepare
-        self._names = {
-            id(param): name for name, param in reversed(list(module.named_parameters(remove_duplicate=False)))
-        }
+        self._module, self._collectives, self._parts, self._prepare = module, collectives, parts or Parts(), prepare
+        self._names = {id(param): name for name, param in module.named_parameters()}
 
     # -- saving --------------------------------------------------------------------------------------
 
     def save(
         self, path: Path, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None, overwrite: bool
     ) -> None:
-        """Save into a directory, which comes into being when everything has been written."""
-        writer = DirectoryWriter(path)
+        """Save into a directory, which appears when it is complete."""
+        first, what = self._collectives.rank == 0, f"saving to {path}"
+        partial = path.with_name(f"{path.name}.partial")
 
-        def make() -> _Contents:
-            if self._collectives.rank == 0:
-                if path.exists() and not overwrite:
-                    raise FileExistsError(
-                        f"expected nothing at {path}, found something; pass overwrite=True to replace it"
-                    )
-                writer.discard()
-            return self._contents_to_save(optimizers, extra)
+        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+            if first and path.exists() and not overwrite:
+                raise FileExistsError(f"expected nothing at {path}, found something; pass overwrite=True to replace it")
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+            groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
+            nested: dict[str, Any] = {"model": self._module_values()}
+            if optimizers:
+                nested["optimizers"] = [self._optimizer_values(*it) for it in zip(optimizers, groups, strict=True)]
+            if first and extra is not None:
+                nested["extra"] = _leaf(dict(extra))
+            flat, paths = flatten_state_dict(nested)
+            return flat, {**paths, FORMAT_KEY: {"version": 1, "groups": groups}}
 
-        what = f"saving to {path}"
-        contents = self._together(what, make)
-        # By key the path, for tools that put the nested dict together again.
-        planner = ChunksSavePlanner({**contents.paths, FORMAT_KEY: {"version": 1, "groups": contents.groups}})
-        group = self._collectives.group
+        def write() -> None:
+            writer, planner = FileSystemWriter(partial), ChunksSavePlanner(data)
+            save(flat, storage_writer=writer, planner=planner, process_group=self._collectives.group)
+            if first:  # all ranks have written
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+                partial.replace(path)
+
+        flat, data = self._together(what, collect)
         try:
-            self._together(
-                what, lambda: save(contents.values, storage_writer=writer, planner=planner, process_group=group)
-            )
-        except BaseException:
-            if self._collectives.rank == 0:
-                writer.discard()
-            raise
+            self._together(what, write)
+        finally:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
-    def _contents_to_save(self, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None) -> _Contents:
-        contents = _Contents([self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)])
-        first = self._collectives.rank == 0
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-            if first or id(value) in self._names:
-                contents.add(("model", name), self._own(value))
-        for number, optimizer in enumerate(optimizers):
-            self._add_optimizer(contents, number, optimizer)
-        if extra is not None and first:
-            contents.add(("extra",), dict(extra))
-        return contents
+    def _module_values(self) -> dict[str, Any]:
+        """Return what this rank offers to write of the module's state dict."""
+        first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
+        # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
+        return {name: _leaf(self._own(it)) for name, it in state_dict.items() if first or id(it) in self._names}
 
-    def _add_optimizer(self, contents: _Contents, number: int, optimizer: Optimizer) -> None:
-        swap = self._prepare(optimizer) or swap_of(optimizer)  # without hooks, if training has ended
+    def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
+        """Return what this rank offers to write of an optimizer's state, with its parameters' names."""
+        swap = self._prepare(optimizer) or swap_of(optimizer)
         packed = optimizer.state_dict()
         state = dict(packed.pop("state"))
-        packed = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
+        values: dict[str, Any] = {"state": {}, STATE_DICT_KEY: {}}
         for index, param in enumerate(params_of(optimizer)):
-            name = self._names[id(param)]
-            found = None if swap is None else swap.stepped.parts.find(param)
-            own: dict[tuple[Any, ...], Any] = {
-                ("state", name, key): value for key, value in state.pop(index, {}).items()
-            }
-            if swap is not None and (master := swap.master(param)) is not None:
-                own[STATE_DICT_KEY, name] = master
-            for path, value in own.items():
-                if isinstance(value, Tensor):
-                    value = value.detach()
-                    if found is not None and path[2:] != ("step",) and value.shape == (found.numel,):
-                        value = Chunks.of(found, value)
-                contents.add(("optimizers", number, *path), value)
-        groups = zip(packed.pop("param_groups"), contents.groups[number], strict=True)
+            name, found = self._names[id(param)], self._parts.find(param)
+            entries = dict(state.pop(index, {}))
+            if swap is not None and (master := swap.master(param)) is not None:  # also if the swap is closed
+                entries[STATE_DICT_KEY] = master
+            for key, it in entries.items():
+                own = Chunks.of(found, it.detach()) if found is not None and found.is_split(key, it) else it
+                entries[key] = _leaf(own)
+            if STATE_DICT_KEY in entries:
+                values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
+            values["state"][name] = entries
         if self._collectives.rank == 0:
-            named = [{**group, "params": names} for group, names in groups]
-            contents.add(("optimizers", number, "param_groups"), named)
-            if state or packed:  # of optimizers that keep something of their own
-                contents.add(("optimizers", number, "others"), {"state": state, "entries": packed})
+            named = zip(packed.pop("param_groups"), groups, strict=True)
+            values["param_groups"] = _leaf([{**group, "params": names} for group, names in named])
+            rest = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
+            if state or rest:  # some optimizers keep more
+                values["others"] = _leaf({"state": state, "entries": rest})
+        return values
 
     # -- loading -------------------------------------------------------------------------------------
 
     def load(
         self, path: Path, optimizers: Sequence[Optimizer], strict: bool, with_module: bool = True
     ) -> dict[str, Any]:
-        """Load from a directory; give what the caller had added."""
-        what = f"loading from {path}"
+        """Load from a directory; return the caller's ``extra``."""
+        what, reader = f"loading from {path}", FileSystemReader(path)
         self._parts.wait()
-        reader = FileSystemReader(path)
 
-        def make() -> _Contents:
+        def make_room() -> tuple[dict[str, Any], dict[str, Any]]:
             if not path.is_dir():
                 raise RuntimeError(f"expected a directory, found none: {path}")
-            return self._contents_to_load(reader.read_metadata(), optimizers, strict, with_module)
+            metadata = reader.read_metadata()
+            paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+            if FORMAT_KEY not in paths:
+                raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
+            self._require_fit(paths, optimizers, strict and with_module)
+            return self._room(metadata, optimizers, with_module), paths
 
-        contents = self._together(what, make)
-        planner, group = ChunksLoadPlanner(), self._collectives.group
-        self._together(what, lambda: load(contents.values, storage_reader=reader, planner=planner, process_group=group))
-        extra = self._together(what, lambda: self._apply(contents, optimizers))
+        flat, paths = self._together(what, make_room)
+        group, planner = self._collectives.group, ChunksLoadPlanner()
+        self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
+        values = {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}
+        nested = unflatten_state_dict(values, paths)
+        self._together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
-        return extra
+        return nested.get("extra", {})
 
-    def _contents_to_load(
-        self, metadata: Metadata, optimizers: Sequence[Optimizer], strict: bool, with_module: bool
-    ) -> _Contents:
-        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        if FORMAT_KEY not in paths:
-            raise ValueError("expected a checkpoint that BucketDDP.save_sharded() has written, found another one")
+    def _require_fit(self, paths: Mapping[str, Any], optimizers: Sequence[Optimizer], strict: bool) -> None:
+        """Require that names and parameter groups are those of the checkpoint."""
+        saved = {path[1] for path in paths.values() if isinstance(path, tuple) and path[0] == "model"}
+        present = self._module.state_dict(keep_vars=True).keys()
+        for what, names in (("without", sorted(present - saved)), ("with unknown", sorted(saved - present))):
+            if strict and names:
+                listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
+                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
         groups = paths[FORMAT_KEY]["groups"]
-        saved = {paths[key]: stored for key, stored in metadata.state_dict_metadata.items()}
-        contents = _Contents([self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)])
-        if with_module:
-            self._want_module(contents, {path[1]: it for path, it in saved.items() if path[0] == "model"}, strict)
-        if ("extra",) in saved:
-            contents.add(("extra",), None)
         if optimizers and len(groups) != len(optimizers):
             raise ValueError(
                 f"expected as many optimizers as the checkpoint has, {len(groups)}, found {len(optimizers)}; pass none "
                 "to load the module alone"
             )
         for number, optimizer in enumerate(optimizers):
-            _require_same_groups(number, groups[number], contents.groups[number])
-            mine = {path: stored for path, stored in saved.items() if path[:2] == ("optimizers", number)}
-            self._want_optimizer(contents, optimizer, mine)
-        return contents
+            self._prepare(optimizer)
+            pairs = zip_longest(groups[number], self._groups(number, optimizer), fillvalue=())
+            for at, (theirs, ours) in enumerate(pairs):
+                if odd := sorted(set(theirs) ^ set(ours)):
+                    raise ValueError(
+                        f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, "
+                        f"found {odd[0]!r} in {'the optimizer' if odd[0] in ours else 'the checkpoint'} only"
+                    )
 
-    def _want_module(self, contents: _Contents, saved: Mapping[str, Any], strict: bool) -> None:
-        present = self._module.state_dict(keep_vars=True)
-        missing = [name for name in present if name not in saved]
-        for what, names in (("without", missing), ("with unknown", sorted(saved.keys() - present.keys()))):
-            if strict and names:
-                listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
-                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
-        wanted: set[int] = set()
-        for name, value in present.items():
-            if name not in saved or id(value) in wanted:
-                continue  # tied parameters are saved under each name
-            if _is_extra(name, value):
-                contents.add(("model", name), _empty(saved[name]))
-            else:
-                wanted.add(id(value))
-                contents.add(("model", name), self._own(value))
+    def _room(self, metadata: Metadata, optimizers: Sequence[Optimizer], with_module: bool) -> dict[str, Any]:
+        """Return what this rank wants to read, by key: tensors and chunks to read into, None for an object."""
+        present = self._module.state_dict(keep_vars=True) if with_module else {}
+        by_name = [{self._names[id(param)]: param for param in params_of(optimizer)} for optimizer in optimizers]
+        room: dict[str, Any] = {}
+        for key, stored in metadata.state_dict_metadata.items():
+            match metadata.planner_data[key]:
+                case ("model", name) if name in present:
+                    extra = _is_extra(name, present[name])
+                    room[key] = _empty(stored) if extra else self._own(present[name])
+                case ("optimizers", number, "state" | "master_params" as kind, name, *rest) if optimizers:
+                    param = by_name[number][name]
+                    found = self._parts.find(param)
+                    if found is None or found.numel:
+                        room[key] = _room_of(param, found, rest[0] if rest else kind, stored)
+                case ("extra",) | ("optimizers", _, "param_groups" | "others"):
+                    room[key] = None
+        return room
 
-    def _want_optimizer(self, contents: _Contents, optimizer: Optimizer, saved: Mapping[tuple[Any, ...], Any]) -> None:
-        swap = self._prepare(optimizer) or swap_of(optimizer)
-        by_name = {self._names[id(param)]: param for param in params_of(optimizer)}
-        for path, stored in saved.items():
-            if path[2] not in ("state", STATE_DICT_KEY):
-                contents.add(path, None)
-                continue
-            param, key = by_name[path[3]], path[4] if path[2] == "state" else STATE_DICT_KEY
-            found = None if swap is None else swap.stepped.parts.find(param)
-            if found is not None and not found.numel:
-                continue  # what a rank has no part of it has no state of
-            room: Any = _empty(stored)
-            if room is not None and found is not None and is_per_element(key, room.shape, found.spec):
-                room = Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
-            elif room is not None and (key == STATE_DICT_KEY or (key != "step" and room.shape == param.shape)):
-                room = torch.empty_like(param, dtype=room.dtype, requires_grad=False)
-            contents.add(path, room)
-
-    def _apply(self, contents: _Contents, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Hand over what has been read into tensors of its own; give what the caller had added."""
-        read = contents.nested()
+    def _apply(self, nested: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Load the optimizers' state and the modules' extra state, which were read into memory of their own."""
         for number, optimizer in enumerate(optimizers):
-            mine = {"state": {}, STATE_DICT_KEY: {}, **read["optimizers"][number]}
-            others = mine.get("others", {"state": {}, "entries": {}})
+            saved = {"state": {}, STATE_DICT_KEY: {}, **nested["optimizers"][number]}
+            others = saved.get("others", {"state": {}, "entries": {}})
             index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
-            by_index = {
-                part: dict(sorted((index_of[name], it) for name, it in mine[part].items()))
-                for part in ("state", STATE_DICT_KEY)
-            }
-            groups = [
-                {**group, "params": [index_of[name] for name in names]}
-                for group, names in zip(mine["param_groups"], contents.groups[number], strict=True)
-            ]
-            described = optimizer.state_dict().get(SHARD_KEY)
-            loaded = {**others["entries"], **by_index, "param_groups": groups}
-            loaded["state"].update(others["state"])
-            optimizer.load_state_dict(loaded if described is None else {**loaded, SHARD_KEY: described})
+            state, masters = ({index_of[n]: it for n, it in saved[key].items()} for key in ("state", STATE_DICT_KEY))
+            own = optimizer.state_dict()
+            pairs = zip(saved["param_groups"], own["param_groups"], strict=True)
+            groups = [{**group, "params": mine["params"]} for group, mine in pairs]
+            loaded = {"state": {**state, **others["state"]}, STATE_DICT_KEY: masters, "param_groups": groups}
+            shard = {SHARD_KEY: own[SHARD_KEY]} if SHARD_KEY in own else {}
+            optimizer.load_state_dict({**others["entries"], **loaded, **shard})
         present = self._module.state_dict(keep_vars=True)
-        read_model = read.get("model", {})
-        extra_state = {name: value for name, value in read_model.items() if _is_extra(name, present[name])}
-        if extra_state:  # which modules take in themselves
+        extra_state = {name: it for name, it in nested.get("model", {}).items() if _is_extra(name, present[name])}
+        if extra_state:
             self._module.load_state_dict(extra_state, strict=False)
-        return read.get("extra", {})
 
-    # -- parts ---------------------------------------------------------------------------------------
+    # -- details -------------------------------------------------------------------------------------
 
     def _own(self, value: Any) -> Any:
-        """What this rank holds of an entry of the module's state dict."""
+        """Return this rank's memory of an entry of the module's state dict."""
         if not isinstance(value, Tensor):
             return value
         found, memory = self._parts.find(value), self._parts.param_part(value).detach()
         return memory if found is None else Chunks.of(found, memory)
 
     def _groups(self, number: int, optimizer: Optimizer) -> list[list[str]]:
-        """The names of each group's parameters."""
+        """Return the names of each group's parameters."""
         for at, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -300,26 +245,23 @@ class ShardedCheckpoint:
                     )
         return [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
-    # -- together ------------------------------------------------------------------------------------
-
-    def _together(self, what: str, run: Callable[[], _T]) -> _T:
-        """Run something on every rank.
+    def _together(self, what: str, run: Callable[[], Any]) -> Any:
+        """Call ``run`` on every rank; if it raises on some, raise on all.
 
         Raises:
-            RuntimeError: If it raised on some rank, on all of them; or another error, if that is for callers.
+            Exception: One of the errors that callers expect, with the first rank's text.
+            RuntimeError: If it was any other error.
         """
         problem: BaseException | None = None
         try:
             result = run()
-        except CheckpointException as error:  # torch's, on every rank, whoever has failed
-            failure = error.failures.get(self._collectives.rank)
-            problem = None if failure is None else failure[0]
+        except CheckpointException as error:  # torch raises it on every rank
+            problem, _ = error.failures.get(self._collectives.rank, (None, None))
         except Exception as error:
             problem = error
-        told = None
-        if problem is not None:  # not the error itself, which might not be unpickled
-            kept = next((kind for kind in _KEPT if isinstance(problem, kind)), None)
-            told = kept or RuntimeError, str(problem) if kept else f"{type(problem).__name__}: {problem}"
+        kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
+        other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
+        told = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
         failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(told)) if it is not None}
         if failed:
             kind, message = next(iter(failed.values()))
@@ -327,23 +269,34 @@ class ShardedCheckpoint:
         return result
 
 
+def _leaf(value: Any) -> Any:
+    """Pickle an object; leave tensors and chunks."""
+    if isinstance(value, Tensor | Chunks):
+        return value
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
+
+
 def _is_extra(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict is what a module's ``get_extra_state`` gave, which may be a tensor."""
+    """Tell whether an entry of a state dict comes from a module's ``get_extra_state``, which may return a tensor."""
     return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
 
 
 def _empty(stored: Any) -> Tensor | None:
-    """What is read into where nothing but the checkpoint tells what it is."""
-    return (
-        torch.empty(stored.size, dtype=stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
-    )
+    """Make a tensor like a stored one; None for an object."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
-def _require_same_groups(number: int, saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> None:
-    for at, (theirs, ours) in enumerate(zip_longest(saved, mine, fillvalue=())):
-        if odd := sorted(set(theirs) ^ set(ours)):
-            where = "the optimizer" if odd[0] in ours else "the checkpoint"
-            raise ValueError(
-                f"expected group {at} of optimizer {number} to hold the parameters with which it was saved, found "
-                f"{odd[0]!r} in {where} only"
-            )
+def _room_of(param: Tensor, found: ParamPart | None, key: str, stored: Any) -> Any:
+    """Make the tensor or chunks that an entry of a parameter's state is read into; None for an object."""
+    room = _empty(stored)
+    if room is None or key == "step":
+        return room
+    if found is not None and found.splits(key, room.shape):
+        return Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
+    # With the parameter's strides where that is possible.
+    whole = found is None and room.shape == param.shape
+    return torch.empty_like(param, dtype=room.dtype, requires_grad=False) if whole else room

@@ -1,19 +1,15 @@
-"""torch's planners and writer for ``torch.distributed.checkpoint``, for tensors of which each rank holds a part."""
+"""``torch.distributed.checkpoint``'s planners and writer, for tensors that are divided between ranks."""
 
 from __future__ import annotations
 
 import io
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
@@ -24,14 +20,14 @@ from lightning_bucketddp.optim.parts import ParamPart
 
 @dataclass(frozen=True)
 class Chunks:
-    """A tensor of which this rank holds some elements.
+    """A tensor of which this rank holds some chunks.
 
-    torch asks the methods with underscores, as it asks a DTensor's (``torch.distributed._checkpointable``).
+    torch calls the methods with underscores, as it does on a DTensor (``torch.distributed._checkpointable``).
 
     Attributes:
         shape: The whole tensor's shape.
         flat: This rank's elements, 1-D.
-        chunks: By their offsets, the same elements as boxes.
+        chunks: The same elements as chunks, by their offsets.
     """
 
     shape: torch.Size
@@ -40,10 +36,10 @@ class Chunks:
 
     @classmethod
     def of(cls, found: ParamPart, flat: Tensor) -> Chunks:
-        """A part's memory as the chunks that checkpoints are made of."""
+        """Cut the memory of a part into chunks."""
         spec, part = found
         shape = torch.Size(spec.shape)
-        if spec.numel == 0:  # of which every rank has all; readers want to see it
+        if spec.numel == 0:  # an empty chunk, as readers expect the key
             return cls(shape, flat, {torch.Size([0] * len(shape)): flat.view(shape)})
         chunks: dict[torch.Size, Tensor] = {}
         for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
@@ -53,7 +49,7 @@ class Chunks:
         return cls(shape, flat, chunks)
 
     def size(self) -> torch.Size:
-        """The whole tensor's shape."""
+        """Return the whole tensor's shape."""
         return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -61,14 +57,8 @@ class Chunks:
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.flat.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(key, it.chunk.offsets), WriteItemType.SHARD, tensor_data=it) for it in data]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
@@ -76,7 +66,7 @@ class Chunks:
 
 
 class ChunksSavePlanner(DefaultSavePlanner):
-    """Offers tensors, :class:`Chunks` and pickles. What several ranks offer is written by the one with least to write.
+    """Plans to write tensors, :class:`Chunks` and pickles. torch divides what several ranks hold between them.
 
     Args:
         data: Saved with the checkpoint's metadata.
@@ -91,16 +81,16 @@ class ChunksSavePlanner(DefaultSavePlanner):
         self.state_dict, self.mappings, self.is_coordinator = state_dict, self._data, is_coordinator
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The memory at an index."""
+        """Return the memory at an index."""
         return find_tensor_shard(self.state_dict[index.fqn], index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Nothing: objects are pickled already."""
+        """Leave objects as they are, which are pickles already."""
         return object
 
 
 class ChunksLoadPlanner(DefaultLoadPlanner):
-    """Has read what overlaps with a rank's parts, into their memory, and the objects."""
+    """Plans to read what overlaps with this rank's tensors and chunks into their memory, and pickles."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -110,35 +100,10 @@ class ChunksLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The memory at an index."""
+        """Return the memory at an index."""
         return find_tensor_shard(self.state_dict[index.fqn], index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in an object."""
+        """Unpickle an object."""
         # Not weights_only: hyper-parameters and extra state may be anything, and the format's metadata is a pickle.
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
-
-
-class DirectoryWriter(FileSystemWriter):
-    """Writes a directory beside the one that it replaces when everything has been written.
-
-    Args:
-        path: What it replaces.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._place = path
-        super().__init__(path.with_name(f"{path.name}.partial"))
-
-    def discard(self) -> None:
-        """Remove what has been written, also by a save that was interrupted."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write the metadata, and let the directory take its place; on one rank."""
-        super().finish(metadata, results)
-        if self._place.is_dir() and not self._place.is_symlink():
-            shutil.rmtree(self._place)
-        else:
-            self._place.unlink(missing_ok=True)
-        os.replace(self.path, self._place)

@@ -1,11 +1,13 @@
-"""Parameters whose new values are still on their way: whoever uses one waits for it, whatever way it is used.
+"""The lazy all-gather: new parameters are awaited where they are first used.
 
-Until a parameter has arrived it is of a class that torch asks before any of its functions gets to see the parameter
-(``__torch_function__``, torch's public way to extend tensors). It waits and becomes what it was, and nothing remains
-that would cost time. So functional reads (``nn.MultiheadAttention``), tied weights, parametrizations, references
-kept elsewhere (``nn.LSTM``, optimizers, averaged models), ``state_dict`` and copies see new values, whatever the order
-in which modules are called. What does not go by torch's functions is beyond that: compiled and scripted code, captured
-CUDA graphs, pointers that were asked for earlier. :func:`reads_past_python` tells of such modules.
+Until a parameter has arrived, its class is a subclass that defines ``__torch_function__``, torch's public way to extend
+tensors. torch then calls this file before any of its functions sees the parameter. The parameter waits, gets its class
+back, and from then on costs nothing.
+
+So every use waits, in any order: functional reads (``nn.MultiheadAttention``), tied weights, parametrizations,
+references kept elsewhere (``nn.LSTM``, optimizers, averaged models), ``state_dict`` and copies. Code that does not call
+torch's functions is not caught: compiled and scripted code, captured CUDA graphs, pointers taken earlier.
+:func:`reads_past_python` finds such modules.
 """
 
 from __future__ import annotations
@@ -22,45 +24,50 @@ from torch import nn
 from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
 
 _waits: dict[int, Callable[[], None]] = {}
-"""By id of the parameter: waits for it, and for those that come with it, and makes them what they were."""
+"""By id of a parameter: waits for it and for the rest of its bucket."""
 
-
-_SIZES = {"size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__"}
-_KINDS = {"is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device"}
-_CALLS_ABOUT = _SIZES | _KINDS | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-"""Methods that tell nothing of a tensor's values."""
+_CALLS_ABOUT = frozenset({
+    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__",
+    "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
+})  # fmt: skip
+"""Methods that do not depend on a tensor's values."""
 
 
 class GatheredLater(nn.Parameter):
-    """A parameter that has not arrived."""
+    """A parameter that has not arrived.
+
+    Attributes:
+        kind: The class that it gets back.
+    """
+
+    kind: type[nn.Parameter]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A parameter that has: others, made like this one (``type(param)(data)``), do not wait for anything."""
+        """Make a parameter of the original class, for code like ``type(param)(data)``."""
         _arrive(args, kwargs)
-        kind = next(it for it in cls.__mro__ if issubclass(it, nn.Parameter) and not issubclass(it, GatheredLater))
-        return kind(*args, **kwargs)
+        return cls.kind(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Waits for what is used, and runs ``func``."""
-        kwargs = kwargs or {}
+        """Wait for the parameters in the arguments, unless ``func`` needs no values, and call ``func``."""
         if _is_about(func):
             with torch._C.DisableTorchFunctionSubclass():  # torch's documentation names it, for this
-                return func(*args, **kwargs)
+                return func(*args, **kwargs or {})
         _arrive(args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs or {})
 
-    # A parameter makes its copy of its own class before torch asks anybody.
+    # nn.Parameter copies itself without asking __torch_function__.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Waits; the copy has arrived."""
+        """Wait, and copy."""
         _arrive(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Waits; what is pickled has arrived."""
+        """Wait, and pickle."""
         _arrive(self)
         return self.__reduce_ex__(protocol)
 
@@ -73,7 +80,7 @@ def _is_about(func: Any) -> bool:
 
 
 def _arrive(*values: Any) -> None:
-    """Wait for all parameters in some values and in containers of them."""
+    """Wait for all parameters in ``values`` and in containers among them."""
     for value in values:
         if isinstance(value, GatheredLater):
             _waits[id(value)]()
@@ -84,51 +91,48 @@ def _arrive(*values: Any) -> None:
 
 
 @cache
-def _later(kind: type) -> type:
-    """The class of parameters of class ``kind`` that have not arrived."""
-    if kind is nn.Parameter:
-        return GatheredLater
-    return type(f"GatheredLater{kind.__name__}", (GatheredLater, kind), {})
+def _later(kind: type[nn.Parameter]) -> type[GatheredLater]:
+    """Return the class of parameters of class ``kind`` that have not arrived."""
+    return type(f"GatheredLater{kind.__name__}", (GatheredLater, kind), {"kind": kind})
 
 
 class Arrival:
-    """Parameters that come together, in one collective.
+    """Parameters that arrive together, by one collective.
 
     Args:
         params: The parameters.
-        wait: Waits for them, in the sense of the device.
+        wait: Waits for the collective, on the host or on the device's stream.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], wait: Callable[[], None]) -> None:
         self._wait: Callable[[], None] | None = wait
-        self._kinds: list[tuple[nn.Parameter, type]] = []
+        self._late: list[Any] = []
         for param in params:
-            kind = type(param)
             try:
-                param.__class__ = _later(kind)
-            except TypeError:  # a class of another layout in memory; rare enough to wait for everything
+                param.__class__ = _later(type(param))
+            except TypeError:  # a class with another memory layout, which is rare: wait for all of them now
                 self.wait()
                 return
-            self._kinds.append((param, kind))
+            self._late.append(param)
             _waits[id(param)] = self.wait
 
     def wait(self) -> None:
-        """Wait, and make the parameters what they were; in any call but the first that got through, nothing."""
+        """Wait, and give the parameters their classes back. Does nothing after it has succeeded once."""
         if self._wait is not None:
             self._wait()
             self._wait = None
         self.forget()
 
     def forget(self) -> None:
-        """Make the parameters what they were, arrived or not."""
-        for param, kind in self._kinds:
-            param.__class__ = kind
+        """Give the parameters their classes back, whether or not they have arrived."""
+        for param in self._late:
+            param.__class__ = type(param).kind
             _waits.pop(id(param), None)
-        self._kinds.clear()
+        self._late.clear()
 
 
 def reads_past_python(module: nn.Module) -> bool:
-    """Whether parts of a module read parameters without torch asking first: compiled and scripted ones."""
+    """Tell whether compiled or scripted parts of a module read parameters without calling torch's functions."""
     return any(
         isinstance(it, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
         or getattr(it, "_compiled_call_impl", None) is not None  # private: module.compile() has no public sign

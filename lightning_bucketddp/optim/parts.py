@@ -1,8 +1,8 @@
-"""Which part of each parameter this rank's optimizers step on: all of it, or a run of elements in memory's order."""
+"""This rank's part of each parameter: all of it, or a range of its elements in memory order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,21 +12,12 @@ from lightning_bucketddp.layout.plan import ParamSpec
 from lightning_bucketddp.layout.shards import Part
 
 
-def in_memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """The elements of a tensor with a parameter's shape, as a 1-D tensor in the order of that parameter's memory."""
-    if tensor.stride() == spec.strides or tensor.numel() < 2:
-        return tensor.as_strided((tensor.numel(),), (1,))
-    flat = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
-    flat.as_strided(spec.shape, spec.strides).copy_(tensor)
-    return flat
-
-
 class ParamPart(NamedTuple):
     """This rank's part of one parameter.
 
     Attributes:
         spec: The parameter.
-        part: Which of its elements, and where they lie in the parameter's bucket.
+        part: The range of its elements, and its place in the parameter's bucket.
     """
 
     spec: ParamSpec
@@ -38,55 +29,89 @@ class ParamPart(NamedTuple):
         return self.part.stop - self.part.start
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor with the parameter's shape; 1-D, not always a copy."""
-        return in_memory_order(whole, self.spec)[self.part.start : self.part.stop]
+        """Return the part of a tensor with the parameter's shape; 1-D, a view where that is possible."""
+        if whole.numel() > 1 and whole.stride() != self.spec.strides:
+            memory = torch.empty_strided(self.spec.shape, self.spec.strides, dtype=whole.dtype, device=whole.device)
+            whole = memory.copy_(whole)
+        return whole.as_strided((whole.numel(),), (1,))[self.part.start : self.part.stop]
 
     def in_bucket(self, flat: Tensor) -> Tensor:
-        """The part's place in a bucket; 1-D."""
+        """View the part in the flat tensor of its bucket; 1-D."""
         return flat[self.part.at : self.part.at + self.numel]
 
     def whole_in_bucket(self, flat: Tensor) -> Tensor:
-        """The whole parameter's place in a bucket, with the parameter's shape and strides."""
+        """View the whole parameter in the flat tensor of its bucket, with the parameter's shape and strides."""
         begin = self.part.at - self.part.start
         return flat.as_strided(self.spec.shape, self.spec.strides, flat.storage_offset() + begin)
 
+    def splits(self, key: str, shape: Sequence[int]) -> bool:
+        """Tell whether an entry of the whole parameter's state has one value per element.
+
+        Args:
+            key: The entry's name.
+            shape: Its shape.
+
+        Raises:
+            ValueError: If it has neither the parameter's shape nor one element.
+        """
+        if key != "step" and tuple(shape) == self.spec.shape:
+            return True
+        if torch.Size(shape).numel() == 1:
+            return False
+        raise ValueError(
+            f"expected optimizer state {key!r} of parameter {self.spec.name!r} to have the parameter's shape "
+            f"{self.spec.shape}, or one element, found {tuple(shape)}: this state cannot be sharded, or is another "
+            "model's"
+        )
+
+    def is_split(self, key: str, value: object) -> bool:
+        """Tell whether an entry of the part's state has one value per element."""
+        return isinstance(value, Tensor) and key != "step" and value.shape == (self.numel,)
+
 
 class Parts:
-    """This rank's part of each parameter: all of it, so that nothing is sent. See :class:`ShardedParams` for others."""
+    """Every rank owns all of each parameter, and sends nothing. :class:`ShardedParams` divides parameters."""
 
     swap_before_closure = True
-    """Whether an optimizer may look for its parts before it calls its closure, as LBFGS does."""
+    """Whether shards and masters are in place before ``step`` calls its closure. LBFGS looks at them first."""
+
+    @property
+    def gathering(self) -> bool:
+        """Whether parameters are on their way."""
+        return False
 
     def find(self, param: Tensor) -> ParamPart | None:
-        """This rank's part of a parameter; None if it is the whole parameter."""
+        """Return this rank's part of a parameter; None if it is the whole parameter."""
         return None
 
     def param_part(self, param: Tensor) -> Tensor:
-        """The memory of this rank's part, 1-D; the parameter itself if that is whole."""
+        """Return the memory of this rank's part, 1-D; the parameter itself if that is whole."""
         return param
 
     def grad_part(self, param: Tensor) -> Tensor | None:
-        """The gradient of this rank's part; None if the parameter has none."""
+        """Return the gradient of this rank's part; None if the parameter has no gradient."""
         return param.grad
 
     def before_update(self) -> None:
-        """Wait for parameters that are on their way, as they are about to be updated."""
+        """Wait for parameters that are on their way, before an optimizer updates them."""
 
     def half_updated(self) -> None:
-        """Hear that a step raised after it had changed some of this rank's parts."""
+        """Note that a step raised after it had changed some parts."""
 
-    def updated(self, params: Iterable[Tensor]) -> None:
-        """Let the versions of parameters tell that this rank's parts of them have new values."""
+    def updated(self, params: Sequence[Tensor], complete: bool) -> None:
+        """Send the new values of parameters. All ranks must call this alike.
 
-    def send(self, params: Iterable[Tensor], complete: bool = True) -> None:
-        """Send the new values of these parameters, which are the step's last if it is complete."""
+        Args:
+            params: The parameters that the step has updated on all ranks.
+            complete: Whether the step is complete.
+        """
 
-    def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters in the order in which forward needs them, cut where they may be sent one after the other."""
+    def in_stages(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Cut parameters into stages, in the order in which forward needs them; a stage can be sent by itself."""
         return []
 
     def wait(self) -> None:
         """Wait for all parameters that are on their way."""
 
     def replaced(self) -> None:
-        """Send all parameters, of which each rank has written its own parts. All ranks must call this alike."""
+        """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""

@@ -1,113 +1,148 @@
-"""Parameters in buffers like those of their gradients: this rank's parts, and when new values are gathered."""
+"""Parameters that are divided between ranks: this rank's parts, and the all-gather of new values."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded import Sharded
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.layout.shards import parts_of
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from lightning_bucketddp.optim.param_buffers import ParamBuffers
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 
+_log = logging.getLogger("lightning_bucketddp")
+
 MAX_STAGES = 8
-"""In how many stages an optimizer steps at most, each of which is sent while the next is stepped on."""
+"""Most stages that a step is cut into. Each is sent while the optimizer updates the next."""
 
 
 class ShardedParams(Parts):
-    """The parameters that are sharded.
+    """The sharded parameters, in buffers laid out like their gradients.
 
     Args:
         slots: The slots.
-        storage: Where gradients lie.
-        collectives: The group of all ranks that train together.
+        storage: The gradients.
         peers: The other ranks.
 
     Attributes:
-        slot_of: By id of each sharded parameter, its slot.
+        slot_of: The slot of each sharded parameter, by the parameter's id.
     """
 
-    swap_before_closure = False  # element-wise optimizers call it first; forward then waits for what it needs alone
+    swap_before_closure = False  # element-wise optimizers call it first; forward then waits only for what it uses
 
-    def __init__(self, slots: SlotTable, storage: Sharded, collectives: Collectives, peers: Peers) -> None:
-        self._slots = slots
-        self._storage = storage
-        self._collectives = collectives
-        self._peers = peers
+    def __init__(self, slots: SlotTable, storage: Sharded, peers: Peers) -> None:
+        self._slots, self._storage, self._peers = slots, storage, peers
         self.slot_of: dict[int, int] = {}
         self._buffers = ParamBuffers()
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, Arrival] = {}  # by bucket
         self.lay_out(storage.layout)
 
     # -- parts ---------------------------------------------------------------------------------------
 
     def find(self, param: Tensor) -> ParamPart | None:
-        """This rank's part of a parameter; None if the parameter is not sharded."""
+        """Return this rank's part of a parameter; None if the parameter is not sharded."""
         slot = self.slot_of.get(id(param))
         return None if slot is None else ParamPart(self._slots.specs[slot], self._storage.shards.parts[slot])
 
-    def param_part(self, param: Tensor) -> Tensor:
-        """The memory of this rank's part of a parameter, 1-D; a copy of it when parameters have left the buffers."""
-        found = self.find(param)
-        if found is None:
-            return param
-        if self._buffers.flats:
-            return found.in_bucket(self._buffers.flats[found.part.bucket])
-        return found.of(param.detach()).clone()
+    def parts_in(self, layout: Layout) -> dict[int, ParamPart]:
+        """Return this rank's part of each parameter in another layout, by the parameter's id."""
+        slots, groups = self._slots, self._storage.groups
+        parts = parts_of(layout, groups.shards, groups.index)
+        return {id(slots.params[slot]): ParamPart(slots.specs[slot], part) for slot, part in enumerate(parts)}
 
-    def sharded_grad(self, param: Tensor) -> Tensor | None:
-        """This rank's part of a gradient that is sharded, 1-D; None if the parameter's is not."""
-        slot = self.slot_of.get(id(param))
-        return None if slot is None or not self._storage.is_sharded(slot) else self._storage.shards.part(slot)
+    def param_part(self, param: Tensor) -> Tensor:
+        """Return the memory of this rank's part, 1-D; the parameter itself if it is not sharded."""
+        found = self.find(param)
+        return param if found is None else found.of(param.data)
 
     def grad_part(self, param: Tensor) -> Tensor | None:
-        """The gradient of this rank's part of a parameter, 1-D; None if the parameter has no gradient."""
-        part = self.sharded_grad(param)
-        if part is not None:
-            return part
-        found = self.find(param)
-        return param.grad if found is None or param.grad is None else found.of(param.grad.detach())
+        """Return the gradient of this rank's part, 1-D; None if the parameter has no gradient."""
+        found, grad = self.find(param), param.grad
+        if isinstance(grad, ShardedGrad):
+            return grad.own_part
+        return grad if grad is None or found is None else found.of(grad.detach())
+
+    def gather(
+        self, bucket: int, dtype: torch.dtype, parts: Iterable[tuple[ParamPart, Tensor | None]], what: str
+    ) -> Tensor:
+        """Gather all ranks' parts of some tensors into a flat tensor like one bucket. All ranks must call this.
+
+        Args:
+            bucket: The bucket's index.
+            dtype: The dtype of the tensors.
+            parts: This rank's parts, with their values; None where it has no value.
+            what: The tensors, for messages.
+        """
+        layout = self._storage.layout.buckets[bucket]
+        flat = torch.zeros(layout.numel, dtype=dtype, device=self._slots.params[layout.slots[0]].device)
+        for part, value in parts:
+            if value is not None:
+                part.in_bucket(flat).copy_(value)
+        with self._peers.waiting_for(f"(gathering) {what}"):
+            self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
+        return flat
+
+    def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Add this and the other ranks' shards of gradients to a norm. All ranks must call this.
+
+        Args:
+            norm: The norm of gradients that are whole on every rank; fp32.
+            shards: This rank's shards.
+            norm_type: The order of the norm.
+        """
+        device = self._slots.all_params[0].device
+        mine = nn.utils.get_total_norm([shard for shard in shards if shard.numel()], norm_type)
+        with self._peers.waiting_for("the norm of the gradients"):
+            norms, work = self._storage.groups.inside.all_gather(mine.to(device, torch.float32))
+            work.wait(self._peers.poll)
+        return torch.linalg.vector_norm(torch.stack([*norms, norm.to(device)]), norm_type)
 
     # -- steps ---------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Parameters are about to be updated: wait for those that are on their way.
+        """Wait for parameters that are on their way, before an optimizer updates them.
 
         Raises:
             PeerFailureError: If the ranks cannot go on together.
         """
         self._peers.require_usable()
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Have all parameters in the buffers, those without a part on this rank too: new values are gathered there."""
         self.wait()
-        # On every rank, those included that have no part of a parameter: new values are gathered into the buffers.
         for slot, param in enumerate(self._slots.params):
             self._buffers.bring_back(slot, param)
 
     def half_updated(self) -> None:
-        """A step raised after it had changed some of this rank's parts: nobody else will get them."""
-        if self._collectives.world_size == 1 or self._peers.message:
-            return
+        """Give up: a step raised after it had changed some parts, which the other ranks will not get."""
         number = self._peers.position.pass_number
         cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
-        self._peers.give_up(f"rank {self._collectives.rank} {cause}; restart from a checkpoint", cause)
+        if self._peers.world_size > 1 and not self._peers.message:
+            self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
 
-    def updated(self, params: Iterable[Tensor]) -> None:
-        """Let graphs that have saved parameters notice their new values, also where this rank has no part of them."""
+    def updated(self, params: Sequence[Tensor], complete: bool) -> None:
+        """Send the new values of parameters. All ranks must call this alike."""
         for param in params:
             if id(param) in self.slot_of and param.grad is not None:
+                # Backward must notice that a saved parameter has changed, also where this rank has no part of it.
                 torch.autograd.graph.increment_version(param)
+        self.send(params, complete)
 
     @torch.no_grad()
     def send(self, params: Iterable[Tensor], complete: bool = True) -> None:
-        """Send the new values of parameters; whoever uses one waits for it. All ranks must call this alike."""
+        """Start the all-gather of each bucket with one of these parameters. Whoever uses a parameter waits for it."""
         chosen = {found.part.bucket for param in params if (found := self.find(param)) is not None}
         if not chosen:
             return
@@ -115,42 +150,35 @@ class ShardedParams(Parts):
         self._peers.here.note_update(buckets, complete)
         groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
-            pending = groups.gathering.all_gather_shards(self._buffers.flats[index])
+            work = groups.gathering.all_gather_shards(self._buffers.flats[index])
             arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
-            self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, pending))
+            self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work))
 
-    def in_stages(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """The parameters in the order in which forward needs them, cut where they may be sent one after the other.
+    def in_stages(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Cut parameters into stages of whole buckets, in the order in which forward needs them.
 
-        Each stage has some buckets, the first has one, so that it leaves soon. Parameters that are not sharded are in
-        none.
+        The first stage is one bucket, so that it leaves soon. Parameters that are not sharded are in no stage.
         """
-        if self._storage.groups.shards == 1:
-            return []
-        by_bucket: dict[int, list[Tensor]] = {}
-        for param in params:
-            if (found := self.find(param)) is not None:
-                by_bucket.setdefault(found.part.bucket, []).append(param)
-        order = sorted(by_bucket, reverse=True)
-        at_least = -(-len(order) // MAX_STAGES)
-        stages = [order[:1], *(order[at : at + at_least] for at in range(1, len(order), at_least))]
-        return [[param for index in stage for param in by_bucket[index]] for stage in stages if stage]
+        bucket_of = {param: found.part.bucket for param in params if (found := self.find(param)) is not None}
+        order = sorted(set(bucket_of.values()), reverse=True) if self._storage.groups.shards > 1 else []
+        size = -(-len(order) // MAX_STAGES) or 1
+        stages = [order[:1], *(order[at : at + size] for at in range(1, len(order), size))]
+        return [[param for param, bucket in bucket_of.items() if bucket in stage] for stage in stages if stage]
 
     def replaced(self) -> None:
-        """Send all parameters, of which each rank has written its own parts. All ranks must call this alike."""
-        self.wait()
-        for slot, param in enumerate(self._slots.params):
-            self._buffers.bring_back(slot, param)
+        """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""
+        self._bring_back()
+        for param in self._slots.params:
             torch.autograd.graph.increment_version(param)  # masters follow, in the next step
         self.send(self._slots.params)
 
     # -- the lazy all-gather -------------------------------------------------------------------------
 
-    def _wait_for(self, index: int, pending: Work) -> None:
+    def _wait_for(self, index: int, work: Work) -> None:
         names = [self._slots.specs[slot].name for slot in self._storage.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
         with self._peers.waiting_for(f"(gathering) {what}", Phase.UPDATE):
-            pending.wait(self._peers.poll)
+            work.wait(self._peers.poll)
         self._arrivals.pop(index, None)
 
     @property
@@ -165,20 +193,20 @@ class ShardedParams(Parts):
 
     # -- layout --------------------------------------------------------------------------------------
 
-    def lay_out(self, layout: Layout) -> Sequence[Tensor] | None:
-        """Move the parameters to where a layout has them.
-
-        Returns:
-            The parameters that were not sharded before; None if nothing has moved.
-        """
+    def lay_out(self, layout: Layout) -> list[Tensor]:
+        """Move the parameters to their places in a new layout; return those that were not sharded before."""
         known, self.slot_of = self.slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
-        if layout == self._buffers.layout:
-            return None
         self._buffers.lay_out(layout, self._slots.params)
         return [param for param in self._slots.params if id(param) not in known]
 
     def release(self) -> None:
-        """Give parameters memory of their own, arrived or not."""
+        """Wait for parameters that are on their way, and give all memory of their own."""
+        try:
+            if not self._peers.message:
+                self.wait()
+                self._storage.groups.gathering.end()
+        except Exception as error:  # ranks have failed, which other errors tell
+            _log.warning("rank %d: parameters are not those of the last step: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()

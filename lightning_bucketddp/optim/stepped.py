@@ -1,52 +1,46 @@
-"""What one optimizer steps on instead of its parameters: this rank's parts of them, or fp32 masters of those parts."""
+"""The tensors that one optimizer steps on instead of its parameters, shards or fp32 masters, and their state dicts.
+
+Parameters' versions tell where somebody has changed one. ``_version`` misses writes through ``.data`` and by fused
+optimizers, so an equal version proves nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_bucketddp.optim.parts import Parts
+from lightning_bucketddp.optim.parts import ParamPart, Parts
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
+STATE_DICT_KEY = "master_params"
+"""Entry of ``state_dict()`` with the masters: {index of the parameter as in ``"param_groups"``: fp32 tensor}."""
 
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written to in place, as autograd counts it; None if torch no longer tells.
-
-    ``_version`` is private by its name. It misses writes through ``.data`` and those of fused optimizers, so it may
-    only ever add to what is known otherwise.
-    """
-    return getattr(tensor, "_version", None)
+SHARD_KEY = "bucketddp_shard"
+"""Entry of a sharded optimizer's own ``state_dict()``: {index of the parameter: range of elements of its part}."""
 
 
-def _wants_master(param: Tensor) -> bool:
-    # A parameter that was frozen between backward and step is stepped on all the same.
-    trained = param.requires_grad or param.grad is not None
-    return trained and param.grad_dtype is torch.float32
-
-
-@dataclass(slots=True)
-class _Master:
-    """A master, and its parameter's version when the two were last the same up to rounding (None: to be looked at)."""
-
-    tensor: Tensor
-    param_version: int | None
+def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Return an optimizer's parameters, in the order in which its state dict numbers them."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 class Stepped:
-    """The tensors that one optimizer steps on.
+    """The shards and masters that one optimizer steps on.
 
-    A trained bf16/fp16 parameter whose gradients are fp32 has an fp32 master: of this rank's part of it, which may be
-    all of it. The master is made from the parameter when it is first asked for. What counts is the parameter: where it
-    was changed from outside, its master follows, element by element.
+    A bf16/fp16 parameter with fp32 gradients has an fp32 master of this rank's part, which may be all of it. The master
+    is made from the parameter in its first step. The parameter stays the truth: where somebody else changes it, its
+    master follows, element by element.
 
     Args:
-        parts: Which part of each parameter is this rank's.
+        parts: This rank's part of each parameter.
         with_masters: Whether there are masters.
 
     Attributes:
@@ -56,20 +50,21 @@ class Stepped:
     def __init__(self, parts: Parts, with_masters: bool) -> None:
         self.parts = parts
         self._with_masters = with_masters
-        self._masters: dict[Tensor, _Master] = {}
-        self._in_memory: dict[Tensor, nn.Parameter] = {}  # parts without masters, by parameter
+        self._masters: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}  # of parameters, when they last agreed with their master up to rounding
+        self._loading: dict[str, Any] = {}  # the state dict that is being loaded
 
     # -- around a step -------------------------------------------------------------------------------
 
     def tensor_for(self, param: Tensor, state: Any) -> Tensor | None:
-        """What to step on instead of a parameter, with its gradient.
+        """Return the tensor to step on instead of a parameter, with its gradient.
 
         Args:
             param: One of the optimizer's parameters.
-            state: The optimizer's state; the parameter's own becomes fp32 with its first master.
+            state: The optimizer's state. The parameter's own becomes fp32 with its first master.
 
         Returns:
-            The parameter itself if it is stepped on as it is; None if no part of it is this rank's.
+            The parameter itself if it is not swapped; None if this rank has no part of it.
         """
         found = self.parts.find(param)
         if found is not None and not found.numel:
@@ -79,93 +74,174 @@ class Stepped:
         if tensor is None:
             if memory is param:
                 return param
-            tensor = self._in_memory.get(param)
-            if tensor is None:
-                tensor = self._in_memory[param] = nn.Parameter(memory)
-        # The very gradient. Only one that lost its grad_dtype (deepcopy, close() of the wrapper) has to be converted.
+            tensor = nn.Parameter(memory)
+        # Converts only where grad_dtype was lost, by a deepcopy or by close() of the wrapper.
         grad = self.parts.grad_part(param)
         tensor.grad = None if grad is None else grad.to(tensor.dtype)
         return tensor
 
     def _current_master(self, param: Tensor, memory: Tensor, state: Any) -> Tensor | None:
-        entry = self._masters.get(param)
-        if not self.may_have_master(param, entry is not None):
-            self._masters.pop(param, None)  # the module was moved to another dtype since
+        if not self.may_have_master(param, param in self._masters):
+            self.set_master(param, None)  # the module was moved to another dtype since
             return None
-        if entry is None:
+        if param not in self._masters:
             if param in state:  # in place: LBFGS holds on to its state while the closure runs
-                for key, value in state[param].items():
-                    state[param][key] = in_fp32(value, value, param.dtype)
-            entry = self._masters[param] = _Master(nn.Parameter(memory.detach().float()), version_of(param))
+                state[param].update(in_fp32(state[param], state[param], param.dtype))
+            self._masters[param] = nn.Parameter(memory.detach().float())
+            self._note_versions([param])
         elif not self._is_current(param):
-            self._follow(param, entry)
-        return entry.tensor
+            self._follow(param)
+        return self._masters[param]
 
     @torch.no_grad()
     def write_back(self, params: Iterable[Tensor]) -> None:
-        """Round masters that were stepped on into their parameters; parts without masters need nothing."""
+        """Round masters into their parameters. Shards without a master are the parameters' memory already."""
         rounded = [param for param in params if param in self._masters]
         if rounded:
             parts = [self.parts.param_part(param) for param in rounded]
-            torch._foreach_copy_(parts, [self._masters[param].tensor for param in rounded])
+            torch._foreach_copy_(parts, [self._masters[param] for param in rounded])
             self._note_versions(rounded)
 
     def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
-        """All ranks have stepped on these parameters: send this rank's parts of them."""
-        current = [param for param in params if self._is_current(param)]  # others were changed by hooks of the step
-        self.parts.updated(params)
+        """Send this rank's parts of parameters that all ranks have stepped on."""
+        current = [param for param in params if self._is_current(param)]  # hooks of the step may have changed others
+        self.parts.updated(params, complete)
         self._note_versions(current)
-        self.parts.send(params, complete)
 
     def _is_current(self, param: Tensor) -> bool:
-        """Whether a parameter has a master, and was not changed since the two were the same up to rounding."""
-        entry = self._masters.get(param)
-        return entry is not None and entry.param_version is not None and entry.param_version == version_of(param)
+        """Tell whether a parameter has a master and nobody has changed it since the two agreed."""
+        return self._versions.get(param) == param._version
 
     def _note_versions(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            self._masters[param].param_version = version_of(param)
+        self._versions.update({param: param._version for param in params})
 
-    def _follow(self, param: Tensor, entry: _Master) -> None:
-        memory = self.parts.param_part(param)
-        kept = entry.tensor.to(memory.dtype) == memory
-        entry.tensor.copy_(torch.where(kept, entry.tensor, memory))
-        entry.param_version = version_of(param)
+    def _follow(self, param: Tensor) -> None:
+        memory, master = self.parts.param_part(param), self._masters[param]
+        master.copy_(torch.where(master.to(memory.dtype) == memory, master, memory))
+        self._note_versions([param])
 
     # -- masters -------------------------------------------------------------------------------------
 
     def may_have_master(self, param: Tensor, has_one: bool) -> bool:
-        """Whether a parameter keeps the master that it has, or is to get one."""
-        return self._with_masters and param.dtype in _LOW_PRECISION and (has_one or _wants_master(param))
+        """Tell whether a parameter keeps the master that it has, or gets one."""
+        # A parameter that was frozen between backward and step is stepped on all the same.
+        trained = param.requires_grad or param.grad is not None
+        wants = has_one or (trained and param.grad_dtype is torch.float32)
+        return self._with_masters and param.dtype in _LOW_PRECISION and wants
 
     def master(self, param: Tensor) -> Tensor | None:
-        """A parameter's fp32 master, with the shape of this rank's part; None if it has none (yet)."""
-        entry = self._masters.get(param)
-        return None if entry is None else entry.tensor.detach()
+        """Return a parameter's fp32 master, with the shape of this rank's part; None if it has none (yet)."""
+        return self._masters[param].detach() if param in self._masters else None
 
     def set_master(self, param: Tensor, values: Tensor | None) -> None:
-        """Set or forget a parameter's master."""
+        """Set a parameter's master; None drops it."""
         self._masters.pop(param, None)
-        if values is not None:  # without a version: the parameter may have been changed since the master was made
-            self._masters[param] = _Master(nn.Parameter(values), param_version=None)
+        self._versions.pop(param, None)  # the parameter may have changed since these values were saved
+        if values is not None:
+            self._masters[param] = nn.Parameter(values)
 
     def whole_masters(self) -> list[Tensor]:
-        """The parameters that have a master of all their elements."""
+        """Return the parameters that have a master of all their elements."""
         return [param for param in self._masters if self.parts.find(param) is None]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let masters follow parameters that were changed through ``.data`` since the last step."""
-        for param, entry in self._masters.items():
-            self._follow(param, entry)
+        """Let masters follow parameters that were changed through ``.data``."""
+        for param in self._masters:
+            self._follow(param)
 
-    def forget_memory(self) -> None:
-        """Parameters have moved to other memory, or this rank's parts are others."""
-        self._in_memory.clear()
+    # -- state dicts: hooks -----------------------------------------------------------------------
+
+    def write_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add the masters, and the ranges of elements that state and masters are for."""
+        params = enumerate(params_of(optimizer))
+        masters = {index: master for index, param in params if (master := self.master(param)) is not None}
+        for key, value in ((SHARD_KEY, self._ranges(optimizer)), (STATE_DICT_KEY, masters)):
+            if value:
+                _refuse_dcp()
+                state_dict[key] = value
+
+    def _ranges(self, optimizer: Optimizer) -> dict[int, tuple[int, int]]:
+        found = {index: self.parts.find(param) for index, param in enumerate(params_of(optimizer))}
+        return {index: (it.part.start, it.part.stop) for index, it in found.items() if it is not None}
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Cut this rank's part out of a whole state dict, before anything is moved to the device.
+
+        Raises:
+            ValueError: If the state dict is another rank's part, or does not fit the parameters.
+        """
+        loaded = self._loading = dict(state_dict)
+        described = state_dict.get(SHARD_KEY)
+        if described is not None:
+            if {int(index): tuple(part) for index, part in described.items()} != self._ranges(optimizer):
+                raise ValueError(
+                    "expected a whole optimizer state dict, or this rank's with the same buckets, found one of another "
+                    "shard; save BucketDDP.optimizer_state_dict(), which loads anywhere"
+                )
+            return loaded
+        loaded["state"] = dict(state_dict["state"])
+        loaded[STATE_DICT_KEY] = dict(state_dict.get(STATE_DICT_KEY, {}))
+        for index, param in zip(
+            _indices(state_dict), params_of(optimizer), strict=False
+        ):  # torch refuses other numbers
+            found = self.parts.find(param)
+            for entries in (loaded["state"], loaded[STATE_DICT_KEY]):
+                if found is not None and index in entries:
+                    whole = entries.pop(index)
+                    if found.numel:
+                        entries[index] = _part_of(found, whole)
+        return loaded
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Set the masters, and restore state in fp32 that torch has cast to the parameters' dtype.
+
+        Raises:
+            ValueError: If a master has another shape than its parameter.
+        """
+        loaded, self._loading = self._loading, {}
+        masters = loaded.get(STATE_DICT_KEY, {})
+        for index, param in zip(_indices(loaded), params_of(optimizer), strict=True):
+            self.set_master(param, None)
+            if not self.may_have_master(param, index in masters):
+                continue
+            if param in optimizer.state and index in loaded["state"]:
+                optimizer.state[param] = in_fp32(optimizer.state[param], loaded["state"][index], param.dtype)
+            if index in masters:
+                memory = self.parts.param_part(param)
+                if masters[index].shape != memory.shape:
+                    raise ValueError(
+                        f"master parameter {index} of the loaded state dict has shape {tuple(masters[index].shape)}, "
+                        f"the optimizer's parameter {tuple(memory.shape)}; the state dict is another model's, or its "
+                        "parameters are in another order"
+                    )
+                fp32 = torch.empty_like(memory, dtype=torch.float32, requires_grad=False)
+                self.set_master(param, fp32.copy_(masters[index]))
+
+    # -- one parameter -------------------------------------------------------------------------------
+
+    def entries(self, optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+        """Return a parameter's state, with its master under ``STATE_DICT_KEY`` if it has one."""
+        master = self.master(param)
+        own = {} if master is None else {STATE_DICT_KEY: master}
+        return {**optimizer.state.get(param, {}), **own}
+
+    def put_part(self, optimizer: Optimizer, param: Tensor, found: ParamPart, whole: Mapping[str, Any]) -> None:
+        """Replace a parameter's state and master by one part of the whole parameter's :meth:`entries`."""
+        part = {key: _part_of(found, value, key) for key, value in whole.items()} if found.numel else {}
+        self.set_master(param, part.pop(STATE_DICT_KEY, None))
+        optimizer.state.pop(param, None)
+        if part:
+            optimizer.state[param] = part
+
+    def take_in(self, optimizer: Optimizer, param: Tensor) -> None:
+        """Cut a whole parameter's state and master down to this rank's part, if the parameter is sharded."""
+        if (found := self.parts.find(param)) is not None:
+            self.put_part(optimizer, param, found, self.entries(optimizer, param))
 
 
 def in_fp32(value: Any, original: Any, low_precision: torch.dtype) -> Any:
-    """State as torch would have it for an fp32 parameter.
+    """Undo torch's cast of state to a low-precision parameter's dtype.
 
     Args:
         value: A parameter's state, on the right device.
@@ -176,9 +252,36 @@ def in_fp32(value: Any, original: Any, low_precision: torch.dtype) -> Any:
         ``value``, with fp32 copies of the originals where it has that dtype.
     """
 
-    def wide(cast: Any, before: Any) -> Any:
+    def widen(cast: Any, before: Any) -> Any:
         if not isinstance(before, Tensor) or not isinstance(cast, Tensor) or cast.dtype is not low_precision:
             return cast
         return before.to(cast.device, torch.float32, copy=True)  # a copy: steps must not change the caller's tensors
 
-    return tree_map(wide, value, original)
+    return tree_map(widen, value, original)
+
+
+def _indices(state_dict: Mapping[str, Any]) -> list[int]:
+    return [index for group in state_dict["param_groups"] for index in group["params"]]
+
+
+def _part_of(found: ParamPart, whole: Any, key: str = STATE_DICT_KEY) -> Any:
+    """Copy one part of a whole parameter's state or master."""
+    if isinstance(whole, dict):
+        return {key: _part_of(found, value, key) for key, value in whole.items()}
+    if not isinstance(whole, Tensor):
+        return whole
+    return (found.of(whole) if found.splits(key, whole.shape) else whole).clone()
+
+
+def _refuse_dcp() -> None:
+    """Refuse ``optimizer.state_dict()`` to torch's ``get_optimizer_state_dict``, which drops shards and masters.
+
+    Raises:
+        RuntimeError: If that function is on the stack. torch passes nothing that tells who asks.
+    """
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    if "torch.distributed.checkpoint.state_dict" in callers:
+        raise RuntimeError(
+            "expected optimizer_state_dict() or save_sharded() of the BucketDDP, found get_optimizer_state_dict() of "
+            "torch.distributed.checkpoint, which drops shards and fp32 master parameters"
+        )

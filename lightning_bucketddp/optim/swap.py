@@ -1,50 +1,49 @@
-"""The swap: an optimizer steps on other tensors than the parameters that it holds.
+"""The swap: an optimizer steps on shards or masters in place of its parameters.
 
-Outside of a step ``param_groups`` and ``state`` hold the module's parameters, so that toggling, schedulers,
-``zero_grad``, clipping, unscaling and state dicts see what they expect::
+Outside of a step ``param_groups`` and ``state`` hold the module's parameters. So toggling, schedulers, ``zero_grad``,
+clipping, unscaling and state dicts work as ever::
 
     step pre-hook     swap in    group["params"][i]: param -> shard or master, state[param] -> state[shard or master]
       closure         swap out, forward and backward on the module's parameters, swap in again
       update          of the shards and masters, with the gradients of the parameters
     step post-hook    swap out   parameters and state back in place; masters are rounded into parameters, shards sent
 
-Hooks are torch's public ones. They do not run when ``step`` raises, hence :meth:`Swap.restored_after`.
+The hooks are torch's public ones. torch does not run the post-hook when ``step`` raises, hence
+:meth:`Swap.restored_after`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.optim.element_wise import plain_step, require_optimizer
 from lightning_bucketddp.optim.parts import Parts
-from lightning_bucketddp.optim.state_dicts import StateDicts, params_of
-from lightning_bucketddp.optim.stepped import Stepped, version_of
+from lightning_bucketddp.optim.stepped import Stepped, params_of
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, Swap] = weakref.WeakKeyDictionary()
 
 
 def swap_of(optimizer: Optimizer) -> Swap | None:
-    """An optimizer's swap; None if it steps on its parameters."""
+    """Return an optimizer's swap; None if it steps on its parameters."""
     return _swaps.get(optimizer)
 
 
 @dataclass(slots=True)
 class _Swapped:
-    """One parameter in whose place the optimizer has another tensor now.
+    """A parameter whose place in the optimizer another tensor has now.
 
     Attributes:
         param: The module's parameter.
-        tensor: What the optimizer steps on.
+        tensor: The tensor in its place.
         grad: The tensor's gradient when it was swapped in.
         version: The tensor's version when it was swapped in.
     """
@@ -52,43 +51,39 @@ class _Swapped:
     param: Tensor
     tensor: Tensor
     grad: Tensor | None
-    version: int | None
+    version: int
 
     @property
     def written(self) -> bool:
-        """Whether the tensor was written to, as far as can be told."""
-        now = version_of(self.tensor)
-        return now is None or now != self.version
+        """Whether the tensor is known to have been written to."""
+        return self.tensor._version != self.version
 
 
 class Swap:
-    """Has an optimizer step on this rank's parts of its parameters, and on fp32 masters of low-precision ones.
+    """Has an optimizer step on this rank's shards of its parameters, and on fp32 masters of low-precision ones.
 
-    Adam-type and all fused torch optimizers reject a bf16 parameter with an fp32 gradient, and an update much smaller
-    than a parameter is lost when it is added in bf16. A master is made, from the parameter, in the first step in which
-    a trainable bf16/fp16 parameter has ``grad_dtype`` fp32; from then on the optimizer's state for it is fp32. The
-    update is the optimizer's own on fp32 parameters, bit for bit. Other parameters are stepped on as ever.
+    Masters: Adam-type and all fused torch optimizers reject a bf16 parameter with an fp32 gradient. bf16 also loses an
+    update much smaller than the parameter. The first step with a trainable bf16/fp16 parameter whose ``grad_dtype`` is
+    fp32 makes its master. From then on its state is fp32, and the update is the optimizer's own on fp32 parameters, bit
+    for bit. A master costs 4 bytes per element.
 
-    The module's parameters remain what counts: where one was changed from outside (``load_state_dict``, averaged
-    weights), its master follows, element by element, in the next step. Writes through ``param.data`` cannot be
-    noticed: call :meth:`refresh` after them.
+    The module's parameters stay the truth. Where one was changed from outside (``load_state_dict``, averaged weights),
+    its master follows in the next step, element by element. Writes through ``param.data`` go unnoticed: call
+    :meth:`refresh` after them.
 
-    Where parameters are sharded, the optimizer holds the module's parameters outside of ``step``, and as its state, by
-    parameter, that of this rank's part: 1-D tensors. A parameter of which this rank has no part has no state here.
+    Shards: the optimizer's state for a sharded parameter is 1-D, for this rank's part. A parameter without a part on
+    this rank has no state here.
 
-    ``optimizer.state_dict()`` gets an entry ``"master_params"``: {index of the parameter as in ``"param_groups"``: fp32
-    tensor}, references like the state's. With it a resumed training goes on bit for bit; a plain optimizer ignores it.
-    Without it, masters are made from the parameters. ``load_state_dict`` keeps the state in fp32, which torch's
-    casts to the parameters' dtype, so swap before loading.
+    State dicts: ``optimizer.state_dict()`` has an entry ``"master_params"``, {index of the parameter as in
+    ``"param_groups"``: fp32 tensor}. With it training resumes bit for bit; a plain optimizer ignores it. Without it,
+    masters are made from the parameters. ``load_state_dict`` keeps state in fp32, which torch alone would cast to the
+    parameters' dtype. So swap before loading.
 
-    Memory: 4 bytes per element of the low-precision parameters, besides the optimizer's state, which is fp32 too.
+    After :meth:`close` the state is still fp32, and that of this rank's parts. Adagrad makes its state in its
+    constructor: an ``initial_accumulator_value`` that the parameter's dtype cannot represent stays rounded.
 
-    After :meth:`close` the state is still fp32, and this rank's part; ``optimizer.load_state_dict(
-    optimizer.state_dict())`` rounds it. Adagrad makes its state in its constructor: an ``initial_accumulator_value``
-    that the parameter's dtype cannot represent stays rounded.
-
-    Holds no reference to the optimizer outside of a step, so that both go when the last user lets go of them.
-    Copies of the optimizer (``copy.deepcopy``, ``pickle``) are plain: torch leaves the hooks behind.
+    A swap holds no reference to its optimizer outside of a step. Copies of the optimizer (``copy.deepcopy``,
+    ``pickle``) are plain, as torch does not copy hooks.
 
     Args:
         optimizer: A torch optimizer without a swap; an element-wise one if parameters are sharded.
@@ -96,8 +91,7 @@ class Swap:
         with_masters: Whether low-precision parameters have masters.
 
     Attributes:
-        stepped: What the optimizer steps on.
-        dicts: What reads and writes the optimizer's state dicts.
+        stepped: The shards and masters, and their state.
 
     Raises:
         ValueError: If the optimizer has a swap.
@@ -107,28 +101,26 @@ class Swap:
         if optimizer in _swaps:
             raise ValueError("the optimizer has master parameters already; master_params(optimizer) returns them")
         self.stepped = Stepped(parts or Parts(), with_masters)
-        self.dicts = StateDicts(self.stepped)
         self._swapped: list[_Swapped] = []
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # the groups' lists, and what belongs in them
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's list, and its parameters
         self._state: Any = None
-        # Whether the gradients are those that this step is for; before the closure has run they are the last step's.
-        self._stepping = False
-        self._sent: set[int] = set()  # ids of parameters that are on their way while the others are stepped on
+        self._stepping = False  # False until the closure has run: gradients are still those of the last step
+        self._sent: set[int] = set()  # ids of parameters that were sent before the step's end
         for param in params_of(optimizer):
-            self.dicts.take_in(optimizer, param)
+            self.stepped.take_in(optimizer, param)
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(lambda _: self.restore(), prepend=True),
-            optimizer.register_state_dict_post_hook(self.dicts.write),
+            optimizer.register_state_dict_post_hook(self.stepped.write_state_dict),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.restore(), prepend=True),
-            optimizer.register_load_state_dict_pre_hook(self.dicts.before_load),
-            optimizer.register_load_state_dict_post_hook(self.dicts.after_load),
+            optimizer.register_load_state_dict_pre_hook(self.stepped.before_load),
+            optimizer.register_load_state_dict_post_hook(self.stepped.after_load),
         ]
         _swaps[optimizer] = self
 
     def master(self, param: Tensor) -> Tensor | None:
-        """A parameter's fp32 master, of the shape and strides of this rank's part; None if it has none (yet)."""
+        """Return a parameter's fp32 master, with the shape and strides of this rank's part; None if it has none."""
         return self.stepped.master(param)
 
     def refresh(self) -> None:
@@ -139,23 +131,25 @@ class Swap:
         self.stepped.refresh()
 
     def restore(self) -> None:
-        """Give the optimizer its parameters back if a step that raised has left other tensors in it.
+        """Give the optimizer its parameters back after a step that raised. Does nothing at any other time.
 
-        What that step has changed until then is written back. Does nothing at any other time.
+        Changes that the step made before it raised are written back.
         """
         changed = any(swapped.written for swapped in self._swapped)
         self._swap_out()
         if changed:
             self.stepped.parts.half_updated()
 
-    def restored_after(self) -> AbstractContextManager[object]:
-        """For whoever calls ``optimizer.step``: :meth:`restore` also when it raises."""
-        stack = ExitStack()
-        stack.callback(self.restore)
-        return stack
+    @contextmanager
+    def restored_after(self) -> Iterator[None]:
+        """Call :meth:`restore` when the block ends, also when it raises. For callers of ``optimizer.step``."""
+        try:
+            yield
+        finally:
+            self.restore()
 
     def close(self) -> None:
-        """Remove the hooks, and give the optimizer its parameters back. State remains that of this rank's parts."""
+        """Remove the hooks, and give the optimizer its parameters back. Its state stays that of this rank's parts."""
         self.restore()
         for hook in self._hooks:
             hook.remove()
@@ -181,12 +175,12 @@ class Swap:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._groups:
-            return  # around a step within it, which has seen to everything
+            return  # a step inside this one has swapped out
         self._swap_out()
         self.stepped.updated([param for param in params_of(optimizer) if id(param) not in self._sent])
 
     def _outside(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The closure, run on the module's parameters."""
+        """Wrap a closure so that it runs on the module's parameters."""
 
         def outside(*args: Any, **kwargs: Any) -> Any:
             self._swap_out()
@@ -200,55 +194,47 @@ class Swap:
     @torch.no_grad()
     def _swap_in(self, optimizer: Optimizer) -> None:
         if self._groups:
-            return  # a step that calls another hooked one; the closure that both were given has just been run
+            return  # a step that calls another hooked one: their common closure has just swapped in
         self.stepped.parts.before_update()
         self._sent.clear()
         state = self._state = optimizer.state
-        for group in optimizer.param_groups:
-            params = group["params"]
-            # Noted before anything moves, so that an interrupt leaves nothing behind that restore() does not find.
-            self._groups.append((params, list(params)))
-            present: list[Tensor] = []
-            for param in params:
-                tensor = self.stepped.tensor_for(param, state)
-                if tensor is None:
-                    continue
-                if tensor is not param:
-                    self._swapped.append(_Swapped(param, tensor, tensor.grad, version_of(tensor)))
-                    if param in state:
-                        state[tensor] = state.pop(param)
-                present.append(tensor)
-            params[:] = present  # in place: LBFGS keeps the list
+        # Noted before anything moves, so that an interrupt can be undone.
+        self._groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+        params = [param for _, belonging in self._groups for param in belonging]
+        tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
+        for param, tensor in tensors.items():
+            if tensor is not param:
+                self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version))
+                if param in state:
+                    state[tensor] = state.pop(param)
         if self._stepping:
-            self._step_on_first_stages(optimizer)
+            self._step_in_stages(optimizer, params, tensors)
+        self._place(tensors)
 
-    def _step_on_first_stages(self, optimizer: Optimizer) -> None:
-        """Step on what forward needs first, so that it is on its way while the rest is stepped on.
+    def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
+        """Put tensors into the groups of their parameters, and nothing else."""
+        for params, belonging in self._groups:
+            params[:] = [tensors[param] for param in belonging if param in tensors]  # in place: LBFGS keeps the list
 
-        The step that was called goes on with what is left in the groups.
+    def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
+        """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
+
+        Args:
+            optimizer: The optimizer.
+            params: Its parameters.
+            tensors: The tensor to step on for each; only those of the last stage stay.
         """
         step = plain_step(optimizer)
         if step is None:
             return
-        stages = self.stepped.parts.in_stages([param for _, belonging in self._groups for param in belonging])
-        if len(stages) < 2:
-            return
-        tensors = {id(tensor): tensor for params, _ in self._groups for tensor in params}
-        tensors |= {id(swapped.param): swapped.tensor for swapped in self._swapped}
-
-        def leave(chosen: Container[int]) -> None:
-            for params, belonging in self._groups:
-                params[:] = [tensors[id(param)] for param in belonging if id(param) in chosen]
-
-        for stage in stages[:-1]:
-            chosen = tensors.keys() & {id(param) for param in stage}
-            if chosen:
-                leave(chosen)
+        for stage in self.stepped.parts.in_stages(params)[:-1]:
+            now = {param: tensors.pop(param) for param in stage if param in tensors}
+            if now:
+                self._place(now)
                 step(optimizer)
-            self._write_back([swapped for swapped in self._swapped if id(swapped.param) in chosen])
+            self._write_back([swapped for swapped in self._swapped if swapped.param in now])
             self._sent.update(id(param) for param in stage)
             self.stepped.updated(stage, complete=False)
-        leave(tensors.keys() - self._sent)
 
     @torch.no_grad()
     def _swap_out(self) -> None:
@@ -257,23 +243,21 @@ class Swap:
         state, self._state = self._state, None
         for params, belonging in groups:
             params[:] = belonging
-        for swap in swapped:
-            if swap.tensor in state:
-                state[swap.param] = state.pop(swap.tensor)
-            if swap.grad is not None and swap.tensor.grad is None:
-                swap.param.grad = None  # the optimizer has cleared it
-            swap.tensor.grad = None
-        self._write_back([swap for swap in swapped if id(swap.param) not in self._sent])
+        for it in swapped:
+            if it.tensor in state:
+                state[it.param] = state.pop(it.tensor)
+            if it.grad is not None and it.tensor.grad is None:
+                it.param.grad = None  # the optimizer has cleared it
+            it.tensor.grad = None
+        self._write_back([it for it in swapped if id(it.param) not in self._sent])
 
-    def _write_back(self, swapped: Sequence[_Swapped]) -> None:
-        # A fused optimizer's writes are not counted: what had a gradient may have been stepped on.
-        self.stepped.write_back(
-            [swap.param for swap in swapped if (self._stepping and swap.grad is not None) or swap.written]
-        )
+    def _write_back(self, swapped: Iterable[_Swapped]) -> None:
+        # Versions miss a fused optimizer's writes, so whatever had a gradient counts as written.
+        self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
 
 
 def master_params(optimizer: Optimizer) -> Swap:
-    """The optimizer's master parameters; attached to it in the first call.
+    """Return an optimizer's master parameters; the first call attaches them.
 
     Args:
         optimizer: A torch optimizer.
@@ -282,57 +266,26 @@ def master_params(optimizer: Optimizer) -> Swap:
         The same object in every call, until it is closed.
 
     Raises:
-        TypeError: If it is no torch optimizer, but a wrapper around one, which has no hooks and state of its own.
+        TypeError: If it is a wrapper around an optimizer, which has no hooks and state of its own.
     """
     require_optimizer(optimizer)
     return swap_of(optimizer) or Swap(optimizer)
 
 
 def holders_of_masters(params: Container[int]) -> list[Optimizer]:
-    """The optimizers that step on fp32 masters of some whole parameters, which are given by id."""
+    """Return the optimizers with whole masters of some parameters, which are given by id."""
     return [
         it for it, swap in list(_swaps.items()) if any(id(param) in params for param in swap.stepped.whole_masters())
     ]
 
 
 def restart_masters(params: Iterable[Tensor]) -> None:
-    """Have masters of whole parameters made anew, in the next step, from the parameters.
+    """Drop the whole masters of parameters; the next step makes them anew.
 
-    For ranks that got one rank's rounded parameters: that rank's masters know more than the others'.
+    For parameters that were broadcast rounded: the sender's masters would know more than the others'.
     """
     chosen = {id(param) for param in params}
     for swap in list(_swaps.values()):
         for param in swap.stepped.whole_masters():
             if id(param) in chosen:
                 swap.stepped.set_master(param, None)
-
-
-def prepare_at_first_step(
-    params: Callable[[], Container[int]], prepare: Callable[[Optimizer], object] = master_params
-) -> RemovableHandle:
-    """Prepare every optimizer that steps on some parameters, in its first step.
-
-    Through torch's global step hook, so that an optimizer nobody has handed over steps on masters or shards too. A
-    state dict that is loaded into one *before* its first step is loaded as torch does, in the parameters' dtype and
-    without masters: where training is resumed, prepare the optimizer first.
-
-    Args:
-        params: Gives the ids of the parameters, which may change.
-        prepare: Called once with the optimizer, when it has such parameters. It has to attach a :class:`Swap`, unless
-            there is one.
-
-    Returns:
-        A handle that ends it; optimizers that were prepared stay so.
-    """
-    prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # torch calls the optimizer's own hooks after the global ones, and so the one that is registered here.
-        if optimizer in prepared:
-            return
-        ours = params()
-        if any(id(param) in ours for param in params_of(optimizer)):
-            prepare(optimizer)
-            prepared.add(optimizer)
-
-    return register_optimizer_step_pre_hook(look)

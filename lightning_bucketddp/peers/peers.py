@@ -69,14 +69,14 @@ class Peers:
         It goes through the store. A collective would be paired with another one on ranks that do not ask.
 
         Args:
-            topic: A name used once per wrapper.
+            topic: The subject, for errors; the same on every rank.
             mine: This rank's value.
 
         Raises:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
         self.here.begin_agreement()
-        store, name = self._listener.store, f"{self.number}/{topic}"
+        store, name = self._listener.store, f"{self.number}/{self.position.agreement}/{topic}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         counter, complete = f"{name}/said", f"{name}/complete"
         self._polls = 0
@@ -106,7 +106,7 @@ class Peers:
         Ranks compare digests first. The entries travel only if these differ.
 
         Args:
-            topic: A name used once per wrapper, in the error too.
+            topic: The subject, for errors; the same on every rank.
             entries: What this rank has.
             problem: What is wrong on this rank, so that it cannot go on in any case.
 

@@ -1,10 +1,9 @@
-"""Puts a reducer together for the parameters that there are."""
+"""Puts a reducer together for the present parameters."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -25,7 +24,9 @@ from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32, ControlChecks
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.changes import ParamChanges
 from lightning_bucketddp.reducer.divisor import GradientDivisor
+from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.limits import GradientLimits
+from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.ready_order import OrderLearner
@@ -36,100 +37,98 @@ from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.trainable import TrainableHistory
 
 
-@dataclass(frozen=True)
 class Setting:
-    """What stays when parameters change.
+    """The parts of a wrapper that stay when parameters change.
+
+    Args:
+        params: The module's parameters; the same on every rank.
+        collectives: The group.
+        peers: The other ranks.
+        options: The user's options.
+        one_machine: Whether the ranks share one machine; agreed between them.
+        others: Further participants, from outside of this folder.
 
     Attributes:
-        collectives: The group.
-        options: What was asked for.
-        one_machine: Whether the ranks share one machine; agreed between them.
-        peers: The other ranks.
-        changes: The module's parameters.
+        changes: Has the ranks take in changed parameters.
+        joining: Whether ranks may run out of data, and whether this one has.
         divisor: What the sum over the ranks is divided by.
         recorder: Records passes.
-        checks: What the ranks must have in common when they meet in a pass.
+        checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
-        lock: Each device has its autograd thread, and outputs may be on other devices than parameters.
-        others: Further participants, from outside of this folder.
+        lock: Guards hooks: each device has its autograd thread.
     """
 
-    collectives: Collectives
-    options: Options
-    one_machine: bool
-    peers: Peers
-    changes: ParamChanges
-    divisor: GradientDivisor
-    recorder: PassRecorder
-    checks: ControlChecks
-    queue: WrapperQueue
-    lock: threading.RLock
-    others: tuple[Participant, ...]
+    def __init__(
+        self,
+        params: Params,
+        collectives: Collectives,
+        peers: Peers,
+        options: Options,
+        one_machine: bool,
+        others: Sequence[Participant],
+    ) -> None:
+        self.collectives, self.peers, self.options = collectives, peers, options
+        self.one_machine, self.others = one_machine, others
+        self.changes = ParamChanges(params, collectives, peers, options.init_sync)
+        self.joining = Joining(peers)
+        self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
+        self.recorder = PassRecorder(collectives)
+        self.checks = ControlChecks(peers)
+        self.queue = WrapperQueue(collectives.group)
+        self.lock = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """A reducer, and what its owner needs beside it.
+class Assembly:
+    """A reducer, and the parts that its owner needs; made anew when parameters change.
+
+    Args:
+        setting: The parts that stay.
+        hook: The communication hook, if there is one.
+        open_by_gradient: As for :class:`Reducer`.
 
     Attributes:
-        reducer: The reducer.
         planner: Plans layouts.
         trainable: Follows ``requires_grad``.
         learner: Learns the order of gradients.
         sparse: Reduces sparse gradients.
-        hooks: The hooks on the parameters. They keep the reducer alive, so whoever drops it removes them.
+        reducer: The reducer.
+        hooks: The hooks on the parameters. They keep the reducer alive, so its owner removes them.
         index_of: The index in the module of each parameter, by its id.
     """
 
-    reducer: Reducer
-    planner: LayoutPlanner
-    trainable: TrainableHistory
-    learner: OrderLearner
-    sparse: SparseGrads
-    hooks: GradientHooks
-    index_of: dict[int, int]
-
-
-def assemble(
-    setting: Setting,
-    hook: CommHook | None,
-    open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
-) -> Assembled:
-    """Make everything that follows from which parameters there are.
-
-    Args:
-        setting: What stays when they change.
-        hook: The communication hook, if there is one.
-        open_by_gradient: As for :class:`Reducer`.
-    """
-    options, collectives, peers = setting.options, setting.collectives, setting.peers
-    table = SlotTable(setting.changes.params.named, setting.changes.params.sparse)
-    planner = LayoutPlanner(table, options, collectives.world_size, setting.one_machine)
-    buckets = Buckets(table, planner)
-    storage = _storage(setting, table, buckets, planner)
-    trainable = TrainableHistory(table, peers)
-    learner = OrderLearner(table, planner, collectives, peers)
-    sparse = SparseGrads(table, collectives, peers, setting.divisor, options.max_abs_grad)
-    members: list[Participant] = [setting.recorder, setting.divisor]
-    if options.max_abs_grad is not None:
-        members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-    members += [sparse, learner, setting.changes, trainable, *setting.others]
-    setting.recorder.follow(table, storage, buckets, sparse)
-    reducer = Reducer(
-        table,
-        buckets,
-        storage,
-        reduction_of(setting, table, buckets, storage, hook),
-        members,
-        peers,
-        PassControl(collectives, peers, setting.checks, table),
-        setting.queue,
-        setting.lock,
-        open_by_gradient,
-    )
-    hooks = GradientHooks(table, buckets, reducer.on_gradient)
-    index_of = {id(param): index for index, param in enumerate(table.all_params)}
-    return Assembled(reducer, planner, trainable, learner, sparse, hooks, index_of)
+    def __init__(
+        self,
+        setting: Setting,
+        hook: CommHook | None,
+        open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
+    ) -> None:
+        options, collectives, peers = setting.options, setting.collectives, setting.peers
+        table = SlotTable(setting.changes.params.named, setting.changes.params.sparse)
+        self.planner = LayoutPlanner(table, options, collectives.world_size, setting.one_machine)
+        buckets = Buckets(table, self.planner)
+        storage = _storage(setting, table, buckets, self.planner)
+        self.trainable = TrainableHistory(table, peers)
+        self.learner = OrderLearner(table, self.planner, collectives, peers)
+        self.sparse = SparseGrads(table, collectives, peers, setting.divisor, options.max_abs_grad)
+        members: list[Participant] = [setting.recorder, setting.divisor]
+        if options.max_abs_grad is not None:
+            members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
+        members += [self.sparse, self.learner, setting.changes, self.trainable, *setting.others]
+        setting.recorder.follow(table, storage, buckets, self.sparse)
+        self.reducer = Reducer(
+            table,
+            buckets,
+            storage,
+            reduction_of(setting, table, buckets, storage, hook),
+            members,
+            peers,
+            PassControl(collectives, peers, setting.checks, table),
+            setting.queue,
+            setting.lock,
+            open_by_gradient,
+        )
+        self.hooks = GradientHooks(table, buckets, self.reducer.on_gradient)
+        self.index_of = {id(param): index for index, param in enumerate(table.all_params)}
 
 
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:
@@ -137,7 +136,7 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
     layout = planner.plan()
     if options.shard_optimizer:
         groups = ShardGroups(collectives, options.shard_group_size)
-        return Sharded(table, buckets, layout, collectives, groups, options.scatter_every_pass)
+        return Sharded(table, buckets, layout, groups, options.scatter_every_pass)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
     plain = options.comm_hook is None and options.wire_dtype is None
@@ -147,7 +146,7 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
 def reduction_of(
     setting: Setting, table: SlotTable, buckets: Buckets, storage: Storage, hook: CommHook | None
 ) -> Reduction:
-    """What reduces buckets: the hook if there is one, whose result for a bucket is then all of it."""
+    """The reduction for these options: the communication hook if there is one."""
     wire_dtype = setting.options.wire_dtype
     assert not isinstance(wire_dtype, str)  # Options has made it a dtype
     if hook is not None:

@@ -30,16 +30,15 @@ class ParamChanges(Participant):
         self._collectives, self._peers = collectives, peers
         self._init_sync = init_sync
         self._agreed_changes = params.changes
-        self._agreements = 0
-        self._new: list[nn.Parameter] = []  # whose values no rank has sent yet
+        self._new: list[nn.Parameter] = []  # no rank has sent their values yet
 
     def take_in(self) -> bool:
         """Look parameters up anew if the module has changed. Sends nothing.
 
-        At the root of backward, parameters that `torch.func.functional_call` swapped in for forward are gone.
+        Called at the root of backward, where the parameters of `torch.func.functional_call` are gone again.
 
         Returns:
-            Whether it has changed.
+            Whether the module has changed.
 
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
@@ -54,11 +53,11 @@ class ParamChanges(Participant):
         return True
 
     def add(self, param: nn.Parameter) -> None:
-        """A parameter is new."""
+        """Note a new parameter."""
         self._new.append(param)
 
     def due(self) -> bool:
-        """Whether the ranks have not agreed on the present parameters."""
+        """Whether the ranks have yet to agree on the present parameters."""
         return self._agreed_changes != self.params.changes
 
     def agree(self) -> None:
@@ -71,14 +70,12 @@ class ParamChanges(Participant):
         new = {id(param) for param in self._new}
         lines = [Entry(f"taken-in parameter {name!r}", "") for name, param in self.params.named if id(param) in new]
         with self._peers.giving_up_on_errors():
-            number = self._peers.position.pass_number
-            topic = f"the parameters of pass {number} (change {self._agreements + 1})"
+            topic = f"the parameters of pass {self._peers.position.pass_number}"
             self._peers.require_same(topic, [*self.params.entries(), *lines])
-        self._agreements += 1
         self._agreed_changes = self.params.changes
 
     def settle(self, settled: Settled) -> None:
-        """Give new parameters rank 0's values, as wrapping does: the next step starts from the same on all ranks."""
+        """Give new parameters rank 0's values, as wrapping does."""
         if self._new and self._init_sync:
             with self._peers.waiting_for("the values of new parameters"):
                 broadcast_tensors(self._new, self._collectives, self._peers.poll, hidden=True)

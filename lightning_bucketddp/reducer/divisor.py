@@ -5,112 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DivideBy
 from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.state import Pass, Role
 
 
 class GradientDivisor(Participant):
-    """Turns the mean over all ranks, which is what collectives give, into what was asked for.
+    """Turns the mean over all ranks, which collectives give, into what the user asked for.
 
     Args:
-        divide_by: What was asked for.
-        rank: This rank.
-        world_size: How many ranks there are.
+        divide_by: What the user asked for.
+        collectives: The group.
+        joining: Knows whether joined ranks are left out of the mean.
 
     Attributes:
-        divide_by_active: Whether ranks that have run out of data are left out of the mean.
-        tokens: How many tokens this rank's gradients were summed over since the last reduction, as far as the host
-            knows.
-        tokens_on_device: More of them; an int64 tensor of no dimension.
         factor: What the last reduction multiplied the mean over all ranks by; None for nothing.
     """
 
-    def __init__(self, divide_by: DivideBy, rank: int, world_size: int) -> None:
-        self._divide_by = divide_by
-        self._rank = rank
-        self._world_size = world_size
-        self.divide_by_active = False
-        self.tokens = 0
-        self.tokens_on_device: Tensor | None = None
-        self._of_local_passes: tuple[int, Tensor | None] = (0, None)
-        self._counted = self._counted_since = False
-        self._synchronised = False
-        self._uncleared: str | None = None
+    def __init__(self, divide_by: DivideBy, collectives: Collectives, joining: Joining) -> None:
+        self._divide_by, self._joining = divide_by, joining
+        self._rank, self._world_size = collectives.rank, collectives.world_size
         self.factor: float | Tensor | None = None
-
-    def look(self, uncleared: str | None, holds_gradients: bool) -> None:
-        """See what is there before backward.
-
-        Args:
-            uncleared: A parameter with the gradient of an earlier pass, which would be rescaled once more.
-            holds_gradients: Whether any accumulated since the last reduction; if not, tokens counted so far are gone.
-        """
-        self._uncleared = uncleared
-        if not holds_gradients:
-            self._drop_local_tokens()
-
-    def opened(self, it: Pass) -> None:
-        """Require gradients that were cleared, and tokens that were counted.
-
-        Raises:
-            RuntimeError: If not, where the sum is not divided by the world size.
-        """
-        self._synchronised = it.synchronised
-        if self._uncleared is not None:
-            raise RuntimeError(
-                f"rank {self._rank}: expected cleared gradients before a pass whose sum is not divided by the world "
-                f"size, found {self._uncleared!r} with the gradient of an earlier one, which would be rescaled once "
-                "more; call optimizer.zero_grad() after each step"
-            )
-        counts = it.synchronised and it.role is Role.ACTIVE
-        if counts and self._divide_by == "tokens" and not self._counted:
-            raise RuntimeError(
-                f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
-                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
-            )
-
-    def backward_ended(self, raised: bool) -> None:
-        """What was counted before the end of a local pass belongs to gradients that are there now."""
-        self._uncleared = None
-        if not raised and not self._synchronised:
-            self._of_local_passes = (self.tokens, self.tokens_on_device)
-            self._counted_since = False
-
-    def report(self, report: Report) -> None:
-        """Report the tokens."""
-        report.tokens, report.tokens_on_device = self.tokens, self.tokens_on_device
-
-    def settle(self, settled: Settled) -> None:
-        """Rescale what was reduced."""
-        factor = self.factor = self._factor(settled.exchange)
-        if factor is not None:
-            for bucket in settled.buckets.active:
-                bucket.flat.mul_(factor.to(bucket.flat.device) if isinstance(factor, Tensor) else factor)
-
-    def ended(self) -> None:
-        """Forget the tokens of gradients that have been reduced."""
-        self.tokens, self.tokens_on_device = 0, None
-        self._of_local_passes = (0, None)
-        self._counted = self._counted_since = False
-
-    def _drop_local_tokens(self) -> None:
-        """The gradients of the local passes since the last reduction were dropped, and their tokens are with them."""
-        tokens, on_device = self._of_local_passes
-        self.tokens -= tokens
-        if on_device is not None and self.tokens_on_device is not None:
-            self.tokens_on_device = self.tokens_on_device - on_device
-        self._of_local_passes = (0, None)
-        self._counted = self._counted_since
+        self._opened: Pass | None = None
+        self._uncleared: str | None = None
+        self._tokens_before: int | Tensor | None = None  # of local passes since the last reduction
+        self._tokens: int | Tensor | None = None  # since the last pass
 
     @property
     def rescales(self) -> bool:
-        """Whether another divisor than the world size was asked for."""
+        """Whether the user asked for another divisor than the world size."""
         return self._divide_by != "world_size"
 
-    def count_tokens(self, tokens: float | Tensor) -> None:
-        """Adds to the number of tokens that this rank's gradients are summed over.
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Add to the number of tokens that this rank's gradients are summed over.
 
         Raises:
             ValueError: If the number is negative or not whole, as far as the host knows it.
@@ -121,44 +51,96 @@ class GradientDivisor(Participant):
                 'expected gradient_divide_by="tokens" where tokens are counted, found '
                 f"gradient_divide_by={self._divide_by!r}"
             )
-        if isinstance(tokens, Tensor) and tokens.device.type == "cpu":
-            tokens = tokens.item()
-        if isinstance(tokens, Tensor):
-            more = tokens.detach().to(torch.int64).reshape(())
-            self.tokens_on_device = more.clone() if self.tokens_on_device is None else self.tokens_on_device + more
-        elif not (tokens >= 0 and tokens % 1 == 0):  # NaN and Inf are neither
-            raise ValueError(f"expected a whole number of tokens, found {tokens}")
-        else:
-            self.tokens += int(tokens)
-        self._counted = self._counted_since = True
+        if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
+            self._tokens = _sum(self._tokens, tokens.detach().to(torch.int64, copy=True).reshape(()))
+            return
+        number = tokens.item() if isinstance(tokens, Tensor) else tokens
+        if not (number >= 0 and number % 1 == 0):  # NaN and Inf are neither
+            raise ValueError(f"expected a whole number of tokens, found {number}")
+        self._tokens = _sum(self._tokens, int(number))
 
-    def require_root(self, name: str) -> None:
-        """Requires that nothing but the mean was asked for, in a backward whose beginning nobody saw.
+    def look(self, uncleared: str | None, holds_gradients: bool) -> None:
+        """See what is in ``.grad`` before backward.
 
         Args:
-            name: The first parameter that got a gradient.
+            uncleared: A parameter with the gradient of an earlier reduction, which would be rescaled once more.
+            holds_gradients: Whether gradients of local passes are there. If not, their tokens do not count either.
+        """
+        self._uncleared = uncleared
+        if not holds_gradients:
+            self._tokens_before = None
+
+    def opened(self, it: Pass) -> None:
+        """Require cleared gradients and counted tokens, where the sum is not divided by the world size.
 
         Raises:
-            RuntimeError: If not.
+            RuntimeError: If either is missing.
+        """
+        self._opened, uncleared, self._uncleared = it, self._uncleared, None
+        if uncleared is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: expected cleared gradients before a pass with gradient_divide_by="
+                f"{self._divide_by!r}, found {uncleared!r} with the gradient of an earlier one, which would be "
+                "rescaled once more; call optimizer.zero_grad() or zero_grad_buffer() after each step"
+            )
+        counts = it.synchronised and it.role is Role.ACTIVE
+        if counts and self._divide_by == "tokens" and _sum(self._tokens_before, self._tokens) is None:
+            raise RuntimeError(
+                f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
+                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
+            )
+
+    def require_root(self, name: str) -> None:
+        """Refuse another divisor in a backward without a root.
+
+        Args:
+            name: The first parameter with a gradient.
+
+        Raises:
+            RuntimeError: If the user asked for another divisor than the world size.
         """
         if self.rescales:
             raise RuntimeError(
-                f"rank {self._rank}: expected a backward by way of what forward returned, or inside backward_pass(), "
-                f"where gradients are divided by {self._divide_by!r}; found one by neither, in which parameter "
-                f"{name!r} got a gradient"
+                f"rank {self._rank}: expected a backward through what forward returned, or inside backward_pass(), "
+                f"with gradient_divide_by={self._divide_by!r}; found one through neither, in which parameter {name!r} "
+                "got a gradient"
             )
 
-    def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
-        """What the mean over all ranks is to be multiplied by; None for nothing.
+    def backward_ended(self, raised: bool) -> None:
+        """Count the tokens of a local pass with its gradients."""
+        if not raised and self._opened is not None and not self._opened.synchronised:
+            self._tokens_before, self._tokens = _sum(self._tokens_before, self._tokens), None
 
-        Args:
-            exchange: The control vector of the pass, which has been waited for.
-        """
+    def report(self, report: Report) -> None:
+        """Report the tokens."""
+        tokens = _sum(self._tokens_before, self._tokens)
+        if isinstance(tokens, Tensor):
+            report.tokens_on_device = tokens
+        else:
+            report.tokens = tokens or 0
+
+    def settle(self, settled: Settled) -> None:
+        """Rescale the reduced gradients."""
+        factor = self.factor = self._factor(settled.exchange)
+        if factor is not None:
+            for bucket in settled.buckets.active:
+                bucket.flat.mul_(factor.to(bucket.flat.device) if isinstance(factor, Tensor) else factor)
+
+    def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         if self._divide_by == "tokens":
             tokens = exchange.tokens()  # not in torch's default dtype, which may be of low precision
             return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
-        if self.divide_by_active and (without_data := exchange.read().ranks_out_of_data):
-            return self._world_size / (self._world_size - without_data)
+        if self._joining.divides_by_active and (joined := exchange.read().ranks_out_of_data):
+            return self._world_size / (self._world_size - joined)
         return None
+
+    def ended(self) -> None:
+        """Forget the tokens of gradients that were reduced, or dropped."""
+        self._tokens = self._tokens_before = None
+
+
+def _sum(first: int | Tensor | None, second: int | Tensor | None) -> int | Tensor | None:
+    """The sum of two counts; None if nothing was counted."""
+    return second if first is None else first if second is None else first + second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.state import PassState, Role
 
 
@@ -11,61 +10,55 @@ class Joining:
     """What this rank does where some ranks have fewer batches than others.
 
     Args:
-        divisor: What the sum over the ranks is divided by.
         peers: The other ranks.
 
     Attributes:
-        uneven: Whether some ranks may run out of data before others.
+        uneven: Whether ranks may run out of data before others.
+        divides_by_active: Whether joined ranks are left out of the mean of gradients.
         role: What this rank does in passes.
     """
 
-    def __init__(self, divisor: GradientDivisor, peers: Peers) -> None:
-        self._divisor, self._peers = divisor, peers
-        self.uneven = False
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self.uneven = self.divides_by_active = False
         self.role = Role.ACTIVE
         self._contributed = False  # in a local pass since the last reduction
 
     def begin(self, divide_by_active: bool) -> None:
-        """Ranks may run out of data from now on.
+        """Let ranks run out of data from now on.
 
         Args:
             divide_by_active: Divide gradients by the number of ranks that have data.
         """
-        self.uneven = True
-        self._divisor.divide_by_active = divide_by_active
+        self.uneven, self.divides_by_active = True, divide_by_active
 
     def divide_by_active(self) -> None:
         """Divide gradients by the number of ranks that have data, from now on."""
-        self._divisor.divide_by_active = True
+        self.divides_by_active = True
 
     def end(self) -> None:
-        """All ranks have data again."""
-        self.uneven = self._divisor.divide_by_active = False
-        self._peers.here.forget_forwards()  # they differ between the ranks, as they should
+        """Say that all ranks have data again."""
+        self.uneven = self.divides_by_active = False
+        self._peers.here.forget_forwards()  # ranks have run different numbers of them
 
     def join(self, joined: bool) -> None:
-        """Say whether this rank has run out of data, and goes on with its last batch."""
+        """Say whether this rank has run out of data and goes on with its last batch."""
         self.role = Role.JOINED if joined else Role.ACTIVE
-
-    @property
-    def divides_by_active(self) -> bool:
-        """Whether gradients are divided by the number of ranks that have data."""
-        return self._divisor.divide_by_active
 
     def counts(self) -> bool:
         """False while this rank has joined: its gradients do not count."""
         return self.role is Role.ACTIVE
 
     def contributes(self) -> bool:
-        """Whether batches of this rank's own are in the next reduction."""
+        """Whether the next reduction has gradients of this rank's own batches."""
         return self.counts() or self._contributed
 
     def forget(self) -> None:
-        """What local passes accumulated was dropped."""
+        """Say that the gradients of local passes were dropped."""
         self._contributed = False
 
     def pass_ended(self, state: PassState) -> None:
-        """A pass of this kind has ended."""
+        """Note that a pass of this kind has ended."""
         if state is PassState.LOCAL:
             self._contributed |= self.counts()
         elif state is PassState.SYNCHRONISED:

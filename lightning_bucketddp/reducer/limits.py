@@ -14,7 +14,7 @@ from lightning_bucketddp.reducer.participant import Participant
 
 
 class GradientLimits(Participant):
-    """Looks at each bucket before it is packed. The host waits for the gradients.
+    """Looks at gradients before their bucket is packed. The host waits for them.
 
     Args:
         table: The slots.
@@ -27,7 +27,7 @@ class GradientLimits(Participant):
         self._table, self._storage, self._limit, self._rank = table, storage, limit, rank
 
     def before_launch(self, bucket: Bucket) -> None:
-        """Require that what the bucket is about to send is finite and within the limit.
+        """Require that the gradients of the bucket are finite and within the limit.
 
         Raises:
             GradientError: If not.

@@ -1,4 +1,4 @@
-"""What the reducer needs to know of the module's parameters."""
+"""The module's parameters, as the reducer sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Params(Protocol):
 
     Attributes:
         named: Each parameter once, in registration order.
-        sparse: Names of those with sparse gradients.
+        sparse: Names of parameters with sparse gradients.
         changes: How often parameters were taken in.
     """
 

@@ -1,4 +1,4 @@
-"""How a feature takes part in passes, without the reducer knowing what it is for."""
+"""How a feature takes part in passes. The reducer knows participants, not what they are for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_bucketddp.reducer.state import Pass
 
 @dataclass(frozen=True)
 class Settled:
-    """A pass in which all ranks have reported, before gradients are published.
+    """A pass after the ranks' reports and before gradients are published.
 
     Attributes:
-        buckets: The buckets; those that are active hold what was reduced.
-        exchange: The control vector, which has been waited for.
-        control: What it says; None where nobody needs it now and reading would wait for an accelerator.
+        buckets: The buckets; active ones hold reduced gradients.
+        exchange: The control vector; nobody need wait for it.
+        control: What it says; None if no participant reads it now and reading would wait for an accelerator.
         poll: Looks for failures of other ranks; for every wait.
     """
 
@@ -41,7 +41,7 @@ class Participant:
 
     @property
     def reads_control(self) -> bool:
-        """Whether :meth:`settle` needs the control vector in this pass, though that waits for an accelerator."""
+        """Whether :meth:`settle` needs the control vector in this pass. Reading it waits for an accelerator."""
         return False
 
     def opened(self, it: Pass) -> None:
@@ -57,16 +57,16 @@ class Participant:
         """``bucket`` is about to be packed. Raise to refuse its gradients."""
 
     def backward_ended(self, raised: bool) -> None:
-        """Backward has ended, or raised; nothing has been waited for."""
+        """Backward has ended, or raised. Collectives may be under way."""
 
     def report(self, report: Report) -> None:
         """All buckets have been launched. Add to the control vector what only this rank knows, or raise."""
 
     def settle(self, settled: Settled) -> None:
-        """Use what all ranks reported. May start collectives, and waits for them."""
+        """Use the ranks' reports. Start collectives, if need be, and wait for them."""
 
     def ended(self) -> None:
-        """Gradients of a synchronised pass are published, or were dropped on every rank."""
+        """A synchronised pass has ended: gradients are published, or were dropped on every rank."""
 
     def dropped(self) -> None:
-        """A pass has failed on this rank: what accumulated since the last reduction is gone."""
+        """A pass has failed on this rank. Gradients since the last reduction are gone."""

@@ -1,8 +1,7 @@
-"""Passes begin and end here, however a backward comes: by a root, by its first gradient, in a context, or by a call."""
+"""Opens and ends passes: at a root, by the first gradient, in a context, or by a call."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,15 +10,10 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.control import ControlChecks
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.assembly import Setting
-from lightning_bucketddp.reducer.changes import ParamChanges
-from lightning_bucketddp.reducer.divisor import GradientDivisor
-from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.record import PassRecorder
@@ -35,15 +29,17 @@ class Passes:
         params: The parameters of the module; the same on every rank.
         collectives: The group.
         peers: The other ranks.
-        options: What was asked for.
-        hook: What reduces the buckets instead of an all-reduce; agreed between the ranks.
+        options: The user's options.
+        hook: The communication hook, if there is one; agreed between the ranks.
         one_machine: Whether the ranks share one machine; agreed between them.
         others: Further participants.
 
     Attributes:
-        upkeep: The reducer, and what keeps it in line with the module.
+        peers: The other ranks.
+        setting: The parts that stay when parameters change.
+        upkeep: Owns the reducer, and keeps it in line with the module.
         joining: Whether ranks may run out of data, and whether this one has.
-        synchronise: False inside ``no_sync``.
+        synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
     def __init__(
@@ -56,71 +52,46 @@ class Passes:
         one_machine: bool = False,
         others: Sequence[Participant] = (),
     ) -> None:
-        checks = ControlChecks(peers)
-        divisor = GradientDivisor(options.gradient_divide_by, collectives.rank, collectives.world_size)
-        setting = Setting(
-            collectives,
-            options,
-            one_machine,
-            peers,
-            ParamChanges(params, collectives, peers, options.init_sync),
-            divisor,
-            PassRecorder(collectives),
-            checks,
-            WrapperQueue(collectives.group),
-            threading.RLock(),
-            tuple(others),
-        )
-        self.upkeep = Upkeep(setting, hook, self._open_by_gradient)
+        self.peers = peers
+        self.setting = Setting(params, collectives, peers, options, one_machine, others)
+        self.upkeep = Upkeep(self.setting, hook, self._open_by_gradient)
         self.synchronise = True
-        self.joining = Joining(divisor, peers)
-        self._in_one_replica = False
+        self.joining = self.setting.joining
         self._root_synchronises = True
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
 
-    # -- what others may ask -------------------------------------------------------------------------
-
-    @property
-    def peers(self) -> Peers:
-        """The other ranks: where they are, and how this one gives up."""
-        return self.upkeep.setting.peers
-
     @property
     def recorder(self) -> PassRecorder:
-        """The record of the last pass."""
-        return self.upkeep.setting.recorder
+        """Records passes."""
+        return self.setting.recorder
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the parameters that there are now."""
+        """The reducer of the present parameters."""
         return self.upkeep.reducer
 
     @property
     def reduces(self) -> bool:
-        """Whether passes are reduced, where no root tells otherwise."""
-        return self.synchronise or self.upkeep.setting.options.scatter_every_pass
+        """Whether passes are reduced, unless a root decides otherwise."""
+        return self.synchronise or self.setting.options.scatter_every_pass
+
+    def set_synchronise(self, synchronise: bool) -> None:
+        """Say whether gradients of the passes that follow are reduced."""
+        self.synchronise = synchronise
 
     # -- steps ---------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """All backwards of the step have been run: ranks that are in another one need not wait."""
+        """Say that all backwards of the step have been run, so that no rank waits for another one."""
         if self.reducer.state is PassState.IDLE:
             self.peers.here.end_step()
 
-    def note_replicas(self, count: int) -> None:
-        """Say in how many replicas the last forward ran, where others may run in several.
-
-        Each brings gradients of its own if layers are checkpointed re-entrantly: a pass of one does not show how many
-        come.
-        """
-        self._in_one_replica = count == 1
-
     def note_forward(self) -> None:
-        """A training forward begins. Inside ``no_sync`` its trainable set counts, whatever its backward reaches.
+        """Say that a training forward begins. Inside ``no_sync``, count its trainable set.
 
-        A local pass opens with the first gradient, which a rank whose loss reaches no parameter does not see; the ranks
-        would differ in what was trainable since the last reduction, should it change before the next.
+        The first gradient opens a local pass, and a rank whose loss reaches no parameter has none. Ranks must not
+        differ in their trainable sets for that.
         """
         reducer = self.reducer
         self.peers.here.begin_forward()
@@ -129,9 +100,9 @@ class Passes:
             self.upkeep.note_trainable()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
-        """Add to what gradients are divided by."""
-        self.require_usable()  # a pass that is settled later would take these tokens with it
-        self.upkeep.setting.divisor.count_tokens(tokens if self.joining.counts() else 0)
+        """Add to the number of tokens by which gradients are divided."""
+        self.require_usable()  # settling a broken pass later would drop these tokens
+        self.setting.divisor.count_tokens(tokens if self.joining.counts() else 0)
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in place."""
@@ -149,7 +120,7 @@ class Passes:
             make_hook: Gives the hook, or raises; errors as for :meth:`Upkeep.register_comm_hook`.
         """
         self.require_usable()
-        self.upkeep.register_comm_hook(make_hook, self.reducer.state is PassState.IDLE)
+        self.upkeep.register_comm_hook(make_hook)
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -168,11 +139,7 @@ class Passes:
 
     def _require_idle(self) -> None:
         self.require_usable()
-        if self.reducer.by_hand():
-            raise RuntimeError(
-                "expected no pass under way, found the reduction that start_grad_sync() started; call "
-                "finish_grad_sync() first"
-            )
+        self.reducer.require_not_by_hand()
         if self.reducer.state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
@@ -182,10 +149,10 @@ class Passes:
         """Open a pass.
 
         Args:
-            origin: How it is opened.
+            origin: Who opens it.
             synchronised: Whether its gradients are reduced.
             reachable: Ids of the parameters that will get a gradient, if that is known.
-            role: What this rank does in it; what it does at present if None.
+            role: What this rank does in it; its present role if None.
         """
         self._require_idle()
         if origin is not Origin.GRADIENT:
@@ -197,18 +164,17 @@ class Passes:
             origin,
             self.joining.role if role is None else role,
             contributes=role is None and self.joining.contributes(),
-            shown=not self._in_one_replica,
         )
         it = self.upkeep.prepare(it)
         if synchronised:
-            self.upkeep.setting.checks.read_what_arrived()
+            self.setting.checks.read_what_arrived()
         self.reducer.open(it, reachable)
 
     def _open_by_gradient(self, index: int, param: Tensor) -> tuple[Reducer, int] | None:
-        """Open the pass in which a gradient has been accumulated already, as plain PyTorch does.
+        """Open the pass in which a gradient has been accumulated already.
 
-        Without a root (a backward that did not come by forward's outputs) the backward that runs right now also ends
-        the pass, even if it is an inner one.
+        Without a root (backward reached no output of forward) the running backward also ends the pass, even if it is
+        an inner one.
         """
         name = self.reducer.table.names[index]
         if not self.joining.counts() and not self._guarded:
@@ -221,7 +187,7 @@ class Passes:
             index = found
             self._root_synchronises = self.reduces
             self._queue_end()
-            self.upkeep.setting.divisor.require_root(name)
+            self.setting.divisor.require_root(name)
         reducer = self.reducer
         slot = reducer.table.slot_of(index)
         if slot is not None:
@@ -230,68 +196,68 @@ class Passes:
             self._open(Origin.GRADIENT, self._root_synchronises)
         except RuntimeError:
             if slot is not None:
-                reducer.buckets.pending.add(slot)  # to be dropped with the rest of the pass
+                reducer.buckets.pending.add(slot)  # dropped with the rest of the pass
             raise
         return self.reducer, index
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
-        """Called when backward reaches a tensor that ``forward`` returned.
+        """Queue the end of the pass, as backward has reached a tensor that ``forward`` returned.
 
-        Queues the end of the pass here, in the outermost backward, where it runs once and last. The pass itself
-        is opened by the first gradient, or here with ``find_unused_parameters``.
+        Here, in the outermost backward, it runs once and last. The first gradient opens the pass, or this method with
+        ``find_unused_parameters``.
 
         Args:
             synchronised: What the forward decided.
         """
-        with self.upkeep.setting.lock:
+        with self.setting.lock:
             if self._end_queued or self.reducer.by_hand() or self.upkeep.removed():
                 return
-            self.require_usable()  # before gradients come that are not of the pass to be settled
+            self.require_usable()  # settles a broken pass before gradients of this one come
             self._root_synchronises = synchronised
             self._queue_end()
             if self.reducer.state is not PassState.IDLE:
                 return
             self.upkeep.look_before_gradients()
-            if synchronised and self.upkeep.setting.options.find_unused_parameters:
+            if synchronised and self.setting.options.find_unused_parameters:
                 self._open(Origin.ROOT, synchronised)
 
     @contextmanager
     def backward_pass(self, loss: Tensor) -> Iterator[None]:
-        """A pass around a backward that the caller runs: opened here, and ended in any case.
+        """Open a pass around a backward that the caller runs, and end it in any case.
 
         Args:
-            loss: The tensor that backward will start from, or pass by.
+            loss: The tensor from which backward will start, or which it will reach.
 
         Raises:
             RuntimeError: If the ranks cannot go on together.
             RankMismatchError: If the ranks disagree on what is trainable.
         """
-        synchronised, setting = self.reduces, self.upkeep.setting
+        synchronised, queue = self.reduces, self.setting.queue
         self._require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         if synchronised:
-            setting.queue.line_up()
+            queue.line_up()
         try:
             with self._settling("backward"):
-                find_unused = setting.options.find_unused_parameters and synchronised
+                find_unused = self.setting.options.find_unused_parameters and synchronised
                 self._open(Origin.CONTEXT, synchronised, reachable_leaves(loss) if find_unused else None)
                 yield
                 self._end_pass()
         finally:
             self._guarded = False
-            setting.queue.leave()
+            queue.leave()
             if root is not None:
                 root.remove()
 
     # -- ending --------------------------------------------------------------------------------------
 
     def _queue_end(self) -> None:
-        # Only the engine holds the callback, so that its end of life tells that the engine dropped it.
+        # Only the engine holds the callback. When the callback is deleted without a call, backward has raised.
         BackwardEnd(self._on_engine_end, self._on_engine_dropped).queue()
         self._end_queued = True
         if self._root_synchronises:
-            self.upkeep.setting.queue.line_up()
+            self.setting.queue.line_up()
 
     def _on_engine_end(self) -> None:
         self._end_queued = False
@@ -301,12 +267,12 @@ class Passes:
             self._on_engine_dropped()
             raise
         finally:
-            self.upkeep.setting.queue.leave()
+            self.setting.queue.leave()
 
     def _on_engine_dropped(self) -> None:
-        """Backward raised. A guarding ``backward_pass`` settles it; otherwise the next use does."""
+        """Drop the pass, as backward raised. ``backward_pass`` settles it, or else the next use."""
         self._end_queued = False
-        self.upkeep.setting.queue.leave()
+        self.setting.queue.leave()
         self.reducer.broke(guarded=self._guarded)
 
     def _end_pass(self) -> None:
@@ -316,7 +282,7 @@ class Passes:
 
     @contextmanager
     def _settling(self, doing: str) -> Iterator[None]:
-        """End the pass together with the others whatever is raised inside."""
+        """End the pass together with the other ranks if anything is raised inside."""
         try:
             yield
         except BaseException as error:
@@ -353,7 +319,7 @@ class Passes:
             self._end_pass()
 
     def shadow_pass(self) -> None:
-        """Take part in a synchronised pass to which this rank, which has run out of data, contributes nothing."""
+        """Take part in a synchronised pass as a joined rank, and contribute nothing."""
         self.upkeep.forget_gradients()
         self.joining.forget()
         self._require_idle()

@@ -1,21 +1,21 @@
 """What happened in a pass, for people: a frozen record, its table, and log lines.
 
-``TORCH_DISTRIBUTED_DEBUG`` (or ``torch.distributed.set_debug_level``) decides what the logger ``lightning_bucketddp``
-gets, at level INFO; a rank may have another setting than the others, as nothing here is sent:
+``TORCH_DISTRIBUTED_DEBUG``, or ``torch.distributed.set_debug_level``, chooses the lines that the logger
+``lightning_bucketddp`` gets at level INFO. Ranks may differ in it, as nothing here is sent:
 
     OFF       nothing
     INFO      one line whenever gradients are laid out
     DETAIL    the table of each synchronised pass as well
 
-All times are the host's, by ``time.perf_counter``. On accelerators a collective is launched, and waited for, long
-before the device gets to it; a profiler tells when.
+All times are the host's, by ``time.perf_counter``. On accelerators the host launches a collective, and waits for it,
+long before the device runs it; a profiler shows the device's times.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,6 @@ from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Bucket, Layout
-from lightning_bucketddp.peers.control import Control
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.state import Pass
@@ -65,24 +64,24 @@ class PassRecord:
         number: Which synchronised pass, counted from 0, as in errors.
         rank: This rank.
         world_size: Number of ranks.
-        relaid: Whether gradients have been laid out anew since the record before.
+        rebuilt: Whether buckets were rebuilt since the record before.
         layouts: How many layouts there have been so far, the first included.
-        local_passes: Passes inside ``no_sync`` since the reduction before.
+        local_passes: Local passes since the reduction before.
         buckets: The buckets that were reduced, in launch order.
         control_nbytes: Bytes of the control vector, which travels with the last bucket or behind it.
-        sparse_nbytes: Bytes that this rank received for parameters with sparse gradients, in whichever layout.
+        sparse_nbytes: Bytes that this rank received for parameters with sparse gradients.
         backward_seconds: From the opening to the end of backward. A pass opens with the first gradient in plain
             PyTorch, and before backward in a Trainer, in ``backward_pass`` or with ``find_unused_parameters``.
-        exposed_seconds: From the end of backward until the gradients were there: launching what was left, and waiting
-            for the buckets, the control vector and, where there are any, sparse gradients and the order of readiness.
+        exposed_seconds: From the end of backward until gradients were published: launching the remaining buckets, and
+            waiting for all collectives.
         unused_here: Parameters that were trainable since the reduction before and had no gradient on this rank.
-        unused_everywhere: Those of them that had none on any rank.
+        unused_everywhere: Parameters among these that had no gradient on any rank.
     """
 
     number: int
     rank: int
     world_size: int
-    relaid: bool
+    rebuilt: bool
     layouts: int
     local_passes: int
     buckets: tuple[BucketRecord, ...]
@@ -100,12 +99,12 @@ class PassRecord:
 
     def __str__(self) -> str:
         early = sum(bucket.launched_early for bucket in self.buckets)
-        relaid = ", new in this pass" if self.relaid else ""
+        rebuilt = ", new in this pass" if self.rebuilt else ""
         lines = [
             f"pass {self.number}, rank {self.rank} of {self.world_size}: backward "
             f"{self.backward_seconds * 1e3:.3f} ms, exposed {self.exposed_seconds * 1e3:.3f} ms (host time)",
             f"  {_size(self.grad_nbytes)} in {len(self.buckets)} buckets, {early} launched early; control vector "
-            f"{_size(self.control_nbytes)}; layout {self.layouts}{relaid}; {self.local_passes} local passes before",
+            f"{_size(self.control_nbytes)}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
         ]
         if self.sparse_nbytes:
             lines.append(f"  {_size(self.sparse_nbytes)} received for sparse gradients")
@@ -123,101 +122,26 @@ class PassRecord:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """References to what a pass was, kept as they are: everything else is worked out if somebody asks."""
-
-    opened: Pass
-    opened_at: float
-    backward_ended_at: float
-    ended_at: float
-    relaid: bool
-    layouts: int
-    local_passes: int
-    table: SlotTable
-    layout: Layout
-    launches: list[tuple[int, float]]
-    early: int
-    pending: Collection[int]
-    control: Control | None
-    control_nbytes: int
-    sparse_pending: Collection[int]
-    sparse_used: Collection[int]
-    sparse_nbytes: int
-
-    def record(self, rank: int, world_size: int) -> PassRecord:
-        """The record of this pass."""
-        buckets = []
-        for place, (index, launched_at) in enumerate(self.launches):
-            bucket = self.layout.buckets[index]
-            buffer = self.layout.buffers[bucket.buffer]
-            buckets.append(
-                BucketRecord(
-                    index=index,
-                    parameters=_names(self.layout, bucket),
-                    dtype=buffer.dtype,
-                    device=buffer.device,
-                    nbytes=self.layout.bucket_nbytes(bucket),
-                    launched_early=place < self.early,
-                    launched_at=launched_at - self.opened_at,
-                )
-            )
-        here, everywhere = self._unused()
-        return PassRecord(
-            number=self.opened.number,
-            rank=rank,
-            world_size=world_size,
-            relaid=self.relaid,
-            layouts=self.layouts,
-            local_passes=self.local_passes,
-            buckets=tuple(buckets),
-            control_nbytes=self.control_nbytes,
-            sparse_nbytes=self.sparse_nbytes,
-            backward_seconds=self.backward_ended_at - self.opened_at,
-            exposed_seconds=self.ended_at - self.backward_ended_at,
-            unused_here=here,
-            unused_everywhere=everywhere,
-        )
-
-    def _unused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the parameters without a gradient on this rank, and on any rank; in registration order."""
-        here: list[str] = []
-        everywhere: list[str] = []
-        for index, name in enumerate(self.table.names):
-            if not self.opened.trainable[index]:
-                continue
-            slot = self.table.slot_of(index)
-            if slot is None:
-                used, somewhere = index in self.sparse_pending, index in self.sparse_used
-            else:
-                used = slot in self.pending
-                somewhere = used or (self.control is not None and self.control.used_somewhere(slot))
-            if not used:
-                here.append(name)
-            if not somewhere:
-                everywhere.append(name)
-        return tuple(here), tuple(everywhere)
-
-
 class PassRecorder(Participant):
-    """Notes when a pass opens and ends, and what it reduced; logs layouts and passes.
+    """Notes when passes open and end, and what they reduce. Logs layouts and passes.
 
     Args:
         collectives: The group.
 
     Attributes:
         early: How many buckets the last synchronised pass launched before backward had ended.
+        last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self.early = 0
+        self.last: Callable[[], PassRecord | None] = lambda: None
         self._layouts, self._layouts_before = 0, 1
         self._local_passes = 0
         self._opened_at = self._backward_ended_at = 0.0
         self._opened: Pass | None = None
         self._settled: Settled | None = None
-        self._last: _Noted | None = None
 
     def follow(self, table: SlotTable, storage: Storage, buckets: Buckets, sparse: SparseGrads) -> None:
         """Record passes of these parameters from now on."""
@@ -232,10 +156,10 @@ class PassRecorder(Participant):
     def opened(self, it: Pass) -> None:
         """Start the clock."""
         self._opened_at = time.perf_counter()
-        self._opened, self._settled = it, None
+        self._opened = it
 
     def backward_ended(self, raised: bool) -> None:
-        """Note when, and how many buckets are on their way already."""
+        """Note the time, and how many buckets have been launched."""
         self._backward_ended_at = time.perf_counter()
         it = self._opened
         if it is not None and it.synchronised:
@@ -248,37 +172,59 @@ class PassRecorder(Participant):
         self._settled = settled
 
     def ended(self) -> None:
-        """Write the pass down, unless it was dropped."""
-        settled, (table, storage, buckets, sparse) = self._settled, self._watched
+        """Keep what the record is made of, unless the pass was dropped. It is made if somebody asks."""
+        opened, settled, self._settled = self._opened, self._settled, None
         local_passes, self._local_passes = self._local_passes, 0
-        if settled is None or self._opened is None:
+        if opened is None or settled is None:
             return
-        self._last = _Noted(
-            opened=self._opened,
-            opened_at=self._opened_at,
-            backward_ended_at=self._backward_ended_at,
-            ended_at=time.perf_counter(),
-            relaid=self._layouts != self._layouts_before,
-            layouts=self._layouts,
-            local_passes=local_passes,
-            table=table,
-            layout=storage.layout,
-            launches=[(bucket.index, bucket.launched_at) for bucket in buckets.active],
-            early=self.early,
-            pending=buckets.pending,
-            control=settled.control,
-            control_nbytes=settled.exchange.nbytes,
-            sparse_pending=sparse.contributing,
-            sparse_used=sparse.used_somewhere,
-            sparse_nbytes=sparse.nbytes,
-        )
-        self._layouts_before = self._layouts
-        if debug_level() == "DETAIL":
-            logger.info("%s", self.last())
+        table, storage, buckets, sparse = self._watched
+        began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
+        layout, launches, early = storage.layout, [(it.index, it.launched_at) for it in buckets.active], self.early
+        layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
+        control, control_nbytes, sparse_nbytes = settled.control, settled.exchange.nbytes, sparse.nbytes
+        pending, sparse_pending, sparse_used = buckets.pending, sparse.contributing, sparse.used_somewhere
 
-    def last(self) -> PassRecord | None:
-        """The last synchronised pass that published gradients, if there was one."""
-        return None if self._last is None else self._last.record(self._rank, self._world_size)
+        def record() -> PassRecord:
+            trained = [index for index, flag in enumerate(opened.trainable) if flag]
+            here = _unused(table, trained, pending.__contains__, sparse_pending)
+            everywhere = [] if control is None else _unused(table, here, control.used_somewhere, sparse_used)
+            return PassRecord(
+                number=opened.number,
+                rank=self._rank,
+                world_size=self._world_size,
+                rebuilt=rebuilt,
+                layouts=layouts,
+                local_passes=local_passes,
+                buckets=tuple(
+                    _bucket_record(layout, index, at - began, place < early)
+                    for place, (index, at) in enumerate(launches)
+                ),
+                control_nbytes=control_nbytes,
+                sparse_nbytes=sparse_nbytes,
+                backward_seconds=backward_ended - began,
+                exposed_seconds=ended - backward_ended,
+                unused_here=tuple(table.names[index] for index in here),
+                unused_everywhere=tuple(table.names[index] for index in everywhere),
+            )
+
+        self.last = record
+        self._layouts_before = layouts
+        if debug_level() == "DETAIL":
+            logger.info("%s", record())
+
+
+def _unused(
+    table: SlotTable, indices: Iterable[int], used: Callable[[int], bool], sparse_used: Container[int]
+) -> list[int]:
+    """The parameters among ``indices`` whose slot is not used; if they have none, that are not in ``sparse_used``."""
+    slots = [(index, table.slot_of(index)) for index in indices]
+    return [index for index, slot in slots if not (index in sparse_used if slot is None else used(slot))]
+
+
+def _bucket_record(layout: Layout, index: int, launched_at: float, early: bool) -> BucketRecord:
+    bucket = layout.buckets[index]
+    buffer, nbytes = layout.buffers[bucket.buffer], layout.bucket_nbytes(bucket)
+    return BucketRecord(index, _names(layout, bucket), buffer.dtype, buffer.device, nbytes, early, launched_at)
 
 
 def _describe(layout: Layout, rank: int, pass_number: int) -> str:

@@ -18,9 +18,9 @@ A gradient's way, in frames of this package between autograd and ``torch.distrib
                         Collectives...      5   ─▶ torch.distributed
     end of backward ─▶ Reducer.finish       launch the rest, control vector, wait, settle, publish
 
-Whatever decides which collectives a rank issues, and in which order, comes from the program alone (layout, options,
-pass number, ``requires_grad`` at the root of the pass): never from what arrived, never from timing. A bucket is
-launched early or in the finish as its gradients happen to be ready, but always in bucket order.
+Every rank issues the same collectives in the same order. These follow from the program alone (layout, options, pass
+number, ``requires_grad`` at the root of the pass), never from which gradients came, nor from timing. A bucket is
+launched early or in the finish, as its gradients happen to be ready, but always in bucket order.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.queue import WrapperQueue
-from lightning_bucketddp.grads.bucket import NONE, Bucket, Buckets
+from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.control import Report
+from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, Settled
@@ -48,9 +48,9 @@ from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Origin, Pass, PassState, Role
 
 SETTLE_SECONDS = 10.0
-"""How long a rank whose backward raised waits for the others to take note before it goes on raising.
+"""How long a rank whose backward raised waits for the others before it raises.
 
-A rank that comes later finds a rank that has given up, and raises in its next pass: an error, not a hang.
+A rank that comes later finds that this one has given up, and raises too.
 """
 
 
@@ -63,16 +63,16 @@ class Reducer:
     Args:
         table: The parameters and their slots.
         buckets: The buckets.
-        storage: Where gradients lie.
-        reduction: What reduces a bucket.
-        participants: What else takes part in passes; the same on every rank, in the order of their collectives.
+        storage: The memory of gradients.
+        reduction: Reduces a bucket.
+        participants: The features that take part in passes; the same on every rank, in the order of their collectives.
         peers: The other ranks.
         control: Sends and reads the control vector.
         queue: Which of several wrappers on one group may launch.
-        lock: Guards what hooks do, on several threads.
-        open_by_gradient: Opens a pass in which a gradient has been accumulated already. Returns the reducer that has
-            opened it and the parameter's index there; another one than this if parameters have changed, None for a
-            parameter that was replaced.
+        lock: Guards hooks, which autograd calls from several threads.
+        open_by_gradient: Opens a pass in which a gradient has been accumulated already. Returns the reducer that
+            opened it, another one than this if parameters have changed, and the parameter's index there; None for a
+            parameter that the module no longer has.
     """
 
     def __init__(
@@ -109,19 +109,27 @@ class Reducer:
     # -- opening -------------------------------------------------------------------------------------
 
     def reduce_by(self, reduction: Reduction) -> None:
-        """Let something else reduce buckets from the next pass on."""
+        """Reduce buckets by another reduction from the next pass on."""
         self.reduction = reduction
 
     def by_hand(self) -> bool:
         """Whether a reduction without a backward is under way."""
         return self.state is PassState.SYNCHRONISED and self._pass is not None and self._pass.origin is Origin.CALL
 
+    def require_not_by_hand(self) -> None:
+        """Refuse what cannot be done during a reduction without a backward."""
+        if self.by_hand():
+            raise RuntimeError(
+                "expected no pass under way, found the reduction that start_grad_sync() started; call "
+                "finish_grad_sync() first"
+            )
+
     def open(self, it: Pass, reachable: set[int] | None) -> None:
         """Open a pass that the ranks agree on.
 
         Args:
             it: The pass.
-            reachable: Ids of the parameters that will get one, if that is known.
+            reachable: Ids of the parameters that will get a gradient, if that is known.
 
         Raises:
             RuntimeError: If a participant refuses it.
@@ -135,18 +143,17 @@ class Reducer:
             buckets.pending.update(self.table.take_waiting())
             buckets.activate(it.trainable)
         self._enter(PassState.SYNCHRONISED if it.synchronised else PassState.LOCAL)
-        try:  # only now, when what is raised concerns a pass that the others can be told of
+        try:  # only now: the others hear of an error in a pass that is open
             for participant in self.participants:
                 participant.opened(it)
         except RuntimeError as error:
             if it.synchronised:
                 self.peers.publish_failure(f"raised RuntimeError: {error}", for_good=False)
             raise
-        if it.origin is Origin.CALL:  # every gradient that is there takes part, wherever it came from
+        if it.origin is Origin.CALL:  # every gradient takes part
             buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
         elif it.role is Role.ACTIVE:
-            buckets.settled = NONE if it.synchronised else buckets.pending
-            buckets.marks_only = buckets.in_order and self.storage.one_stream()
+            buckets.begin_marking(it.synchronised, self.storage.one_stream())
 
     # -- called by autograd --------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class Reducer:
             param: The parameter.
 
         Raises:
-            RuntimeError: If the gradient comes too late, its bucket being on the wire.
+            RuntimeError: If the bucket of the gradient has been launched.
         """
         with self.lock:
             if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
@@ -177,14 +184,17 @@ class Reducer:
                     while (full := self._next_full()) is not None:
                         self.launch(full)
                         self.reduction.advance()
-            if not bucket.launched and bucket.with_tail is None:  # until its turn comes; a small one need not
+            if not bucket.launched and bucket.with_tail is None:  # a small one need not be held until its turn
                 self.storage.hold(bucket.slots)
 
     def _mark(self, index: int) -> Bucket | None:
         """Mark a gradient as ready; return its bucket if that is full now."""
-        self._require_own_batch(self.table.names[index])
+        self.require_not_by_hand()
+        it = self._pass
+        if it is not None and it.role is Role.JOINED and it.origin is not Origin.CONTEXT:
+            raise RuntimeError(not_own_batch(self.peers.rank, self.table.names[index]))
         slot = self.table.slot_of_index.get(index)
-        if slot is None:  # sparse, or unfrozen in a local pass: it gets its slot when the ranks have agreed on it
+        if slot is None:  # sparse, or unfrozen in a local pass and not agreed yet
             self.table.ready_apart(index)
             for participant in self.participants:
                 participant.ready_apart(index)
@@ -203,19 +213,22 @@ class Reducer:
         return None
 
     def _next_full(self) -> Bucket | None:
-        """The bucket to launch next, if its gradients are all ready, and if it may be launched before backward ends."""
+        """The bucket to launch next, if it is full and may be launched during backward."""
         bucket = self.buckets.next()
         if bucket is None or bucket.missing or bucket.held_back or not self.reduction.free():
             return None
         return bucket
 
-    def launch(self, bucket: Bucket) -> None:
-        """Pack a bucket and start its collective."""
-        for participant in self.participants:
-            participant.before_launch(bucket)
-        self.storage.pack(bucket, self.reduction.scale(bucket))
+    def launch(self, bucket: Bucket, failed: bool = False) -> None:
+        """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
+        if failed:
+            self.storage.require_memory()
+        else:
+            for participant in self.participants:
+                participant.before_launch(bucket)
+            self.storage.pack(bucket, self.reduction.scale(bucket))
         if self.reduction.carries_control(bucket):
-            self._control.put_in(bucket, self._report(), self.buckets.pending)
+            self._control.put_in(bucket, self._report(failed), self.buckets.pending)
         bucket.work = self.reduction.start(bucket)
         bucket.launched = True
         bucket.launched_at = time.perf_counter()
@@ -224,7 +237,7 @@ class Reducer:
     # -- ending --------------------------------------------------------------------------------------
 
     def launch_rest(self) -> None:
-        """Launch all buckets that have not been; parameters without a gradient contribute zeros."""
+        """Launch all remaining buckets. Parameters without a gradient contribute zeros."""
         with self._launching():
             while (bucket := self.buckets.next()) is not None:
                 self.reduction.make_free(self.peers.poll)
@@ -232,7 +245,7 @@ class Reducer:
                 self.reduction.advance()
 
     def backward_ended(self) -> None:
-        """End the pass, when the last gradient has come and before ``backward()`` returns."""
+        """End the pass, after the last gradient and before ``backward()`` returns."""
         if self.state in (PassState.LOCAL, PassState.SYNCHRONISED):
             self._tell_ended(raised=False)
         if self.state is PassState.SYNCHRONISED:
@@ -244,18 +257,13 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launch what is left, wait, and publish the reduced gradients."""
+        """Launch the remaining buckets, wait, and publish the reduced gradients."""
         buckets, peers = self.buckets, self.peers
         self.launch_rest()
         with self._launching():
             report = None if self._control.exchange is not None else self._report()
         with peers.waiting_for(self._describe_awaited, Phase.PASS):
-            self.reduction.proceed(peers.poll)
-            exchange = self._control.exchange or self._control.send(report or self._report(), buckets.pending)
-            for bucket in buckets.awaiting():
-                bucket.work.wait(peers.poll)
-            buckets.awaited = None
-            exchange.wait(peers.poll)
+            exchange = self._wait_for_all(report, peers.poll)
         unused = buckets.unused()
         control = self._control.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
         settled = Settled(buckets, exchange, control, peers.poll)
@@ -270,6 +278,18 @@ class Reducer:
             self.storage.publish_unused(slot, used_elsewhere)
         self._end()
 
+    def _wait_for_all(self, report: Report | None, poll: Callable[[], None]) -> ControlExchange:
+        """Send the report, unless it travels in a bucket, and wait for all collectives."""
+        self.reduction.proceed(poll)
+        exchange = self._control.exchange
+        if exchange is None:
+            assert report is not None
+            exchange = self._control.send(report, self.buckets.pending)
+        for bucket in self.buckets.awaiting():
+            bucket.work.wait(poll)
+        exchange.wait(poll)
+        return exchange
+
     def _end(self) -> None:
         self.storage.end(synchronised=True)
         for participant in self.participants:
@@ -281,18 +301,19 @@ class Reducer:
     # -- when something is wrong ---------------------------------------------------------------------
 
     def broke(self, guarded: bool) -> None:
-        """Backward raised: drop the pass, to be settled at the next use, unless somebody sees the exception.
+        """Drop the pass, as backward raised. The next use of the wrapper settles it.
 
-        Now, not when the pass is settled: by then ``.grad`` may hold the first gradient of another backward.
+        Gradients go now: when the pass is settled ``.grad`` may hold the first gradient of another backward.
 
         Args:
-            guarded: Whether the caller settles the pass.
+            guarded: Whether the caller sees the exception and settles the pass.
         """
         self._tell_ended(raised=True)
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
         elif self.state in (PassState.IDLE, PassState.LOCAL):
-            self._abandon()
+            self.storage.abandon()
+            self._enter(PassState.IDLE)
         elif self.state is PassState.SYNCHRONISED and not guarded:
             self._enter(PassState.BROKEN)
             awaited = [self.table.specs[slot].name for slot in self.buckets.missing()]
@@ -303,22 +324,20 @@ class Reducer:
     def settle(self, cause: str) -> None:
         """End a pass in which backward raised on this rank, together with the others.
 
-        This rank takes part in every collective of the pass, so that no other rank hangs, and says in the control
-        vector that it failed. If all ranks did, training may go on; no rank keeps a gradient of the parameters that
-        the pass concerned. Otherwise every rank raises.
+        This rank takes part in every collective of the pass, so that no other rank hangs, and reports that it failed.
+        If all ranks failed, they drop the gradients of the pass and training may go on. Otherwise every rank raises.
+
+        Args:
+            cause: What happened here, as the end of a sentence that begins with the rank.
         """
-        self._tell_ended(raised=True)
-        if self.state in (PassState.IDLE, PassState.LOCAL):
-            self._abandon()
-        if self.state is PassState.FAILED:
-            self._enter(PassState.FAILED)
+        self.broke(guarded=True)
         if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         self.peers.publish_failure(cause, for_good=False)
-        if self._control.exchange is not None:  # the pass was through; nobody will ask in it any more
+        if self._control.exchange is not None:  # the others have this rank's report: too late for another
             self._give_up(cause)
             return
-        if self.state is PassState.SYNCHRONISED:  # else that was done when it broke, and what came since is not its
+        if self.state is PassState.SYNCHRONISED:  # else broke() has dropped it
             self._drop()
         deadline = time.monotonic() + SETTLE_SECONDS
 
@@ -327,18 +346,10 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            while (bucket := self.buckets.next()) is not None:  # as it is: what is sent will not be used
+            while (bucket := self.buckets.next()) is not None:
                 self.reduction.make_free(raise_when_late)
-                self.storage.require_memory()
-                if self.reduction.carries_control(bucket):
-                    self._control.put_in(bucket, self._report(failed=True), self.buckets.pending)
-                bucket.work = self.reduction.start(bucket)
-                self.buckets.launched += 1
-            self.reduction.proceed(raise_when_late)
-            exchange = self._control.exchange or self._control.send(self._report(failed=True), self.buckets.pending)
-            for bucket in self.buckets.awaiting():
-                bucket.work.wait(raise_when_late)
-            exchange.wait(raise_when_late)
+                self.launch(bucket, failed=True)
+            exchange = self._wait_for_all(self._report(failed=True), raise_when_late)
             all_failed = exchange.read().failed_ranks == self.peers.world_size
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
             all_failed = False
@@ -356,10 +367,6 @@ class Reducer:
         for participant in self.participants:
             participant.backward_ended(raised)
 
-    def _abandon(self) -> None:
-        self.storage.abandon()
-        self._enter(PassState.IDLE)
-
     def _drop(self) -> None:
         self.storage.drop()
         for participant in self.participants:
@@ -367,7 +374,7 @@ class Reducer:
         self.buckets.pending.clear()
 
     def close(self) -> None:
-        """Give gradients back as plain tensors. Sends nothing; safe in any state."""
+        """Make gradients plain tensors again. Sends nothing; safe in any state."""
         self.storage.release()
         self._enter(PassState.CLOSED)
 
@@ -376,8 +383,7 @@ class Reducer:
     def _enter(self, state: PassState) -> None:
         assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
         self._state = state
-        self.buckets.settled = NONE
-        self.buckets.marks_only = False
+        self.buckets.end_marking()
 
     def _report(self, failed: bool = False) -> Report:
         assert self._pass is not None
@@ -392,19 +398,9 @@ class Reducer:
         with self.peers.giving_up_on_errors():
             try:
                 yield
-            except GradientError as error:  # the others are to hear the reason, not only that backward raised
+            except GradientError as error:  # tells the others the reason, not only that backward raised
                 self.peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
                 raise
-
-    def _require_own_batch(self, name: str) -> None:
-        it = self._pass
-        if self.by_hand():
-            raise RuntimeError(
-                "expected no pass under way, found the reduction that start_grad_sync() started; call "
-                "finish_grad_sync() first"
-            )
-        if it is not None and it.role is Role.JOINED and it.origin is not Origin.CONTEXT:
-            raise RuntimeError(not_own_batch(self.peers.rank, name))
 
     def _describe_awaited(self) -> str:
         bucket = self.buckets.awaited
@@ -415,17 +411,17 @@ class Reducer:
 
 
 def not_own_batch(rank: int, name: str) -> str:
-    """The error for a plain backward of a rank that has run out of data."""
+    """The error for a plain backward of a joined rank."""
     return (
         f"rank {rank}: expected a backward inside backward_pass() (manual_backward() in a LightningModule) where ranks "
-        "may run out of data, found a plain one, to which this rank, which has, must not contribute the gradient of "
-        f"{name!r}"
+        f"may run out of data, found a plain one with a gradient of {name!r}; this rank has run out of data and must "
+        "not contribute"
     )
 
 
 def _too_late(rank: int, name: str) -> str:
     return (
-        f"rank {rank}: a gradient of parameter {name!r} arrived after its bucket was on its way. It came less often in "
-        "the first pass than now, as with re-entrant checkpointing of a varying number of calls; use "
+        f"rank {rank}: a gradient of parameter {name!r} came after its bucket had been launched. In the first pass the "
+        "parameter got fewer gradients, as with re-entrant checkpointing of a varying number of calls; use "
         "checkpoint(..., use_reentrant=False)"
     )

@@ -1,4 +1,4 @@
-"""What turns packed buckets into their means over the ranks."""
+"""Reductions turn packed buckets into their means over the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reduction(Protocol):
     _buckets: Buckets
 
     def scale(self, bucket: Bucket) -> float | None:
-        """What packing multiplies by, so that the collective need not divide; None for nothing."""
+        """The factor that packing applies, so that the collective need not divide; None for none."""
         return None
 
     def carries_control(self, bucket: Bucket) -> bool:
@@ -33,7 +33,7 @@ class Reduction(Protocol):
         """Start the collective of a packed bucket."""
 
     def free(self) -> bool:
-        """Whether the next bucket may be launched without waiting. A matter of timing: it moves a launch, no order."""
+        """Whether the next bucket may be launched without waiting. Timing may decide this: the order stays."""
         return True
 
     def make_free(self, poll: Callable[[], None]) -> None:
@@ -41,16 +41,16 @@ class Reduction(Protocol):
         return
 
     def advance(self) -> None:
-        """Do without waiting what can be done for launched buckets."""
+        """Start later stages of launched buckets, as far as that needs no wait."""
         return
 
     def proceed(self, poll: Callable[[], None]) -> None:
-        """Bring all buckets to where the collectives that follow may be started."""
+        """Start all stages of all buckets, so that other collectives may follow."""
         for bucket in self._buckets.awaiting():
             bucket.work.proceed(poll)
 
     def forget(self, slot: int | None = None) -> None:
-        """Forget what is remembered of a slot that no rank used; of all buckets if None, as they change."""
+        """Forget the memory of a slot that no rank used; of all buckets if None, as they change."""
         return
 
 
@@ -60,7 +60,7 @@ class AllReduce(Reduction):
     Args:
         collectives: The group.
         buckets: The buckets.
-        wire_dtype: In which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
+        wire_dtype: The dtype in which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
         scales: Whether packing may divide.
     """
 
@@ -70,7 +70,7 @@ class AllReduce(Reduction):
         self._buckets, self._collectives, self._wire_dtype, self._scales = buckets, collectives, wire_dtype, scales
 
     def scale(self, bucket: Bucket) -> float | None:
-        """One over the world size, where that spares a walk through memory."""
+        """One over the world size, where that saves a walk through memory."""
         if not self._scales:
             return None
         divisor = self._collectives.divisor_before(bucket.flat.dtype, bucket.flat.device, self._wire_dtype)
@@ -88,14 +88,14 @@ class AllReduce(Reduction):
 
 
 class ReduceScatter(Reduction):
-    """A reduce-scatter per bucket, and an all-reduce of shards across groups if there are several.
+    """A reduce-scatter per bucket, and an all-reduce of shards across shard groups if there are several.
 
-    Only shards are divided, when they have been summed.
+    The sums are divided, when only the shards are left.
 
     Args:
-        groups: Among whom shards are divided.
+        groups: The shard groups.
         buckets: The buckets.
-        wire_dtype: In which gradients travel.
+        wire_dtype: The dtype in which gradients travel.
     """
 
     def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
@@ -106,10 +106,9 @@ class ReduceScatter(Reduction):
         return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
 
     def advance(self) -> None:
-        """Send on what travels across groups, in order, and sum the shards that have arrived, which gives memory back.
+        """Start all-reduces across groups in bucket order, and sum shards that are there, which frees memory.
 
-        Not on an accelerator: the compute stream would have to wait, and the end of the pass is the same place on every
-        rank.
+        Not on an accelerator, where the compute stream would have to wait.
         """
         for bucket in self._buckets.active[: self._buckets.launched]:
             if bucket.flat.device.type != "cpu" or not bucket.work.try_proceed():
@@ -131,7 +130,7 @@ class HookReduce(Reduction):
         hook: The hook.
         buckets: The buckets.
         table: The slots.
-        storage: Tells the layout.
+        storage: Has the layout.
     """
 
     def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
@@ -146,16 +145,16 @@ class HookReduce(Reduction):
         return self._last
 
     def free(self) -> bool:
-        """Whether the hook has done with the bucket before, if it takes one at a time."""
+        """Whether the hook is done with the bucket before, if it takes one at a time."""
         return not self._hook.one_at_a_time or self._last.done()
 
     def make_free(self, poll: Callable[[], None]) -> None:
-        """Wait until the hook has done with the bucket before, if it takes one at a time."""
+        """Wait until the hook is done with the bucket before, if it takes one at a time."""
         if self._hook.one_at_a_time:
             self._last.proceed(poll)
 
     def forget(self, slot: int | None = None) -> None:
-        """Drop what PowerSGD remembers."""
+        """Drop PowerSGD's memory."""
         if slot is None:
             self._hook.forget_buckets()
         else:

@@ -1,16 +1,15 @@
 """Sparse gradients: reduced apart from the buckets, at the end of a pass.
 
-Which parameters have them is decided when the module is wrapped and agreed between the ranks. Once the control vector
-has said that no rank failed, two ranks with an embedding of 6 rows exchange, per parameter::
+The ranks agree on the parameters with sparse gradients when the module is wrapped. When the control vector has said
+that no rank failed, two ranks with an embedding of 6 rows exchange, per parameter::
 
                  gradient holds rows     new, rows      gathered indices      .grad on both
     rank 0       1, 4, 4 -> 1, 4         1, 2           1  4                  1: a/2
     rank 1       4                       1, 1           4  0 (padding)        4: (b + c)/2
 
-Everybody knows the numbers of rows of everybody before the rows travel, so that all choose the same: nothing if no rank
-has anything new, a dense all-reduce if one has a dense gradient (the weight is tied to a dense layer), the rows
-otherwise. On accelerators the numbers, like the length of a sparse tensor anywhere, must come to the host: a pass with
-sparse gradients waits for the device.
+Every rank knows the numbers of rows of all ranks before the rows travel, so all ranks do the same: nothing if no rank
+has a new gradient; a dense all-reduce if one has a dense gradient (the weight is tied to a dense layer); else they
+gather the rows. A pass with sparse gradients waits for the device, as the numbers of rows must come to the host.
 """
 
 from __future__ import annotations
@@ -60,18 +59,18 @@ def find_sparse(module: nn.Module, declared: Sequence[str] = ()) -> frozenset[st
 
 
 class SparseGrads(Participant):
-    """Reduces the gradients of parameters that have no slot because they may be sparse.
+    """Reduces the gradients of parameters without a slot, as these may be sparse.
 
     Args:
         table: The module's parameters.
         collectives: The group.
         peers: The other ranks.
-        divisor: Tells what means are multiplied by.
-        max_abs_grad: Gradients beyond this in absolute value, or not finite, are refused; None: not looked at.
+        divisor: Knows the factor for means.
+        max_abs_grad: Refuse gradients that are not finite, or larger in absolute value; None to look at none.
 
     Attributes:
         contributing: Indices of the parameters with a gradient since their last reduction.
-        used_somewhere: Indices of those that any rank contributed to in the last reduction.
+        used_somewhere: Indices of the parameters with a gradient on some rank in the last reduction.
         nbytes: Bytes that this rank received in the last reduction, padding included.
     """
 
@@ -95,11 +94,11 @@ class SparseGrads(Participant):
 
     @property
     def reads_control(self) -> bool:
-        """Whether there are such parameters: no rank may have failed before rows travel."""
+        """Whether there are such parameters: rows travel only if no rank has failed."""
         return bool(self._held)
 
     def opened(self, it: Pass) -> None:
-        """Remember the trainable set. In a reduction by hand every gradient that is there takes part."""
+        """Remember the trainable set. A reduction by hand takes every gradient."""
         self._trainable = it.trainable
         if it.origin is Origin.CALL:
             self.contributing.update(index for index in self._table.sparse if self._params[index].grad is not None)
@@ -110,25 +109,13 @@ class SparseGrads(Participant):
             self.contributing.add(index)
 
     def zero(self) -> None:
-        """Drops all gradients: a sparse gradient of zeros is none."""
-        for index in sorted(self._table.sparse):
+        """Drop all gradients: a sparse gradient of zeros is None."""
+        for index in self._table.sparse:
             self._params[index].grad = None
         self.contributing.clear()
 
-    def first_uncleared(self) -> str | None:
-        """The first parameter whose ``.grad`` is not zero and not what accumulated since the last reduction."""
-        for index in sorted(self._table.sparse):
-            grad = self._params[index].grad
-            if grad is not None and index not in self.contributing and grad.abs().sum().item():
-                return self._names[index]
-        return None
-
-    def holds_gradients(self) -> bool:
-        """Whether any parameter still has what accumulated since the last reduction."""
-        return any(self._params[index].grad is not None for index in self.contributing)
-
     def report(self, report: Report) -> None:
-        """Take what this rank has, before any other is asked: coalesced if sparse.
+        """Take this rank's gradients, coalesced if sparse.
 
         Raises:
             RuntimeError: If a gradient cannot be reduced.
@@ -138,7 +125,7 @@ class SparseGrads(Participant):
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
         if grad is None:
-            self.contributing.discard(index)  # zero_grad() has dropped what there was
+            self.contributing.discard(index)  # zero_grad() has dropped the gradient
             return None
         self._require_fit(index, grad)
         grad = grad.coalesce() if grad.is_sparse else grad
@@ -162,7 +149,7 @@ class SparseGrads(Participant):
             )
 
     def settle(self, settled: Settled) -> None:
-        """Replace gradients by their means over the ranks; one that no rank has anything new of stays as it is."""
+        """Replace gradients by their means over the ranks. A gradient that is new on no rank stays as it is."""
         self.nbytes = 0
         held = self._held
         if not held:
@@ -186,22 +173,16 @@ class SparseGrads(Participant):
                 else:
                     param.grad = self._mean_sparse(param, grad, rows, settled.poll)
                 if self._divisor.factor is not None:
-                    param.grad.mul_(self._divisor.factor)
+                    values = param.grad.values() if param.grad.is_sparse else param.grad  # mul_() would uncoalesce it
+                    values.mul_(self._divisor.factor)
 
-    def _mean_dense(self, param: Tensor, grad: Tensor | None, on_idle: Callable[[], None]) -> Tensor:
-        if grad is None:
-            dense = param.new_zeros(param.shape)
-        elif grad.is_sparse:
-            dense = grad.to_dense()
-        else:
-            dense = grad.contiguous()
+    def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
+        dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()
         self.nbytes += dense.nbytes
-        self._collectives.all_reduce_mean(dense.view(-1)).wait(on_idle)
+        self._collectives.all_reduce_mean(dense.view(-1)).wait(poll)
         return dense
 
-    def _mean_sparse(
-        self, param: Tensor, grad: Tensor | None, rows: Sequence[int], on_idle: Callable[[], None]
-    ) -> Tensor:
+    def _mean_sparse(self, param: Tensor, grad: Tensor | None, rows: Sequence[int], poll: Callable[[], None]) -> Tensor:
         most = max(rows)
         indices = torch.zeros(most, dtype=torch.int64, device=param.device)
         values = param.new_zeros((most, *param.shape[1:]))
@@ -213,9 +194,9 @@ class SparseGrads(Participant):
         all_indices, indices_pending = self._collectives.all_gather(indices)
         all_values, values_pending = self._collectives.all_gather(values)
         self.nbytes += all_indices.nbytes + all_values.nbytes
-        indices_pending.wait(on_idle)
-        values_pending.wait(on_idle)
-        # By rank, and each rank's rows once: every rank adds the same numbers in the same order.
+        indices_pending.wait(poll)
+        values_pending.wait(poll)
+        # Every rank adds the same numbers in the same order.
         total = torch.sparse_coo_tensor(
             _without_padding(all_indices, rows).unsqueeze(0),
             _without_padding(all_values, rows),
@@ -227,12 +208,12 @@ class SparseGrads(Participant):
         return total
 
     def ended(self) -> None:
-        """Nothing accumulates any more."""
+        """Forget the gradients of this pass."""
         self.contributing = set()  # not cleared: the record of the pass keeps the old one
         self._held = []
 
     def dropped(self) -> None:
-        """Drop what accumulated since the last reduction."""
+        """Drop the gradients since the last reduction."""
         for index in self.contributing:
             self._params[index].grad = None
         self.ended()

@@ -1,4 +1,4 @@
-"""The states of a reducer, and what is known of a pass when it opens."""
+"""The states of a reducer, and what a pass is when it opens."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TRANSITIONS = {
 
 
 class Origin(Enum):
-    """How a pass is opened."""
+    """Who opens a pass."""
 
     GRADIENT = auto()
-    """The first gradient of a plain backward, whose beginning nobody saw."""
+    """The first gradient of a plain backward that reached no output of ``forward``."""
     ROOT = auto()
-    """A plain backward came by a tensor that ``forward`` returned."""
+    """A plain backward reached an output of ``forward``."""
     CONTEXT = auto()
-    """``backward_pass()``, whose caller sees an exception itself."""
+    """``backward_pass()``. Its caller sees an exception of backward."""
     CALL = auto()
     """A reduction by hand, without a backward."""
 
@@ -56,21 +56,20 @@ class Role(Enum):
     ACTIVE = auto()
     """It trains."""
     JOINED = auto()
-    """It has run out of data, and takes part for the others' sake: its gradients do not count."""
+    """It has run out of data. It takes part in collectives, and its gradients do not count."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass that opens.
+    """A pass, as known when it opens.
 
     Attributes:
         number: How many synchronised passes came before.
         synchronised: Whether its gradients are reduced.
         trainable: The parameters that were trainable since the last reduction, this pass included.
-        origin: How it was opened.
+        origin: Who opened it.
         role: What this rank does in it.
-        contributes: Whether batches of this rank's own are in it.
-        shown: Whether gradients come as often on this rank as they may in later passes.
+        contributes: Whether it reduces gradients of this rank's own batches.
     """
 
     number: int
@@ -79,4 +78,3 @@ class Pass:
     origin: Origin
     role: Role
     contributes: bool
-    shown: bool = True

@@ -1,4 +1,4 @@
-"""Which parameters were trainable since the last reduction, and what the ranks agreed on."""
+"""The trainable set since the last reduction, and the set that the ranks agreed on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lightning_bucketddp.reducer.participant import Participant
 
 
 class TrainableHistory(Participant):
-    """Follows ``requires_grad`` from pass to pass, and has every change agreed between the ranks.
+    """Follows ``requires_grad`` from pass to pass, and has the ranks agree on every change.
 
-    A change back to an earlier set is agreed too: a rank that changes alone would launch other buckets than the rest,
-    which ends a gloo process on the spot and hangs NCCL.
+    They agree on a change back to an earlier set too. A rank that changes alone would launch other buckets than the
+    rest, which ends a gloo process on the spot and hangs NCCL.
 
     Args:
         slots: The module's parameters.
         peers: The other ranks.
 
     Attributes:
-        since_reduction: The union of the sets of all passes since the last reduction; None if there was no pass.
+        since_reduction: The union of the sets of all passes since the last reduction; None before the first pass.
         agreed: The union that the ranks agreed on last.
     """
 
@@ -30,10 +30,9 @@ class TrainableHistory(Participant):
         self._peers = peers
         self.agreed = slots.trainable_now()
         self.since_reduction: TrainableSet | None = None
-        self._changes = 0
 
     def note(self, trainable: TrainableSet) -> TrainableSet:
-        """Adds the set of a pass, and returns the union since the last reduction."""
+        """Add the set of a pass, and return the union since the last reduction."""
         before = self.since_reduction
         if before is not None and before != trainable:
             trainable = tuple([a or b for a, b in zip(before, trainable, strict=True)])
@@ -41,9 +40,9 @@ class TrainableHistory(Participant):
         return trainable
 
     def agree(self, trainable: TrainableSet) -> bool:
-        """Makes sure that all ranks go from the set agreed last to ``trainable``; asks them if it is another.
+        """Have all ranks agree on ``trainable``, unless it is the set that they agreed on last.
 
-        A rank that finds nothing to ask notes its set, so that ranks that ask can be told how they differ.
+        A rank that has nothing to ask notes its set, so that an error can name the difference.
 
         Args:
             trainable: The union since the last reduction.
@@ -72,8 +71,7 @@ class TrainableHistory(Participant):
 
     def _ask(self, trainable: TrainableSet) -> None:
         peers, names = self._peers, self._slots.names
-        self._changes += 1
-        topic = f"the trainable parameters of pass {peers.position.pass_number} (change {self._changes})"
+        topic = f"the trainable parameters of pass {peers.position.pass_number}"
         said = peers.exchange(topic, "".join("01"[flag] for flag in trainable))
         other = next((rank for rank, bits in enumerate(said) if bits != said[0]), None)
         if other is not None:
@@ -81,5 +79,5 @@ class TrainableHistory(Participant):
             raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second, names)}")
 
     def ended(self) -> None:
-        """A synchronised pass has ended."""
+        """Forget the passes before this reduction."""
         self.since_reduction = None

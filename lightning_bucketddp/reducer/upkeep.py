@@ -1,4 +1,4 @@
-"""Keeps a reducer in line with the module: its parameters, which of them are trainable, and the layout that is due."""
+"""Keeps the reducer in line with the module: its parameters, its trainable set, the layout."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.grads.storage import first_uncleared
 from lightning_bucketddp.peers.agreement import Entry
-from lightning_bucketddp.reducer.assembly import Setting, assemble, reduction_of
+from lightning_bucketddp.reducer.assembly import Assembly, Setting, reduction_of
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.state import Pass
+from lightning_bucketddp.reducer.state import Pass, PassState
 
 
 class Upkeep:
-    """Owns the reducer, and replaces it when parameters were added, removed, replaced or re-typed.
+    """Owns the reducer. Replaces it when parameters were added, removed, replaced or re-typed.
 
     Args:
-        setting: What stays.
+        setting: The parts that stay.
         hook: The communication hook, if there is one.
         open_by_gradient: As for :class:`Reducer`.
     """
@@ -32,18 +31,17 @@ class Upkeep:
     ) -> None:
         self.setting = setting
         self._hook = hook
-        self._hook_attempts = 0
         self._cleared_before = -1  # the pass before which all gradients were set to zero
         self._open_by_gradient = open_by_gradient
         self._assemble()
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the parameters that there are."""
+        """The reducer of the present parameters."""
         return self._parts.reducer
 
     def index_of(self, param: Tensor) -> int | None:
-        """The index of a parameter in the module; None if it is not, or no longer, one of its own."""
+        """The index of a parameter in the module; None if the module does not have it."""
         return self._parts.index_of.get(id(param))
 
     def removed(self) -> bool:
@@ -56,7 +54,7 @@ class Upkeep:
         return {id(param) for param in [*table.params, *(table.all_params[index] for index in table.sparse)]}
 
     def close(self) -> None:
-        """Remove the hooks and give gradients back as plain tensors. Sends nothing; safe in any state."""
+        """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""
         self._parts.hooks.remove()
         if self.reducer.buckets.under_way():
             peers = self.setting.peers
@@ -68,11 +66,11 @@ class Upkeep:
 
     def _assemble(self) -> None:
         setting = self.setting
-        self._parts = assemble(setting, self._hook, self._open_by_gradient)
+        self._parts = Assembly(setting, self._hook, self._open_by_gradient)
         setting.recorder.new_layout(self.reducer.storage.layout, setting.peers.position.pass_number)
 
     def note_trainable(self) -> None:
-        """Count the parameters that are trainable now as trained in a pass."""
+        """Count the present trainable set as that of a pass."""
         self._parts.trainable.note(self.reducer.table.trainable_now())
 
     def take_in_changed(self) -> None:
@@ -85,62 +83,57 @@ class Upkeep:
             self._assemble_again()
 
     def _assemble_again(self) -> None:
-        """Make the reducer of the present parameters; what accumulated since the last reduction stays."""
-        old_parts = self._parts
-        old, sparse = old_parts.reducer, old_parts.sparse
-        known = self._parts.index_of.keys()
-        waiting = {id(old.table.all_params[index]) for index in old.table.waiting | sparse.contributing}
-        waiting |= {id(old.table.params[slot]) for slot in old.buckets.pending}
+        """Make the reducer of the present parameters. Gradients since the last reduction stay."""
+        parts, accumulated = self._parts, self._accumulated()
+        old, since = parts.reducer, parts.trainable.since_reduction
         old.reduction.forget()
-        self._parts.hooks.remove()
+        parts.hooks.remove()
         old.storage.release()
         self._assemble()
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
-            new = id(param) not in known
-            if new:
+            before = parts.index_of.get(id(param))
+            if before is None:
                 self.setting.changes.add(param)
-            if id(param) in waiting or (new and param.grad is not None):
-                self._carry_over(index)
-        since = old_parts.trainable.since_reduction
+            if before in accumulated or (before is None and param.grad is not None):  # takes part in the next reduction
+                slot = table.slot_of(index)
+                if slot is not None:
+                    self.reducer.buckets.pending.add(slot)
+                else:
+                    table.ready_apart(index)
+                    self._parts.sparse.ready_apart(index)
         if since is not None:
             trained = {id(param) for param, flag in zip(old.table.all_params, since, strict=True) if flag}
             self._parts.trainable.note(tuple([id(param) in trained for param in table.all_params]))
 
-    def _carry_over(self, index: int) -> None:
-        """Let a gradient that is there take part in the next reduction."""
-        slot = self.reducer.table.slot_of(index)
-        if slot is not None:
-            self.reducer.buckets.pending.add(slot)
-        else:
-            self.reducer.table.ready_apart(index)
-            self._parts.sparse.ready_apart(index)
+    def _accumulated(self) -> set[int]:
+        """The indices of the parameters with a gradient since their last reduction."""
+        table, pending = self.reducer.table, self.reducer.buckets.pending
+        slots = {index for index, slot in table.slot_of_index.items() if slot in pending}
+        return slots | table.waiting | self._parts.sparse.contributing
 
     # -- before a pass -------------------------------------------------------------------------------
 
     def look_before_gradients(self) -> None:
         """Take in changed parameters, and see what is in ``.grad`` before a backward adds to it."""
         self.take_in_changed()
-        reducer, divisor = self.reducer, self.setting.divisor
-        if divisor.rescales:
+        storage = self.reducer.storage
+        if self.setting.divisor.rescales:
             if self.setting.options.scatter_every_pass:
-                reducer.storage.open()  # what earlier passes have left is set apart, and not divided again
-            sparse, table, pending = self._parts.sparse, reducer.table, reducer.buckets.pending
-            uncleared = None
-            if self._cleared_before != self.setting.peers.position.pass_number:  # else the device need not be asked
-                uncleared = first_uncleared(reducer.storage, table, reducer.buckets) or sparse.first_uncleared()
-            holds = any(table.params[slot].grad is not None for slot in pending) or bool(table.waiting)
-            divisor.look(uncleared, holds or sparse.holds_gradients())
-        reducer.storage.open()
+                storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
+            table, accumulated = self.reducer.table, self._accumulated()
+            holding = [index for index, it in enumerate(table.all_params) if it.requires_grad and it.grad is not None]
+            cleared = self._cleared_before == self.setting.peers.position.pass_number
+            uncleared = [] if cleared else [index for index in holding if index not in accumulated]
+            name = table.names[uncleared[0]] if uncleared else None
+            self.setting.divisor.look(name, any(index in accumulated for index in holding))
+        storage.open()
 
     def prepare(self, it: Pass) -> Pass:
-        """Have the ranks agree on what a pass concerns, and lay buckets out anew if that is due.
-
-        Args:
-            it: The pass, with the parameters that are trainable at its root.
+        """Have the ranks agree on parameters and trainable set, and rebuild buckets if that is due.
 
         Returns:
-            The pass, with those that were trainable since the last reduction.
+            The pass, with the set that was trainable since the last reduction.
 
         Raises:
             RankMismatchError: If the ranks disagree.
@@ -150,7 +143,7 @@ class Upkeep:
         if it.synchronised and changes.due():
             changes.agree()
             if self._parts.trainable.agreed != self.reducer.table.trainable_now():
-                self._assemble_again()  # was laid out in a local pass, for other ones
+                self._assemble_again()  # a local pass laid it out for another set
         planner, trainable = self._parts.planner, self._parts.trainable
         since = trainable.note(self.reducer.table.trainable_now())
         if it.synchronised and trainable.agree(since):
@@ -174,7 +167,7 @@ class Upkeep:
             self.setting.recorder.new_layout(reducer.storage.layout, self.setting.peers.position.pass_number)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients: this rank contributes nothing to the next reduction."""
+        """Drop all gradients. This rank contributes nothing to the next reduction."""
         reducer = self.reducer
         for param in reducer.table.all_params:
             param.grad = None
@@ -184,7 +177,7 @@ class Upkeep:
         self.setting.divisor.ended()
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero, in place; sparse ones, and those without a slot, to None."""
+        """Set all gradients to zero in place; gradients that are sparse or have no slot, to None."""
         reducer = self.reducer
         for index in reducer.table.waiting:
             reducer.table.all_params[index].grad = None
@@ -196,22 +189,18 @@ class Upkeep:
 
     # -- communication hooks -------------------------------------------------------------------------
 
-    def register_comm_hook(self, make_hook: Callable[[], CommHook], between_passes: bool) -> None:
+    def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
         """Let a hook reduce the buckets from the next pass on, if all ranks register the same one.
 
         Args:
             make_hook: Gives the hook, or raises.
-            between_passes: Whether no pass is under way.
 
         Raises:
             RuntimeError: If there is a hook already, or a pass is under way.
             ValueError: If gradients travel in a wire dtype.
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
-        peers = self.setting.peers
-        times = f", attempt {self._hook_attempts + 1}" if self._hook_attempts else ""
-        topic = f"the communication hook from pass {peers.position.pass_number} on{times}"
-        self._hook_attempts += 1
+        peers, reducer = self.setting.peers, self.reducer
         problem: Exception | None = None
         entries: list[Entry] = []
         try:
@@ -222,12 +211,11 @@ class Upkeep:
                     "register_comm_hook can only be called once: expected no communication hook, found "
                     f"{self._hook.name!r}"
                 )
-            if not between_passes:
+            if reducer.state is not PassState.IDLE:
                 raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
             entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error  # the others must hear of it before it is raised
-        peers.require_same(topic, entries, problem)
+        peers.require_same(f"the communication hook from pass {peers.position.pass_number} on", entries, problem)
         self._hook = hook
-        reducer = self.reducer
         reducer.reduce_by(reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook))

@@ -4,159 +4,77 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-_OWN_WAY = "_replicate_for_data_parallel"
-"""How torch.nn.DataParallel lets modules say what a replica copies; private, but what they override."""
-
-HELD = "_bucketddp_replicas"
-"""The attribute under which a module holds its replicas between steps; replicas have none of their own."""
-
-_HOOKS = [name for name, value in vars(nn.Module()).items() if "ward_" in name and isinstance(value, dict)]
-"""Where a module keeps hooks on its forward and backward; private, as there is no public way to those that it has."""
-
-
-class ModuleTree:
-    """A module's submodules and tensors as they were found, to notice what has changed since.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        modules: The module and its submodules, each once.
-        tensors: Its parameters and module buffers, each once.
-        slots: Where the tensors are; those that modules share are in several. The number of the module that has it;
-            where it has it, ``"_parameters"`` or ``"_buffers"``; its name there; its position among the tensors.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.modules: list[nn.Module] = []
-        self.tensors: list[Tensor] = []
-        self.slots: list[tuple[int, str, str, int]] = []
-        positions: dict[int, int] = {}
-        for index, part in enumerate(module.modules()):
-            self.modules.append(part)
-            for registry in ("_parameters", "_buffers"):
-                for name, tensor in part.__dict__[registry].items():
-                    if tensor is None:
-                        continue
-                    position = positions.setdefault(id(tensor), len(self.tensors))
-                    if position == len(self.tensors):
-                        self.tensors.append(tensor)
-                    self.slots.append((index, registry, name, position))
-        self._own = frozenset(map(id, chain[Any](self.modules, self.tensors)))
-        self._found = self._entries()
-
-    def _entries(self) -> tuple[list[int], list[str], list[Any]]:
-        dicts: list[Any] = []
-        for part in self.modules:
-            attributes = part.__dict__
-            dicts += attributes["_modules"], attributes["_parameters"], attributes["_buffers"]
-        sizes, names = list(map(len, dicts)), list(chain.from_iterable(dicts))
-        compiled = [part.__dict__.get("_compiled_call_impl") for part in self.modules]
-        return sizes, names, [*chain.from_iterable(map(dict.values, dicts)), *compiled, *map(type, self.modules)]
-
-    def still_holds(self) -> bool:
-        """Whether submodules and tensors are the same objects still, under the same names, and of the same classes."""
-        sizes, names, values = self._entries()
-        return sizes == self._found[0] and names == self._found[1] and all(map(operator.is_, values, self._found[2]))
-
-    def aliases(self) -> list[tuple[int, str]]:
-        """The attributes, by number of the module, that lead to modules or tensors of the tree now."""
-        own = self._own
-        return [
-            (index, name)
-            for index, part in enumerate(self.modules)
-            for name, value in part.__dict__.items()
-            if type(value) not in _PLAIN  # most attributes end here or in the next line, as empty registries of hooks
-            and (type(value) not in _CONTAINERS or value)
-            and name not in _REGISTRIES
-            and not (type(value) is FunctionType and hasattr(value, "__wrapped__"))  # of metrics: count in the original
-            and _leads_to(value, own)
-        ]
-
-
-class ModuleCopy:
-    """One replica: a copy of every module object of a tree.
-
-    Its modules are of the same classes and have the attributes that the originals have at the last :meth:`renew`, as
-    the replicas of torch.nn.DataParallel. Beyond what those do, methods, hooks and plain attributes that lead to
-    modules or tensors of the original (``self.act = self.net.forward``, ``self.stages = [self.a, self.b]``) lead to the
-    replica's, also inside other containers, ``functools.partial``, and functions nested in a method, which refer to
-    ``self``. Functions that keep one of the module's lists or dicts in a variable of their own keep the original's.
-
-    Args:
-        tree: The original.
-    """
-
-    def __init__(self, tree: ModuleTree) -> None:
-        self._tree = tree
-        self._copies = [object.__new__(type(original)) for original in tree.modules]
-        self._by_id: dict[int, Any] = {
-            id(original): copy for original, copy in zip(tree.modules, self._copies, strict=True)
-        }
-        self._children = [
-            {name: None if child is None else self._by_id[id(child)] for name, child in original._modules.items()}
-            for original in tree.modules
-        ]
-        usual = {getattr(kind, _OWN_WAY, None) for kind in (nn.Module, GraphModule)}  # torch.fx compiles each copy anew
-        self._own_way = [getattr(type(original), _OWN_WAY, None) not in usual for original in tree.modules]
-
-    @property
-    def root(self) -> nn.Module:
-        """The replica of the module itself."""
-        return self._copies[0]
-
-    def renew(self) -> None:
-        """Takes over the original's present attributes; the tensors are the original's until :meth:`hold`."""
-        for original, copy, children, own_way in zip(
-            self._tree.modules, self._copies, self._children, self._own_way, strict=True
-        ):
-            attributes = getattr(original, _OWN_WAY)().__dict__ if own_way else original.__dict__.copy()
-            attributes["_parameters"] = original._parameters.copy()
-            attributes["_buffers"] = original._buffers.copy()
-            attributes["_modules"] = children.copy()
-            attributes["_is_replica"] = True
-            for name in _HOOKS:  # what a replica registers in its forward is for its own samples
-                if name in attributes:
-                    attributes[name] = attributes[name].copy()
-            attributes.pop(HELD, None)
-            object.__setattr__(copy, "__dict__", attributes)
-
-    def hold(self, tensors: Mapping[int, Tensor], aliases: Iterable[tuple[int, str]]) -> None:
-        """Puts other tensors in the place of the original's, and leads aliases to the replica's own.
-
-        Args:
-            tensors: By their positions in ``tree.tensors``; the others stay.
-            aliases: The tree's present ones.
-        """
-        for index, registry, name, position in self._tree.slots if tensors else ():
-            if position in tensors:
-                self._copies[index].__dict__[registry][name] = tensors[position]
-        others = {id(self._tree.tensors[position]): tensor for position, tensor in tensors.items()}
-        replacements = self._by_id | others
-        for index, name in aliases:
-            attributes = self._copies[index].__dict__
-            attributes[name] = _redirected(attributes[name], replacements)
-
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _REGISTRIES]
+"""Where a module keeps its hooks. Private: there is no public way to those that it has."""
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _PLAIN = frozenset({bool, int, float, str, set, type(None)})
-_REGISTRIES = frozenset({"_modules", "_parameters", "_buffers"})
 _DEPTH = 4
-"""How deep in containers and functions modules are looked for, as these may lead back to themselves."""
+"""How deep to look into containers and functions, which may lead back to themselves."""
+
+
+def fill(
+    replicas: Sequence[Sequence[nn.Module]], originals: Sequence[nn.Module], tensors: Sequence[Mapping[int, Tensor]]
+) -> None:
+    """Give the modules of each replica the attributes that their originals have now.
+
+    Every reference to one of the originals becomes a reference to its copy. This holds for submodules, parameters and
+    hooks, and for plain attributes (``self.act = self.net.forward``, ``self.stages = [self.a, self.b]``). It holds
+    inside other containers, :class:`functools.partial`, and functions nested in a method that refer to ``self``. A list
+    or dict in such a function's variables stays the original's: functions append to those.
+
+    Args:
+        replicas: The modules of each replica, in the order of the originals.
+        originals: The module and its submodules.
+        tensors: Each replica's own tensors, by the id of the original's. It shares all others.
+    """
+    references = [
+        (position, name, value)
+        for position, original in enumerate(originals)
+        for name, value in vars(original).items()
+        if type(value) not in _PLAIN
+        and (type(value) not in _CONTAINERS or value)
+        and name not in _REGISTRIES
+        and not (type(value) is FunctionType and name in ("update", "compute"))  # of metrics: count in the original
+    ]
+    for copies, own in zip(replicas, tensors, strict=True):
+        replacements: dict[int, Any] = {id(it): copy for it, copy in zip(originals, copies, strict=True)} | {**own}
+        for original, copy in zip(originals, copies, strict=True):
+            attributes = vars(copy)
+            attributes.update(vars(original), _is_replica=True)  # the mark of torch.nn.DataParallel
+            for name in _REGISTRIES:
+                attributes[name] = {key: replacements.get(id(it), it) for key, it in attributes[name].items()}
+            for name in HOOKS:  # what a replica registers in its forward is for its own samples
+                attributes[name] = attributes[name].copy()
+        for position, name, value in references:
+            new = _redirected(value, replacements)
+            if new is not value:
+                vars(copies[position])[name] = new
+
+
+def _redirected(value: Any, replacements: Mapping[int, Any], depth: int = _DEPTH, in_container: bool = True) -> Any:
+    """Return ``value`` with everything it leads to replaced; the same object if there is nothing to replace."""
+    kind = type(value)
+    if kind in _PLAIN or (kind in _CONTAINERS and not (value and in_container)):
+        return value
+    if id(value) in replacements:
+        return replacements[id(value)]
+    parts = _parts(value) if depth else []
+    new = [_redirected(part, replacements, depth - 1, kind in _CONTAINERS) for part in parts]
+    return value if all(map(operator.is_, parts, new)) else _rebuilt(value, new)
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a value leads to by itself: a container's items, a method's object, what functions and partials refer to."""
+    """List what a value leads to: a container's items, a method's object, a partial's or function's references."""
     kind = type(value)
     if kind in _CONTAINERS:
         return list(value.values() if isinstance(value, dict) else value)
@@ -164,56 +82,35 @@ def _parts(value: Any) -> list[Any]:
         return [value.__self__]
     if kind is partial:
         return [value.func, *value.args, *value.keywords.values()]
-    return list(map(_content, value.__closure__ or ())) if kind is FunctionType else []
-
-
-def _content(cell: CellType) -> Any:
     try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return None
+        return [cell.cell_contents for cell in value.__closure__ or ()] if kind is FunctionType else []
+    except ValueError:  # a variable that has no value yet
+        return []
 
 
-def _leads_to(value: Any, ids: Container[int], depth: int = _DEPTH, in_container: bool = True) -> bool:
+def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """Make a value like ``value`` that leads to other parts, in the order of :func:`_parts`."""
     kind = type(value)
-    if kind in _PLAIN or (kind in _CONTAINERS and not in_container):
-        return False  # as functions append to containers that they refer to, which have to stay the same
-    return id(value) in ids or (
-        depth > 0 and any(_leads_to(part, ids, depth - 1, kind in _CONTAINERS) for part in _parts(value))
-    )
-
-
-def _redirected(value: Any, replacements: Mapping[int, Any], depth: int = _DEPTH, in_container: bool = True) -> Any:
-    """``value`` around replacements, if it is, or leads to, something that is to be replaced; else itself."""
-    kind = type(value)
-    if id(value) in replacements or not _leads_to(value, replacements, depth, in_container):
-        return replacements.get(id(value), value)
-    parts = [_redirected(part, replacements, depth - 1, kind in _CONTAINERS) for part in _parts(value)]
     if kind is MethodType:
         return MethodType(value.__func__, parts[0])
-    if kind is FunctionType:
-        return _with_contents(value, parts)
     if kind is partial:
         first_keyword = 1 + len(value.args)
         keywords = dict(zip(value.keywords, parts[first_keyword:], strict=True))
         return partial(parts[0], *parts[1:first_keyword], **keywords)
+    if kind is FunctionType:
+        cells = tuple(
+            cell if cell.cell_contents is part else CellType(part)
+            for cell, part in zip(value.__closure__, parts, strict=True)
+        )
+        function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        vars(function).update(vars(value))
+        return function
     return kind(zip(value, parts, strict=True) if isinstance(value, dict) else parts)
 
 
-def _with_contents(function: FunctionType, contents: Sequence[Any]) -> FunctionType:
-    """A nested function that refers to something else in the place of some variables around it."""
-    cells = [
-        cell if _content(cell) is content else CellType(content)
-        for cell, content in zip(function.__closure__ or (), contents, strict=True)
-    ]
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    made.__kwdefaults__ = function.__kwdefaults__
-    vars(made).update(vars(function))
-    return made
-
-
 def require_copyable(module: nn.Module) -> None:
-    """Requires that every submodule can be copied structurally.
+    """Require that every submodule can be copied structurally.
 
     Raises:
         TypeError: For scripted and compiled modules.
@@ -226,7 +123,7 @@ def require_copyable(module: nn.Module) -> None:
                 f"expected modules of Python, found that {where} is a {type(part).__name__}, whose parameters are "
                 "bound to its compiled code; replicate the module that was scripted or traced"
             )
-        if isinstance(part, torch._dynamo.OptimizedModule) or part.__dict__.get("_compiled_call_impl") is not None:
+        if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise TypeError(
                 f"expected modules that are not compiled, found that {where} is, and its compiled code is bound to the "
                 "original's parameters; replicate the module before it is compiled"
@@ -240,15 +137,15 @@ def require_copyable(module: nn.Module) -> None:
 
 
 def require_no_collectives(module: nn.Module) -> None:
-    """Requires that no layer has collectives, which replicas would start in the order in which threads run.
+    """Require that no layer has collectives: replicas would start them in the order in which their threads run.
 
     Raises:
-        ValueError: If one has; names it.
+        ValueError: If a layer has. The message names it.
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise ValueError(
-                f"expected replicas without collectives of their own, found SyncBatchNorm {name!r}: they would start "
-                "theirs in the order in which threads run. Use BatchNorm, which normalises each replica's samples, or "
-                'one process per device, as with strategy="bucketddp"'
+                f"expected replicas without collectives of their own, found SyncBatchNorm {name!r}: threads would "
+                "start theirs in any order. Use BatchNorm, which normalises each replica's samples, or one process per "
+                'device, as with strategy="bucketddp"'
             )

@@ -1,4 +1,4 @@
-"""Tensors inside nested containers: what modules take and return."""
+"""Nested containers of tensors: what modules take and return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def items_of(value: Any) -> dict[str, Any] | None:
-    """The items of a list, tuple, mapping or dataclass, by their place in messages; None for anything else."""
+    """Return the items of a list, tuple, mapping or dataclass by place (``[0]``, ``['key']``, ``.name``), else None."""
+    if isinstance(value, PackedSequence):  # a named tuple, but its fields have no batch dimension in common
+        return None
     if isinstance(value, Mapping):
         return {f"[{key!r}]": item for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -25,7 +27,7 @@ def items_of(value: Any) -> dict[str, Any] | None:
 
 
 def rebuilt(value: Any, items: Iterable[Any]) -> Any:
-    """A container like ``value`` around other items, in the same order: a list, tuple, mapping or dataclass."""
+    """Make a container like ``value`` that holds other items, in the order of :func:`items_of`."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*items)
     if isinstance(value, list | tuple):
@@ -35,44 +37,49 @@ def rebuilt(value: Any, items: Iterable[Any]) -> Any:
         for key, item in zip(value, items, strict=True):
             result[key] = item
         return result
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(result, name, item)
+    for place, item in zip(items_of(value) or (), items, strict=True):
+        object.__setattr__(result, place[1:], item)  # also where the dataclass is frozen
     return result
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    if isinstance(value, Tensor):
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield everything in nested containers that is not itself a list, tuple, mapping or dataclass."""
+    items = items_of(value)
+    if items is None:
         yield value
         return
-    items = list(value) if isinstance(value, set | frozenset) else (items_of(value) or {}).values()
-    for item in items:
-        yield from tensors_in(item)
+    for item in items.values():
+        yield from leaves(item)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and packed sequences."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, PackedSequence):
+            yield leaf.data
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``; containers are rebuilt, tensors that are there already are shared."""
-    if isinstance(value, PackedSequence):
-        return value.to(device)  # type: ignore[arg-type]  # which takes what Tensor.to() does
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=device.type != "cpu")  # copies to the CPU end when nobody is told
-    if isinstance(value, set | frozenset):
-        return type(value)(move_to(item, device) for item in value)
+    """Return ``value`` with its tensors on ``device``. Tensors that are already there are not copied."""
+    if isinstance(value, Tensor | PackedSequence):
+        # Nobody would wait for a copy to the CPU.
+        return value.to(device, non_blocking=device.type != "cpu")  # type: ignore[arg-type]  # of PackedSequence.to
     items = items_of(value)
     return value if items is None else rebuilt(value, [move_to(item, device) for item in items.values()])
 
 
 def joined(values: Sequence[Any], path: str, leaf: Callable[[Sequence[Any], str], Any]) -> Any:
-    """Makes one value of the replicas' values: containers item by item.
+    """Make one value of the replicas' values, item by item where they are containers.
 
     Args:
         values: One per replica.
         path: What the values are, for messages.
-        leaf: Makes one value of values that are no containers, which are in the given place.
+        leaf: Makes one value of values that are not containers. It gets them and their place.
 
     Raises:
-        ValueError: If the containers differ.
+        ValueError: If the replicas' containers differ.
     """
     found = [items_of(value) for value in values]
     first = found[0]
@@ -87,10 +94,10 @@ def joined(values: Sequence[Any], path: str, leaf: Callable[[Sequence[Any], str]
 
 
 def require_same(values: Sequence[Any], path: str, what: str, of: Callable[[Any], Any]) -> None:
-    """Requires that something is the same of every replica's value.
+    """Require that ``of(value)`` is the same for every replica's value.
 
     Raises:
-        ValueError: If it is not; names both.
+        ValueError: If it is not. The message has both.
     """
     expected = of(values[0])
     for replica, value in enumerate(values):
@@ -105,5 +112,5 @@ def require_same(values: Sequence[Any], path: str, what: str, of: Callable[[Any]
 def _equal(value: Any, other: Any) -> bool:
     try:
         return bool(value == other)
-    except (TypeError, ValueError, RuntimeError):  # arrays of any kind compare element by element
+    except (TypeError, ValueError, RuntimeError):  # arrays compare item by item
         return False

@@ -1,4 +1,4 @@
-"""Batches split over devices, and outputs of several devices put together again; differentiable both ways."""
+"""Split batches over devices, and join the outputs of several devices. Gradients flow through both."""
 
 from __future__ import annotations
 
@@ -9,105 +9,90 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_bucketddp.replicas.nested import items_of, joined, rebuilt, require_same
+from lightning_bucketddp.replicas.nested import items_of, joined, leaves, rebuilt, require_same
 
 Device = torch.device | str | int
 
 
 def accelerator_type() -> str | None:
-    """The type of this machine's accelerators; None if it has none."""
+    """Return the type of this machine's accelerators, None if it has none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def accelerators() -> list[torch.device]:
-    """This machine's accelerators."""
+    """List this machine's accelerators."""
     kind = accelerator_type()
     return [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
-def as_device(device: Device) -> torch.device:
-    """``device`` with its index, so that it compares equal to a tensor's: ``"cuda"`` is the current CUDA device.
+def as_device(device: Device, argument: str = "devices") -> torch.device:
+    """Return the device of a tensor that is made there: for ``"cuda"`` the current CUDA device, with its index.
 
     Args:
         device: A device, its name, or the index of an accelerator.
+        argument: The caller's name for it, for messages.
 
     Raises:
-        ValueError: If an index is given and there is no accelerator.
+        TypeError: If it is none of these.
+        ValueError: If this machine has no such device.
     """
-    kind = accelerator_type()
-    if isinstance(device, int):
-        if kind is None:
-            raise ValueError(
-                f"expected a device by name or as torch.device, as this machine has no accelerator, found the index "
-                f"{device}; the CPU is torch.device('cpu')"
-            )
-        return torch.device(kind, device)
-    found = torch.device(device)
-    if found.type in ("cpu", "meta"):
-        return torch.device(found.type)
-    if found.index is None:
-        return torch.device(found.type, torch.accelerator.current_device_index() if found.type == kind else 0)
-    return found
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise TypeError(f"expected {argument} to name devices, found {device!r}")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ValueError) as error:  # AssertionError: torch was built without such devices
+        raise ValueError(f"expected {argument} to name devices, found {device!r}: {error}") from None
 
 
 def as_devices(devices: Sequence[Device]) -> tuple[torch.device, ...]:
-    """``devices``, each as :func:`as_device`.
+    """Return each device as :func:`as_device` does.
 
     Raises:
         ValueError: If there is none.
     """
     if not devices:
-        raise ValueError("expected at least one device, found none")
+        raise ValueError("expected at least one device, found none; pass some, for example ['cpu', 'cpu']")
     return tuple(as_device(device) for device in devices)
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
-    """Splits every tensor in ``inputs`` along ``dim`` and puts the chunks on ``devices``, as :func:`torch.chunk` does.
+    """Split every tensor in ``inputs`` along ``dim`` as :func:`torch.chunk` does, and put the chunks on ``devices``.
 
-    Tuples, lists, dicts, named tuples and dataclasses are rebuilt around the chunks. What is not a tensor, and tensors
-    of no dimension, go to every device. Gradients flow back into the tensors that were split.
+    Tuples, lists, dicts, named tuples and dataclasses are rebuilt around the chunks. Every device gets all that is not
+    a tensor, and tensors of no dimension. Gradients flow back into the tensors that were split.
 
     Args:
         inputs: Tensors in nested containers.
-        devices: Where the chunks go; the same one may come several times.
+        devices: Where the chunks go. The same device may come several times.
         dim: The dimension of the batch.
 
     Returns:
-        What each device gets. Fewer than devices where a batch makes fewer chunks (5 samples on 4 devices: 2, 2 and 1);
-        as many as devices where there is no tensor to split. Tensors without samples make as many chunks as the rest.
+        One part per device. There are fewer parts than devices where a batch makes fewer chunks (5 samples on 4
+        devices: 2, 2 and 1). Without a tensor to split there are as many as devices.
 
     Raises:
-        ValueError: If tensors make different numbers of chunks, as samples of the others would be dropped; if a tensor
-            has no dimension ``dim``; for packed sequences.
+        ValueError: If tensors make different numbers of chunks (samples would be lost), if a tensor has no dimension
+            ``dim``, or for packed sequences.
     """
     targets = as_devices(devices)
-    counts: dict[int, Tensor] = {}
-    _count_chunks(inputs, len(targets), dim, counts)
-    if len(counts) > 1:
-        (few, first), (many, second) = sorted(counts.items())[:2]
+    by_count: dict[int, Tensor] = {}
+    for leaf in leaves(inputs):
+        if isinstance(leaf, PackedSequence):
+            raise ValueError(
+                "expected tensors in containers, found a PackedSequence, whose samples lie interleaved and cannot be "
+                "split; pass the padded sequences with their lengths and pack them in forward"
+            )
+        if isinstance(leaf, Tensor) and leaf.dim() and _size(leaf, dim):  # one without samples splits into any number
+            by_count.setdefault(len(leaf.chunk(len(targets), dim)), leaf)
+    if len(by_count) > 1:
+        (few, first), (many, second) = sorted(by_count.items())[:2]
         raise ValueError(
             f"expected tensors with one number of samples along dimension {dim}, found shapes {tuple(first.shape)} and "
             f"{tuple(second.shape)}, which make {few} and {many} chunks for {len(targets)} devices; pad them, or pass "
             "what is not split by sample as something other than a tensor"
         )
-    count = next(iter(counts), len(targets))
-    return _scatter(inputs, targets[:count], dim)
-
-
-def _count_chunks(value: Any, most: int, dim: int, counts: dict[int, Tensor]) -> None:
-    """Notes in ``counts`` into how many chunks each tensor with samples splits, with one such tensor."""
-    if isinstance(value, Tensor):
-        if value.dim() and _size(value, dim):
-            counts.setdefault(-(-_size(value, dim) // -(-_size(value, dim) // most)), value)
-    elif isinstance(value, PackedSequence):
-        raise ValueError(
-            "expected tensors in containers, found a PackedSequence, whose samples lie interleaved and cannot be "
-            "split; pass the padded sequences with their lengths and pack them in forward"
-        )
-    else:
-        for item in (items_of(value) or {}).values():
-            _count_chunks(item, most, dim, counts)
+    return _scatter(inputs, targets[: next(iter(by_count), len(targets))], dim)
 
 
 def _size(tensor: Tensor, dim: int) -> int:
@@ -118,7 +103,7 @@ def _size(tensor: Tensor, dim: int) -> int:
 
 def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]:
     if isinstance(value, Tensor):
-        # of no dimension: each has its own, as each has its own part of others, to change in place
+        # A replica may change its part in place. Scalars are cloned for that.
         chunks = value.chunk(len(targets), dim) if value.dim() else [value, *(value.clone() for _ in targets[1:])]
         return [_moved(chunk, device) for chunk, device in zip(chunks, targets, strict=True)]
     items = items_of(value)
@@ -130,16 +115,15 @@ def _scatter(value: Any, targets: Sequence[torch.device], dim: int) -> list[Any]
 
 def _moved(chunk: Tensor, device: torch.device) -> Tensor:
     if chunk.device == device and not chunk.requires_grad:
-        return chunk.data  # as all chunks count in-place changes together, and each replica's graph its own alone
+        return chunk.data  # chunks share a version counter: a change of one would invalidate the graphs of the others
     return chunk.to(device, non_blocking=device.type != "cpu")
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Puts the outputs of several replicas together on one device; the reverse of :func:`scatter`.
+    """Join the outputs of several replicas on one device: the reverse of :func:`scatter`.
 
-    Tensors are concatenated along ``dim``; those of no dimension, as losses are, make a vector with one element per
-    replica (without the warning that torch gives: it is what is wanted, and it is said here). Containers are rebuilt
-    around the results. Other values must be the same in all outputs.
+    Tensors are concatenated along ``dim``. Tensors of no dimension, such as losses, make a vector with one element per
+    replica. Containers are rebuilt around the results. Other values must be the same in all outputs.
 
     Args:
         outputs: One output per replica.
@@ -168,9 +152,9 @@ def _gathered(values: Sequence[Any], path: str, target: torch.device, dim: int) 
 
 
 def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    if not tensor.dim():
-        return ()
-    _size(tensor, dim)
+    """Return the shape with -1 for dimension ``dim``."""
     shape = list(tensor.shape)
-    shape[dim] = -1
+    if shape:
+        _size(tensor, dim)
+        shape[dim] = -1
     return tuple(shape)

@@ -1,25 +1,23 @@
-"""A Trainer's checkpoints as directories to which every rank writes its own parts (``state_dict_type="sharded"``).
+"""Checkpoints as directories to which every rank writes its own parts (``state_dict_type="sharded"``).
 
-What is not the module's or the optimizers' is saved with them, as the Trainer has collected it on rank 0. Weights are
-read before the module is wrapped, as those of other checkpoints are; optimizers, when they have been set up.
+A checkpoint also holds what the Trainer collects on rank 0. Weights are read before the module is wrapped, as from any
+checkpoint. Optimizers are read after they have been set up.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
+from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
-if TYPE_CHECKING:
-    from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
-    from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+DIRECTORY_KEY = "bucketddp_directory"
+"""Entry of a loaded checkpoint: the directory from which the optimizers are still to be loaded."""
 
 
 def is_checkpoint_directory(path: Path) -> bool:
@@ -28,8 +26,6 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 
 def _parts_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
-    from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint  # which takes long to import
-
     if wrapper is not None:
         return wrapper.sharded_checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
@@ -43,95 +39,92 @@ def save_parts(
     optimizers: Sequence[Optimizer],
     storage_options: Any = None,
 ) -> None:
-    """Saves what the Trainer has collected. All ranks must call this.
+    """Save what the Trainer has collected, and each rank's parts. All ranks must call this.
 
     Args:
-        checkpoint: What it has collected; the optimizers' states in it are not looked at.
-        path: Where; what is there is replaced.
+        checkpoint: What the Trainer has collected. Its optimizer states are ignored.
+        path: The directory; replaced if it exists.
         module: The module.
-        wrapper: The module's wrapper, which may be closed; None if it has not been wrapped.
-        optimizers: The Trainer's.
+        wrapper: The module's wrapper, open or closed; None if the module was not wrapped.
+        optimizers: The Trainer's optimizers.
         storage_options: What a ``CheckpointIO`` would get.
 
     Raises:
         TypeError: If there are options for a ``CheckpointIO``.
-        ValueError: If somebody has put other weights into the checkpoint, which are not in parts.
-        RuntimeError: If anything else went wrong on some rank; says where and what.
+        ValueError: If a callback has put other weights into the checkpoint.
+        RuntimeError: If anything else fails on some rank; says where and what.
     """
     if storage_options is not None:
         raise TypeError(
-            f'expected no storage_options with state_dict_type="sharded", found {storage_options!r}: no CheckpointIO '
-            "is used"
+            f'expected no storage_options with state_dict_type="sharded", which uses no CheckpointIO; found '
+            f"{storage_options!r}"
         )
     checkpoint = dict(checkpoint)
-    _require_own(checkpoint.pop("state_dict"), module)
+    _require_own_weights(checkpoint.pop("state_dict"), module)
     resumable = "optimizer_states" in checkpoint
     if resumable:
-        checkpoint["optimizer_states"] = []  # says that training can be resumed
+        checkpoint["optimizer_states"] = []  # tells Lightning that training can be resumed
     _parts_of(module, wrapper).save(path, optimizers if resumable else (), checkpoint, overwrite=True)
 
 
 def load_weights(
     path: Path, module: pl.LightningModule, wrapper: BucketDDP | None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Loads a module's weights; gives what the Trainer had collected, with the weights that have been loaded.
-
-    All ranks must call this.
+    """Load a module's weights. All ranks must call this.
 
     Args:
         path: The directory.
         module: The module.
-        wrapper: Its wrapper; None if it has not been wrapped yet, or will not be.
-        weights_only: Whether nothing is to be unpickled, which is not possible here.
+        wrapper: Its wrapper; None if the module is not wrapped.
+        weights_only: Whether unpickling is forbidden. It cannot be.
+
+    Returns:
+        What the Trainer had collected, the loaded weights as ``state_dict``, and the directory.
 
     Raises:
-        ValueError: If names or shapes differ, the directory was not written by a Trainer, or nothing is to be
-            unpickled.
-        RuntimeError: If anything else went wrong on some rank; says where and what.
+        ValueError: If names or shapes differ, no Trainer has written the directory, or unpickling is forbidden.
+        RuntimeError: If anything else fails on some rank; says where and what.
     """
     if weights_only:
         raise ValueError(
-            f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: what is not a "
-            "tensor is pickled there"
+            f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: the directory "
+            "holds pickles besides tensors"
         )
     checkpoint = _parts_of(module, wrapper).load(path, (), module.strict_loading)
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
-            f"expected a checkpoint of a Trainer's in {path}, found one that save_sharded() has written; load it by "
+            f"expected a Trainer's checkpoint in {path}, found one that save_sharded() has written; load it by "
             "BucketDDP.load_sharded()"
         )
-    return {**checkpoint, "state_dict": module.state_dict()}
+    return {**checkpoint, "state_dict": module.state_dict(), DIRECTORY_KEY: path}
 
 
 def whole_state(wrapper: BucketDDP, optimizer: Optimizer, interrupted: bool) -> dict[str, Any]:
-    """The whole state of an optimizer whose state is in shards, on rank 0; empty on the others.
+    """Return the whole state of a sharded optimizer on rank 0, and an empty one on the others.
 
-    All ranks must call this, unless an exception is being handled: then it is this rank's part.
+    All ranks must call this. After an exception they may not: then each rank returns its own part.
     """
-    if isinstance(optimizer, LightningOptimizer):
-        optimizer = optimizer.optimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
     if interrupted:
         rank_zero_warn(
-            "a checkpoint that is saved while an exception is handled has this rank's part of the optimizers' state, "
-            "as the other ranks may not be there: weights can be loaded from it, but training cannot be resumed"
+            "a checkpoint that is saved while an exception is handled has only this rank's part of the optimizers' "
+            "state, as the other ranks may be gone: weights can be loaded from it, but training cannot be resumed"
         )
         return optimizer.state_dict()
     return wrapper.optimizer_state_dict(optimizer) or {}
 
 
-def _require_own(state_dict: Mapping[str, Any], module: pl.LightningModule) -> None:
-    mine = module.state_dict()
-    for name in [*mine.keys() - state_dict.keys(), *state_dict.keys() - mine.keys()]:
-        where = "the checkpoint" if name in mine else "the module"
-        raise ValueError(_told(f"{name!r} missing in {where}"))
-    for name, value in state_dict.items():
-        if getattr(value, "data_ptr", int)() != getattr(mine[name], "data_ptr", int)():
-            raise ValueError(_told(f"another tensor as {name!r}"))
+def _require_own_weights(state_dict: Mapping[str, Any], module: pl.LightningModule) -> None:
+    """Require that a checkpoint holds the module's own weights: none was added, removed or replaced."""
+    found, own = ({name: _address(value) for name, value in each.items()} for each in (state_dict, module.state_dict()))
+    for name in {**own, **found}:
+        if found.get(name) != own.get(name):
+            raise ValueError(
+                'expected the LightningModule\'s own weights in a checkpoint with state_dict_type="sharded", as every '
+                f"rank saves its parts of them; found another tensor as {name!r}, or none: a callback or "
+                'on_save_checkpoint has changed them. Use state_dict_type="full"'
+            )
 
 
-def _told(found: str) -> str:
-    return (
-        'expected the LightningModule\'s own weights in a checkpoint with state_dict_type="sharded", whose parts every '
-        f"rank saves by itself, found {found}: a callback or on_save_checkpoint has changed them. Use "
-        'state_dict_type="full"'
-    )
+def _address(value: Any) -> int:
+    return value.data_ptr() if hasattr(value, "data_ptr") else 0

@@ -1,4 +1,4 @@
-"""What the Trainer's strategy and Fabric's have in common: names, calls of the wrapper, the end of processes."""
+"""What the strategies for Trainer and Fabric share: registered names, forwarded calls, the process group's life."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
+from itertools import product
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -23,25 +24,32 @@ _R = TypeVar("_R")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_START_METHODS: dict[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-
-REGISTERED: dict[str, dict[str, Any]] = {
-    name + started + suffix: {"start_method": start_method, **sharded, **options}
-    for name, sharded in (("bucketddp", {}), ("bucketddp_sharded", {"shard_optimizer": True}))
-    for suffix, options in (
-        ("", {}),
-        ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-        ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-    )
-    for started, start_method in _START_METHODS.items()
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_SHARDED = {"bucketddp": {}, "bucketddp_sharded": {"shard_optimizer": True}}
+_UNUSED = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-"""The names that are registered, as those of ``ddp``, and the options that they stand for."""
+REGISTERED: dict[str, dict[str, Any]] = {
+    name + start + unused: {"start_method": _START_METHODS[start], **_SHARDED[name], **_UNUSED[unused]}
+    for name, unused, start in product(_SHARDED, _UNUSED, _START_METHODS)
+}
+"""Each registered name, and the arguments that it stands for. The names are those of ``ddp``, and sharded ones."""
+
+
+def register_names(strategy: type, strategy_registry: Any) -> None:
+    """Add the names to one of Lightning's registries, except those that it has already."""
+    for name, arguments in REGISTERED.items():
+        if name not in strategy_registry:
+            description = f"{strategy.__name__} with {arguments}"
+            strategy_registry.register(name, strategy, description=description, **arguments)
 
 
 def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """A strategy's method that makes a call of :class:`BucketDDP`, with its name and its arguments.
+    """Make a strategy's method that calls the method of the same name of its :class:`BucketDDP`.
 
-    The strategy's ``_wrapper_for(name)`` finds the wrapper, or raises where there is none.
+    The strategy's ``_wrapper_for(name)`` returns the wrapper, or raises if there is none.
     """
 
     @wraps(call)
@@ -52,53 +60,41 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
 
 
 def require_start_method(start_method: object) -> None:
-    """Require that this platform can start processes that way."""
-    here = ("popen", *torch.multiprocessing.get_all_start_methods())
-    wanted = f"one of {here}, the start methods that are available on this platform"
-    require("start_method", start_method, wanted, str, lambda one: one in here)
-
-
-def register_names(strategy: type, registry: Any) -> None:
-    """Adds the names to a registry of Lightning's; the ones that are there already are left alone."""
-    for name, options in REGISTERED.items():
-        if name not in registry:
-            start_method = options["start_method"]
-            sharded = " and a sharded optimizer" if options.get("shard_optimizer") else ""
-            description = f"BucketDDP strategy with `start_method` {start_method!r}{sharded}"
-            registry.register(name, strategy, description=description, **options)
+    """Require a start method that this platform has."""
+    available = ("popen", *torch.multiprocessing.get_all_start_methods())
+    wanted = f"one of {available}, the start methods on this platform"
+    require("start_method", start_method, wanted, str, available.__contains__)
 
 
 @contextmanager
 def group_set_up(timeout: timedelta | None) -> Iterator[None]:
     """A context in which Lightning sets up the default process group, unless there is one already.
 
-    A new one is destroyed when this process ends. Lightning does this for NCCL only; a gloo process that exits with an
-    open group aborts now and then. One of an earlier run is looked at, as Lightning's own collectives come before the
-    module is wrapped: see :func:`require_fit_group`.
+    A new group is destroyed when this process ends. Lightning does this for NCCL only, and a gloo process that exits
+    with an open group sometimes aborts. A group of an earlier run is checked (:func:`require_fit_group`), because
+    Lightning uses it before the module is wrapped.
     """
     is_new = not dist.is_initialized()
     yield
     if not is_new:
         require_fit_group(None, timeout)
-    elif dist.is_initialized():  # not where a test mocks `init_process_group`
+    elif dist.is_initialized():  # not if a test mocks `init_process_group`
         atexit.register(_end_group)
-
-
-def looks_at_loss(optimizer: Optimizer) -> bool:
-    """Whether the loss may decide what an optimizer does: torch's look at none, but for LBFGS; others may."""
-    kind = type(getattr(optimizer, "optimizer", optimizer))
-    return kind is LBFGS or not kind.__module__.startswith("torch.")
-
-
-def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
-    """A context for ``optimizer.step``, which is made on masters or on this rank's shard where there are any."""
-    masters = wrapper.prepare_optimizer(optimizer)
-    return nullcontext() if masters is None else masters.restored_after()
 
 
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Reference cycles, the Trainer's among them, keep the group and gloo's threads alive beyond that, and a process
-    # that ends with those running aborts now and then.
-    gc.collect()
+    gc.collect()  # the Trainer's reference cycles keep gloo's threads alive, and a process may abort at exit with them
+
+
+def looks_at_loss(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may use the loss: of torch's own only LBFGS does, others are assumed to."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    return kind is LBFGS or not kind.__module__.startswith("torch.")
+
+
+def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
+    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back."""
+    swap = wrapper.prepare_optimizer(optimizer)
+    return nullcontext() if swap is None else swap.restored_after()

@@ -1,7 +1,5 @@
 """``DDPStrategy``'s arguments for communication hooks and model averaging, as options of :class:`BucketDDP`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,57 +8,58 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_bucketddp.layout.options import Options
 
+_WITHOUT_AVERAGING = {
+    "shard_optimizer": "ranks whose models differ between averages cannot share an optimizer",
+    "master_params": "parameters would be averaged after rounding",
+}
+"""Options that exclude model averaging, and why."""
 
-def with_ddp_hook(
-    options: Options,
-    ddp_hook: Callable[..., Any] | None,
-    ddp_state: Any,
-    ddp_wrapper: Callable[..., Any] | None,
-) -> Options:
-    """The options with one communication hook and its state, whichever way they were spelled.
+
+def with_ddp_hook(options: Options, hook: Any, state: Any, wrapper: Callable[..., Any] | None) -> Options:
+    """Return the options with one communication hook and its state, spelled either way.
+
+    Args:
+        options: The options, which may have a hook and its state.
+        hook: ``ddp_comm_hook``.
+        state: ``ddp_comm_state``.
+        wrapper: ``ddp_comm_wrapper``.
 
     Raises:
-        ValueError: If one was given in both ways, or what belongs to a hook without one.
+        ValueError: If a hook or a state is spelled both ways, or a state or wrapper comes without a hook.
     """
-    hook, state = options.comm_hook, options.comm_hook_state
-    if hook is not None and ddp_hook is not None:
-        raise ValueError("expected comm_hook or ddp_comm_hook, found both; they mean the same")
-    if state is not None and ddp_state is not None:
-        raise ValueError("expected comm_hook_state or ddp_comm_state, found both; they mean the same")
-    hook = ddp_hook if hook is None else hook
-    state = ddp_state if state is None else state
-    if ddp_wrapper is not None:
-        if not callable(hook):
+    for name, alias, value in (("comm_hook", "ddp_comm_hook", hook), ("comm_hook_state", "ddp_comm_state", state)):
+        if value is not None:
+            if getattr(options, name) is not None:
+                raise ValueError(f"expected {name} or {alias}, found both: they mean the same. Leave one of them out")
+            options = replace(options, **{name: value})
+    if wrapper is not None:
+        if not callable(options.comm_hook):
             raise ValueError(
-                f"expected a function as communication hook where ddp_comm_wrapper is given, found {hook!r}; for "
-                "torch's wrappers around an all-reduce pass torch's allreduce_hook"
+                f"expected a function as communication hook for ddp_comm_wrapper, found {options.comm_hook!r}; to wrap "
+                "a plain all-reduce, pass torch's allreduce_hook"
             )
-        hook = ddp_wrapper(hook)
-    if state is not None and hook is None:
-        raise ValueError("expected no state of a communication hook without the hook, found one; pass the hook too")
-    return replace(options, comm_hook=hook, comm_hook_state=state)
+        options = replace(options, comm_hook=wrapper(options.comm_hook))
+    if options.comm_hook_state is not None and options.comm_hook is None:
+        raise ValueError("expected a communication hook for the given state, found none; pass the hook too")
+    return options
 
 
 def require_averaging_possible(period: int | None, options: Options) -> None:
-    """Require that models can be averaged every ``period`` steps, or are not to be.
+    """Require that models can be averaged every ``period`` steps, if averaging was asked for.
 
     Raises:
-        ValueError: If a period or its state is missing, or an option is in the way; says which.
+        ValueError: If only the period or only its state is given, or an option excludes averaging.
     """
     state = options.comm_hook_state
     averages = isinstance(state, PostLocalSGDState)
     if averages is not (period is not None):
-        found = f"model_averaging_period={period!r} with a state of {type(state).__name__}"
         raise ValueError(
-            f"expected model_averaging_period together with a PostLocalSGDState as the hook's state, found {found}"
+            "expected model_averaging_period together with a PostLocalSGDState as the hook's state, found "
+            f"model_averaging_period={period!r} with a state of {type(state).__name__}"
         )
-    if averages and options.shard_optimizer:
-        raise ValueError(
-            "expected model averaging or shard_optimizer=True, found both: ranks whose models differ between averages "
-            "cannot share an optimizer; leave out model_averaging_period, or pass shard_optimizer=False"
-        )
-    if averages and options.master_params:
-        raise ValueError(
-            "expected model averaging or fp32 master parameters, found both: what would be averaged are the rounded "
-            "parameters; leave out model_averaging_period, or pass master_params=False"
-        )
+    for option, reason in _WITHOUT_AVERAGING.items():
+        if averages and getattr(options, option):
+            raise ValueError(
+                f"expected model averaging or {option}=True, found both: {reason}. Leave out model_averaging_period, "
+                f"or pass {option}=False"
+            )

@@ -1,13 +1,11 @@
-"""Fine-tuning that is resumed goes on with what was trainable.
+"""Resumed fine-tuning continues with the parameters that were trainable.
 
-``BaseFinetuning`` freezes in ``setup``, when training is resumed too, and restores the optimizer's parameter groups but
-not ``requires_grad``: with ``ddp`` an unfrozen backbone is frozen again without a word. A checkpoint says here what was
-trainable, under a key of its own, where that has changed since the strategy's ``setup``.
+``BaseFinetuning`` freezes in ``setup``, also when training is resumed. It restores the optimizer's parameter groups but
+not ``requires_grad``: with ``ddp`` an unfrozen backbone is silently frozen again. Here a checkpoint says what was
+trainable, under a key of its own, if that has changed since the strategy's ``setup``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,13 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 CHECKPOINT_KEY = "bucketddp_trainable"
 
-
 Trainable = dict[str, dict[str, bool]]
-"""Which parameters require grad, and which BatchNorm modules track statistics."""
+"""By name: which parameters require grad, and which BatchNorm modules track statistics."""
 
 
 def trainable_state(module: nn.Module) -> Trainable:
-    """What is trainable now."""
+    """Return what is trainable now."""
     return {
         "requires_grad": {name: param.requires_grad for name, param in module.named_parameters()},
         "track_running_stats": {name: norm.track_running_stats for name, norm in _batch_norms(module)},
@@ -32,13 +29,12 @@ def trainable_state(module: nn.Module) -> Trainable:
 
 
 def add_trainable(checkpoint: dict[str, Any], module: nn.Module, at_setup: Trainable | None) -> None:
-    """Notes in a checkpoint what is trainable, where that is not what the next ``setup`` will find by itself.
+    """Add to a checkpoint what is trainable, if the next ``setup`` will not make it so by itself.
 
     Args:
-        checkpoint: What is about to be saved. One without optimizer states, that training cannot be resumed from, is
-            left alone.
+        checkpoint: What is about to be saved. Without optimizer states it stays as it is: no training resumes from it.
         module: The module.
-        at_setup: What was trainable in ``setup``, before anything was restored; None if there was none.
+        at_setup: What was trainable in ``setup``, before anything was restored; None if there was no setup.
     """
     now = trainable_state(module)
     if "optimizer_states" in checkpoint and at_setup is not None and now != at_setup:
@@ -46,67 +42,44 @@ def add_trainable(checkpoint: dict[str, Any], module: nn.Module, at_setup: Train
 
 
 def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule) -> None:
-    """Freezes and unfreezes as it was when the checkpoint was saved, where a ``BaseFinetuning`` callback is resumed.
+    """Freeze and unfreeze as in the checkpoint, if a ``BaseFinetuning`` callback is resumed.
 
-    Says on rank 0 what it changed. Where it changes nothing although parameters that were trainable are frozen now, or
-    may have been, it warns: no fine-tuning callback is resumed, or the checkpoint does not say.
+    Rank 0 logs what this changes. It warns if parameters that were trainable stay frozen, as no such callback is
+    resumed. A checkpoint of another strategy does not say what was trainable, and changes nothing.
 
-    To be called when optimizers are configured, which saw the frozen module in the first run as well, and before their
-    state is loaded.
+    Call this after optimizers are configured, as the first run configured them with the frozen module too, and before
+    their state is loaded.
 
     Args:
-        checkpoint: The loaded checkpoint; the same on every rank.
-        module: The module that training is resumed with.
+        checkpoint: The loaded checkpoint, the same on every rank.
+        module: The module whose training is resumed.
     """
-    states = checkpoint.get("callbacks", {})
-    # `module.trainer` would raise where a strategy restores into a module that has none.
-    callbacks = [c for c in getattr(module._trainer, "callbacks", ()) if isinstance(c, BaseFinetuning)]
-    resumed = [states[callback.state_key] for callback in callbacks if callback.state_key in states]
-    saved = checkpoint.get(CHECKPOINT_KEY)
-    if saved is None:
-        _warn_of_unknown(module, resumed)
+    if (saved := checkpoint.get(CHECKPOINT_KEY)) is None:
         return
-    before = saved["requires_grad"]
-    params = {name: param for name, param in module.named_parameters() if name in before}
-    changed = {name: param for name, param in params.items() if param.requires_grad != before[name]}
-    unfrozen = [name for name in changed if before[name]]
+    # `module.trainer` would raise if a strategy restores into a module that has none.
+    callbacks = [c for c in getattr(module._trainer, "callbacks", ()) if isinstance(c, BaseFinetuning)]
+    resumed = any(callback.state_key in checkpoint.get("callbacks", {}) for callback in callbacks)
+    before, now = saved["requires_grad"], dict(module.named_parameters())
+    changed = [name for name, param in now.items() if param.requires_grad != before.get(name, param.requires_grad)]
+    unfrozen, frozen = ([name for name in changed if before[name] is wanted] for wanted in (True, False))
     if not resumed:
         if unfrozen:
             rank_zero_warn(
                 f"{_listed(unfrozen)} trainable when the checkpoint was saved and frozen now. No BaseFinetuning "
-                "callback is resumed, so they stay frozen; unfreeze them where they are to be trained on"
+                "callback is resumed, so they stay frozen; unfreeze them if they are to be trained"
             )
         return
     for name, norm in _batch_norms(module):
         norm.track_running_stats = saved["track_running_stats"].get(name, norm.track_running_stats)
-    for name, param in changed.items():
-        param.requires_grad_(before[name])
-    if unfrozen:
-        rank_zero_info(f"Resumed fine-tuning: {_listed(unfrozen)} trainable again, as when the checkpoint was saved")
-    if frozen := [name for name in changed if not before[name]]:
-        rank_zero_info(f"Resumed fine-tuning: {_listed(frozen)} frozen again, as when the checkpoint was saved")
-
-
-def _warn_of_unknown(module: nn.Module, resumed: Iterable[Mapping[str, Any]]) -> None:
-    # The callback knows its optimizers' parameters by name, but not whether they were frozen.
-    groups = (
-        group
-        for state in resumed
-        for param_groups in state.get("internal_optimizer_metadata", {}).values()
-        for group in param_groups
-    )
-    stepped = {name for group in groups for name in group["params"]}
-    frozen = [name for name, param in module.named_parameters() if name in stepped and not param.requires_grad]
-    if frozen:
-        rank_zero_warn(
-            f"{_listed(frozen)} in the optimizer and frozen now. The checkpoint does not say whether they were "
-            "trainable: they stay frozen. In a checkpoint of ddp they may have been; to train them on, unfreeze them "
-            "in the LightningModule's on_train_start"
-        )
+    for name in changed:
+        now[name].requires_grad_(before[name])
+    for names, state in ((unfrozen, "trainable"), (frozen, "frozen")):
+        if names:
+            rank_zero_info(f"Resumed fine-tuning: {_listed(names)} {state} again, as when the checkpoint was saved")
 
 
 def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    # BaseFinetuning stops these, and no other modules, from tracking statistics while they are frozen.
+    """Find the modules that BaseFinetuning stops from tracking statistics while they are frozen."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, _BatchNorm))
 
 

@@ -1,7 +1,5 @@
 """``Trainer(sync_batchnorm=True)`` with :class:`BucketDDPStrategy`."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from lightning.pytorch.plugins import LayerSync
@@ -13,7 +11,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, l
 
 
 class BatchNormSync(LayerSync):
-    """Synchronises BatchNorm layers during ``fit``, on every backend and in a process group of their own.
+    """Synchronises BatchNorm layers during ``fit``, on every backend, in a process group of their own.
 
     Args:
         timeout: How long collectives and agreements wait; torch's default if None.

@@ -1,14 +1,10 @@
-"""What the precision plugin does while a module is wrapped: backward is a pass, and sharded gradients are clipped.
+"""Changes to the precision plugin while a module is wrapped: backward is a pass, and sharded gradients are clipped.
 
-Lightning's own ``Strategy.backward`` stays as it is, so that whoever patches or wraps that one sees each call.
-``Trainer(gradient_clip_val=...)``, ``LightningModule.clip_gradients`` and overrides of
-``configure_gradient_clipping`` that call it all end in two methods of the plugin.
+The plugin is changed because ``Strategy.backward`` must stay Lightning's own: code that patches it then sees each call.
+All of Lightning's ways to clip end in two methods of the plugin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,18 +18,27 @@ from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 _WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
 
 
-def adapt_precision(plugin: Precision, wrapper: BucketDDP, shards: bool) -> Callable[[], None]:
+def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Callable[[], None]:
     """Give a precision plugin methods that work on a wrapped module.
 
     Args:
         plugin: The plugin.
         wrapper: The wrapped module.
-        shards: Whether gradients are sharded. They are then clipped by the wrapper, unless the user's own plugin
-            overrides clipping: that looks at gradients, and raises.
+        sharded: Whether gradients are sharded. The wrapper then clips them. Clipping that the user's own plugin
+            overrides stays: it looks at gradients, and raises.
 
     Returns:
-        Gives the plugin its own methods back.
+        A function that gives the plugin its own methods back.
     """
+    original = plugin.backward
+
+    def backward(loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if wrapper.is_replaying:
+            loss = torch.zeros_like(loss, requires_grad=True)  # reaches no parameter
+        with wrapper.backward_pass(loss):
+            original(loss, module, *args, **kwargs)
+        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(module)):
+            wrapper.synchronise_module_buffers()  # averages and checkpoints need the same values on every rank
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
         wrapper.clip_grad_norm_(clip_val, parameters=list(plugin.main_params(optimizer)))
@@ -41,38 +46,19 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, shards: bool) -> Call
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
         wrapper.clip_grad_value_(clip_val, list(plugin.main_params(optimizer)))
 
-    methods: dict[str, Callable[..., None]] = {"backward": partial(_run_as_pass, wrapper, plugin.backward)}
-    for clip in (clip_grad_by_norm, clip_grad_by_value) if shards else ():
-        name = clip.__name__
-        if getattr(getattr(plugin, name), "__func__", None) is getattr(Precision, name):
-            methods[name] = clip
-    own = {name: method for name, method in vars(plugin).items() if name in methods}
+    methods: dict[str, Callable[..., None]] = {"backward": backward}
+    for clip in (clip_grad_by_norm, clip_grad_by_value) if sharded else ():
+        if getattr(getattr(plugin, clip.__name__), "__func__", None) is getattr(Precision, clip.__name__):
+            methods[clip.__name__] = clip
+    before = {name: vars(plugin)[name] for name in methods if name in vars(plugin)}
     vars(plugin).update(methods)
 
-    def give_back() -> None:
+    def restore() -> None:
         for name in methods:
             vars(plugin).pop(name, None)
-        vars(plugin).update(own)
+        vars(plugin).update(before)
 
-    return give_back
-
-
-def _run_as_pass(
-    wrapper: BucketDDP,
-    backward: Callable[..., None],
-    loss: Tensor,
-    module: pl.LightningModule,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Run the plugin's ``backward`` as a pass: gradients are averaged when it returns, before ``on_after_backward``."""
-    if wrapper.is_replaying:
-        loss = torch.zeros_like(loss, requires_grad=True)  # reaches no parameter
-    with wrapper.backward_pass(loss):
-        backward(loss, module, *args, **kwargs)
-    if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(module)):
-        # What goes into an average or a checkpoint is to be the same on every rank, and to count.
-        wrapper.synchronise_module_buffers()
+    return restore
 
 
 def _averages_weights(module: pl.LightningModule) -> bool:

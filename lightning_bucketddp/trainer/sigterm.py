@@ -1,38 +1,23 @@
-"""SIGTERM ends training after the batch, wherever it arrives.
+"""SIGTERM ends training after the current batch.
 
-Lightning notes the signal and looks at its note after each batch. But its handler (2.6) also broadcasts, at whatever
-point the process happens to be at: in the middle of a step that pairs with another rank's gradients, and the ranks hang
-or abort.
+Lightning's handler (2.6) sets a flag, which the training loop checks on all ranks before each batch. The handler also
+broadcasts, wherever the process is. In the middle of a step this pairs with another rank's gradients, and ranks hang.
 """
 
-from __future__ import annotations
-
-import signal
-import threading
-from types import FrameType, SimpleNamespace
+from functools import partial
 from typing import Any
 
-from lightning.pytorch.trainer.connectors import signal_connector
+import lightning.pytorch as pl
 
 
-def quieten_sigterm() -> None:
-    """Keeps Lightning's handler of SIGTERM from broadcasting: the ranks tell each other before the next batch.
+def quieten_sigterm(trainer: pl.Trainer) -> None:
+    """Replace the Trainer's SIGTERM handler by one that does not broadcast. Call this before it is registered."""
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = partial(_note_sigterm, connector)  # not public; a test notices if it is gone
 
-    The Trainer that registered it puts back what was there before when it ends.
-    """
-    handler: Any = signal.getsignal(signal.SIGTERM)
-    # Not public, and not in every version: where the name is not there, nor is the broadcast. A test notices.
-    connector: Any = signal_connector
-    dist = getattr(connector, "dist", None)
-    is_lightnings = type(handler).__module__ == connector.__name__
-    if dist is None or not is_lightnings or threading.current_thread() is not threading.main_thread():
-        return
 
-    def quiet(signum: int, frame: FrameType | None) -> None:
-        connector.dist = SimpleNamespace(is_available=lambda: False)
-        try:
-            handler(signum, frame)
-        finally:
-            connector.dist = dist
-
-    signal.signal(signal.SIGTERM, quiet)
+def _note_sigterm(connector: Any, signum: int, frame: object) -> None:
+    launcher = connector.trainer.strategy.launcher
+    if launcher is not None and not connector.received_sigterm:
+        launcher.kill(signum)  # passes the signal on to the ranks that this process has started
+    connector.received_sigterm = True

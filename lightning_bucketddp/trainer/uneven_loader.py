@@ -1,6 +1,4 @@
-"""A loader that ends on all ranks together: a rank that runs out of batches goes on with its last one."""
-
-from __future__ import annotations
+"""A dataloader that ends on all ranks together: a rank that runs out repeats its last batch."""
 
 import copy
 from collections import deque
@@ -10,170 +8,136 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-_ENDED = object()
+_END = object()
 _NO_LENGTH = -1
-_NOTHING, _AGAIN, _OWN, _PAUSE = range(4)
+_NOTHING, _REPEATS, _OWN, _PAUSES = range(4)
 _STATES = 4
 
 
 class EvenedLoader:
     """Repeats a rank's last batch for as long as another rank has batches.
 
-    A repeated batch keeps the rank in step with the others, collectives of the user's own included; whoever trains on
-    it sees to it that it does not count. The ranks tell each other before each batch who has one.
+    A repeated batch keeps the rank in step with the others, in the user's own collectives too. The caller makes sure
+    that it does not count. Before each batch the ranks tell one another who has one.
 
     Args:
-        loader: This rank's batches. Sized on all ranks or on none.
-        exchange: Tells the other ranks a number and returns everybody's, by rank; all ranks must call it.
+        loader: This rank's batches.
+        exchange: Sends a number to the other ranks and returns all numbers by rank. All ranks must call it.
         rank: This rank.
 
     Attributes:
-        started: Whether anybody has asked for batches.
+        started: Whether an iteration has begun.
 
     Raises:
-        RuntimeError: On every rank, if only some of the loaders have a length, or while iterating, if a rank that has
-            never had a batch has none, or if a rank has left the iteration and begun the next one.
+        RuntimeError: While iterating, if a rank never had a batch, or has left the iteration and begun the next one.
     """
 
     def __init__(self, loader: Iterable[Any], exchange: Callable[[int], list[int]], rank: int) -> None:
-        self._loader = loader
-        self._exchange = exchange
-        self._rank = rank
+        self._loader, self._exchange, self._rank = loader, exchange, rank
         self._last: Any = None
-        self._begun = -1
+        self._iteration = -1
         self.started = False
         self._active: deque[tuple[int, ...]] = deque()
+        for name in ("state_dict", "load_state_dict"):  # Lightning looks for these without __getattr__
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
         try:
             length = len(loader)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = _NO_LENGTH
-        lengths = exchange(length)
-        without = [other for other, length in enumerate(lengths) if length == _NO_LENGTH]
-        if without and len(without) < len(lengths):
-            raise RuntimeError(
-                f"rank {rank}: expected training dataloaders that have a length on all ranks or on none, found none "
-                f"on ranks {without}"
-            )
-        self._length = None if without else max(lengths)
+        self._lengths = exchange(length)
 
     def __len__(self) -> int:
-        """The number of batches of the rank that has most."""
-        if self._length is None:
-            raise TypeError("the dataloader has no length")
-        return self._length
+        """The number of batches on the rank that has most. There is none unless all ranks' loaders have a length."""
+        if _NO_LENGTH in self._lengths:
+            raise TypeError(f"the dataloader has no length on rank {self._lengths.index(_NO_LENGTH)}")
+        return max(self._lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches, and the last one again until all ranks have run out, or where this one's is None."""
+        """Yield this rank's batches, then the last one until all ranks have run out."""
         self._active.clear()
         self.started = True
-        self._begun += 1
-        iterator = iter(self._loader)
+        self._iteration += 1
+        batches = iter(self._loader)
         while True:
-            batch = next(iterator, _ENDED)
-            ended = _NOTHING if self._last is None else _AGAIN
-            state = ended if batch is _ENDED else _PAUSE if batch is None else _OWN
+            batch = next(batches, _END)
+            state = self._state_of(batch)
             states = self._tell(state)
             active = tuple(rank for rank, its_state in enumerate(states) if its_state == _OWN)
-            if not active and _PAUSE in states:  # Lightning passes over None, on all ranks then
-                self._active.append(tuple(range(len(states))))
-                yield None
-                continue
-            if not active:
-                return
-            if _NOTHING in states:
-                raise RuntimeError(
-                    f"rank {self._rank}: expected at least one training batch on each rank, found none on rank "
-                    f"{states.index(_NOTHING)}; with uneven_inputs a rank that runs out goes on with its last batch"
-                )
-            if state == _OWN:
-                self._last = _copied(batch)
-            elif self._last is None:
-                raise RuntimeError(
-                    f"rank {self._rank}: expected a batch where another rank has its first one, found None; with "
-                    "uneven_inputs a rank that has none goes on with its last batch"
-                )
+            if active:
+                self._require_batches(state, states)
+                if state == _OWN:
+                    self._last = _copied(batch)
+                else:
+                    batch = _copied(self._last)
+            elif _PAUSES in states:
+                active, batch = tuple(range(len(states))), None  # Lightning skips None; let all ranks skip
             else:
-                batch = _copied(self._last)
+                return
             self._active.append(active)
             yield batch
 
+    def _state_of(self, batch: Any) -> int:
+        if batch is _END:
+            return _NOTHING if self._last is None else _REPEATS
+        return _PAUSES if batch is None else _OWN
+
     def _tell(self, state: int) -> list[int]:
-        """Every rank's state; they are told together with the iteration that a rank is in."""
-        told = [divmod(value, _STATES) for value in self._exchange(self._begun * _STATES + state)]
+        """Exchange states. Each travels with the number of the iteration that its rank is in."""
+        told = [divmod(value, _STATES) for value in self._exchange(self._iteration * _STATES + state)]
         iterations = [iteration for iteration, _ in told]
         if min(iterations) < max(iterations):
             raise RuntimeError(
                 f"rank {self._rank}: expected all ranks to leave an epoch after the same batch, found rank "
                 f"{iterations.index(max(iterations))} in the next one and rank {iterations.index(min(iterations))} "
-                "waiting for another batch; look for what ends an epoch on some ranks only"
+                "waiting for another batch; look for code that ends an epoch on some ranks only"
             )
         return [state for _, state in told]
 
-    def take(self) -> tuple[int, ...]:
-        """Called as the next batch is about to be trained on, which may be later than it was handed out.
+    def _require_batches(self, state: int, states: list[int]) -> None:
+        """Require that each rank has a batch to train on: its own, or one to repeat."""
+        if _NOTHING in states:
+            raise RuntimeError(
+                f"rank {self._rank}: expected at least one training batch on each rank, found none on rank "
+                f"{states.index(_NOTHING)}; with uneven_inputs a rank that runs out repeats its last batch"
+            )
+        if state == _PAUSES and self._last is None:
+            raise RuntimeError(
+                f"rank {self._rank}: expected a batch where another rank has its first one, found None; with "
+                "uneven_inputs a rank that has none repeats its last batch"
+            )
 
-        Returns:
-            The ranks for which it is a batch of their own.
-        """
+    def take(self) -> tuple[int, ...]:
+        """Return the ranks for which the next batch is their own. Call it when that batch is about to be trained on."""
         return self._active.popleft()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # while a copy is being made
+        if name == "_loader":  # while a copy is made
             raise AttributeError(name)
         return getattr(self._loader, name)  # sampler, batch_sampler, dataset, ...
 
 
 def _copied(batch: Any) -> Any:
-    # Hooks may pop and replace what is in a batch, and are to find it when the batch comes again.
+    # Hooks may pop and replace a batch's entries; the repeated batch must have them again.
     return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch
 
 
-class StatefulEvenedLoader(EvenedLoader):
-    """Of a loader that can be resumed in the middle of an epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
-        state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Sets the loader's."""
-        self._loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-
-
-def evened(loader: Iterable[Any], exchange: Callable[[int], list[int]], rank: int) -> EvenedLoader:
-    """The loader as one that ends on all ranks together; see :class:`EvenedLoader`."""
-    is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (StatefulEvenedLoader if is_stateful else EvenedLoader)(loader, exchange, rank)
-
-
-def evened_for_training(
-    loader: Any,
-    module: pl.LightningModule,
-    before: EvenedLoader | None,
-    exchange: Callable[[int], list[int]],
-    rank: int,
-) -> EvenedLoader:
-    """A Trainer's training dataloader as one that ends on all ranks together.
+def require_countable_batches(module: pl.LightningModule, earlier: EvenedLoader | None) -> None:
+    """Require that the strategy knows which batches ``training_step`` trains on.
 
     Args:
-        loader: The dataloader.
-        module: The LightningModule that is trained.
-        before: What this gave for the dataloader before, if there was one.
-        exchange: As for :class:`EvenedLoader`.
-        rank: This rank.
+        module: The LightningModule.
+        earlier: The last dataloader that was evened; None for the first.
 
     Raises:
-        ValueError: If nobody would know which batches count: ``training_step`` takes them itself, or there are several
-            dataloaders at once.
+        ValueError: If ``training_step`` takes the batches itself, or there are several dataloaders at once.
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "expected a training_step that gets batches where uneven_inputs is given, found one that takes them from "
+            "expected a training_step that gets batches, as uneven_inputs is given; found one that takes them from "
             "`dataloader_iter`, so that nobody knows which of them count"
         )
-    if before is not None and not before.started:
+    if earlier is not None and not earlier.started:
         raise ValueError(
-            "expected one training dataloader where uneven_inputs is given, found several; combine them in one dataset"
+            "expected one training dataloader, as uneven_inputs is given; found several. Combine them in one dataset"
         )
-    return evened(loader, exchange, rank)

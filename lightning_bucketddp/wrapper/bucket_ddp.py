@@ -17,17 +17,16 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.hooks import CommHook, HookFunction
-from lightning_bucketddp.layout.options import BucketCap, Options
+from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
-from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
 from lightning_bucketddp.replicas.nested import move_to
-from lightning_bucketddp.wrapper.compiled import cutting_graphs, frames_are_compiled, leave_untraced
+from lightning_bucketddp.wrapper.compiled import cutting_graphs, leave_untraced
 from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
 from lightning_bucketddp.wrapper.runtime import Runtime, group_of, refuse, without_group
 from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
@@ -41,47 +40,50 @@ _open_wrappers: weakref.WeakSet[BucketDDP] = weakref.WeakSet()
 
 
 class BucketDDP(nn.Module, Joinable):
-    """Trains ``module`` data-parallel, with gradients in contiguous buffers that are averaged during backward.
+    """Trains ``module`` data-parallel: averages gradients over the ranks while backward runs, in contiguous buffers.
 
-    Takes the place of ``torch.nn.parallel.DistributedDataParallel``, whose arguments it accepts, and of Megatron-LM's
-    contiguous-buffer DDP.
+    Replaces ``torch.nn.parallel.DistributedDataParallel``, whose arguments it takes, and Megatron-LM's DDP::
 
-    After a synchronised backward ``param.grad`` is a view into a buffer and holds the mean over the ranks. It is
-    valid until the next backward; clone it to keep it longer. A parameter that no rank used keeps the ``.grad`` it
-    had (None stays None), without a flag.
+        model = BucketDDP(model)
+        model(inputs).sum().backward()  # param.grad is now the mean over the ranks
+        optimizer.step()
+
+    After a synchronised backward ``param.grad`` is a view into a gradient buffer. It is valid until the next backward;
+    clone it to keep it longer. A parameter that no rank used keeps the ``.grad`` that it had, without a flag.
 
     Args:
-        module: The module; the same on every rank but for the values, which are taken from rank 0. Parameters and
-            module buffers named in its attribute ``_ddp_params_and_buffers_to_ignore`` (torch's) are left alone.
-        device_ids: None, or the one device that holds the parameters: arguments of ``forward`` are then moved there.
-            None for modules on the CPU or on several devices. Several devices, the first of which holds the module, as
-            in torch DDP of 2020: each ``forward`` divides its arguments between replicas of the module there, which
-            run in threads, and joins what they return. Gradients are those of the same loss on one device; of module
-            buffers the first replica's updates last. ``"cpu"`` or an accelerator may be named several times. For
-            debuggers, notebooks and wherever no processes can be started: one process per device is faster.
-        output_device: Where several devices' outputs are joined; the first of them if None. With one device outputs
-            stay where the module puts them.
-        dim: The dimension along which tensors are divided between several devices, and joined.
-        broadcast_buffers: This argument and the seven that follow are options; they stand here for torch DDP's order.
-        options: Every other field of :class:`Options`, which says what each of them means.
+        module: The module, the same on every rank. Rank 0's values become everybody's. As in torch, parameters and
+            module buffers named in its attribute ``_ddp_params_and_buffers_to_ignore`` are left alone.
+        device_ids: None, or the device of the parameters, to which forward moves its arguments. With several devices,
+            as in torch DDP of 2020, each forward divides its batch between replicas of the module, which run in
+            threads. The first device holds the module; ``"cpu"`` or an accelerator may be named several times.
+            Gradients are the same as on one device, module buffers are the first replica's. For debuggers and
+            notebooks: one process per device is faster.
+        output_device: The device on which outputs of several devices are joined; the first if None.
+        dim: The dimension along which batches are divided between several devices, and outputs joined.
+        torch_options: torch DDP's next arguments by position: ``broadcast_buffers``, ``init_sync``, ``process_group``,
+            ``bucket_cap_mb``, ``find_unused_parameters``, ``check_reduction``, ``gradient_as_bucket_view`` and
+            ``static_graph``. They are options too.
+        options: The fields of :class:`Options`, which documents each of them.
 
     Raises:
-        TypeError: If the module is none, an option has a value of the wrong type, something in ``device_ids`` is no
-            device, or a module that is compiled or scripted is to run on several.
+        TypeError: If ``module`` is no module, an option has the wrong type, ``device_ids`` names no device, or a
+            compiled or scripted module is to run on several devices.
         WrapError: If no parameter requires grad, or parameters are on several types of device, uninitialised or with
             post-accumulate-grad hooks. A ValueError and a RuntimeError, as torch DDP raises either.
-        ValueError: If several devices are named and the module is not on the first or has a ``SyncBatchNorm``, if an
-            option is out of range or contradicts another, or a name in ``sparse_parameters`` is unknown.
-        GradientError: In backward, if a gradient is not what ``max_abs_grad`` asks for.
-        PeerFailureError: If another rank raises one of these.
-        RankMismatchError: If ranks disagree on parameters, module buffers or options; names the first difference.
-        RuntimeError: If ``torch.distributed`` is not initialised, a rank stays silent for the whole timeout, or the
-            group holds collectives of a pass that failed.
+        ValueError: If an option is out of range, contradicts another or names no parameter. With several devices, if
+            the module is not on the first of them or has a ``SyncBatchNorm``.
+        RankMismatchError: If ranks differ in parameters, module buffers or options; names the first difference.
+        PeerFailureError: If another rank raised one of these errors.
+        RuntimeError: If ``torch.distributed`` is not initialised, a rank stays silent for the whole timeout, or a pass
+            failed half-way in the group.
     """
 
     module: nn.Module
+    closed: bool
+    """Whether :meth:`close` was called."""
     _may_be_frozen = False
-    """Whether all parameters may be frozen at first. A Trainer's may: callbacks unfreeze them."""
+    """Whether all parameters may be frozen at first. In a Trainer they may: callbacks unfreeze them."""
     _input_device: torch.device | None = None
     _replicated: ReplicatedForward | None = None
 
@@ -91,35 +93,18 @@ class BucketDDP(nn.Module, Joinable):
         device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: BucketCap = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
+        *torch_options: Any,
         **options: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
         self.module = module
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self._closed = self._replaced = False
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.closed = self._replaced = False
         self.register_load_state_dict_pre_hook(add_own_name)
+        given = {**dict(zip(Options.__match_args__, torch_options, strict=False)), **options}
         try:
-            self._options = Options(
-                broadcast_buffers=broadcast_buffers,
-                init_sync=init_sync,
-                process_group=process_group,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                check_reduction=check_reduction,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                static_graph=static_graph,
-                **options,
-            )
+            self._options = Options(*torch_options, **options)
             require("module", module, "an nn.Module", nn.Module)
             require_valid_parameters(module, self._may_be_frozen)
             self._replicated = replicated_forward(module, device_ids, output_device, dim)
@@ -127,8 +112,10 @@ class BucketDDP(nn.Module, Joinable):
                 self._input_device = input_device(module, device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
             timeout = self._options.timeout if "_options" in self.__dict__ else None
-            refuse(group_of(process_group, options.get("device_mesh")), timeout, error)
+            refuse(group_of(given.get("process_group"), given.get("device_mesh")), timeout, error)
         self._make_runtime()
+        self.find_unused_parameters = self._options.find_unused_parameters
+        self.static_graph = self._options.static_graph
         self.gradient_as_bucket_view = self._options.use_contiguous_buffers
         if self._replicated is not None:
             warn_of_replicas(len(self._replicated.devices), stacklevel=2)
@@ -144,36 +131,14 @@ class BucketDDP(nn.Module, Joinable):
         return state
 
     def __getattr__(self, name: str) -> Any:
-        # A copy, or one that was loaded from a pickle, starts when it is first used for training: on all ranks then,
-        # which cannot be asked of copying and loading.
-        if name == "_runtime" and "_options" in self.__dict__:
-            if self._closed:
+        if name == "_runtime" and "_options" in self.__dict__:  # of a copy: all ranks make it when they first train
+            if self.closed:
                 raise AttributeError("expected an open BucketDDP, found a copy of a closed one; wrap its module again")
             return self._make_runtime()
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name not in members_of(module):
-                raise
-            return getattr(module, name)  # names have no prefix: get_submodule() and get_parameter() go by them
-
-    def _make_runtime(self) -> Runtime:
-        """Make what belongs to this process. All ranks must call this."""
-        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over)
-        _open_wrappers.add(self)
-        return self._runtime
-
-    def _take_over(self, trained: set[int]) -> None:
-        """Close the open wrappers that average gradients of some of these parameters, which are given by id."""
-        inside = set(self.module.modules())
-        for wrapper in list(_open_wrappers):
-            if trained & wrapper._passes.upkeep.trains():
-                wrapper._give_way(wrapper in inside)
-
-    @property
-    def _passes(self) -> Passes:
-        return self._runtime.passes
+        module = self.__dict__.get("_modules", {}).get("module")
+        if name != "module" and module is not None and name in members_of(module):
+            return getattr(module, name)  # get_submodule() and get_parameter() go by names without a prefix
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `torch.func.functional_call` with names without a prefix sets the module's own parameters and buffers here.
@@ -184,205 +149,30 @@ class BucketDDP(nn.Module, Joinable):
                 return
         super().__setattr__(name, value)
 
-    # -- passes --------------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module.
-
-        With gradients enabled, first synchronises module buffers, unless the last such forward was inside
-        :meth:`no_sync`. That is torch DDP's rule, but for forwards without gradients: those neither send nor count.
-        """
-        if self._input_device is not None:
-            args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
-        call = self._replicated or self.module
-        if torch.is_grad_enabled():
-            self._require_current()
-        trains = torch.is_grad_enabled() and not self._closed
-        runtime = self._runtime if trains else self.__dict__.get("_runtime")
-        if runtime is None:
-            return call(*args, **kwargs)  # a copy that is only looked at, perhaps on this rank alone
-        passes, sharding = runtime.passes, runtime.optimizers.sharding
-        if sharding is not None and sharding.params.gathering and self._reads_untraced():
-            sharding.params.wait()
-        joining = self._join_config.enable and passes.joining.uneven
-        if joining:
-            runtime.uneven.meet(self, trains)
-        if not trains:
-            return call(*args, **kwargs)
-        if sharding is not None:
-            sharding.look_for_raised_steps()
-        passes.require_usable()
-        passes.note_forward()
-        if runtime.module_buffers.due and not joining:
-            self.synchronise_module_buffers()
-        runtime.module_buffers.forward_begins(passes.synchronise)
-        with cutting_graphs(runtime.graph_cuts):
-            output = call(*args, **kwargs)
-        if self._replicated is not None:
-            passes.note_replicas(self._replicated.parts)
-        runtime.hook_roots(output)
-        return output
-
-    def _reads_untraced(self) -> bool:
-        """Whether forward may use parameters without waiting for each, or wait in several threads at the same time."""
-        return self._replicated is not None or frames_are_compiled() or reads_past_python(self.module)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates gradients without reducing them; the next pass outside reduces the sum.
-
-        As with torch DDP the forward decides: run it inside too. May be nested. With ``scatter_every_pass`` backward
-        reduces all the same, and adds the result to what is there.
-        """
-        self._require_current()
-        before = self._passes.synchronise
-        self._passes.synchronise = False
-        try:
-            yield
-        finally:
-            self._passes.synchronise = before
+    def _make_runtime(self) -> Runtime:
+        """Make the part that belongs to this process. All ranks must call this."""
+        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over)
+        _open_wrappers.add(self)
+        return self._runtime
 
     @property
-    def require_backward_grad_sync(self) -> bool:
-        """False inside :meth:`no_sync`; torch DDP's name."""
-        return self._passes.synchronise
+    def _passes(self) -> Passes:
+        return self._runtime.passes
 
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._passes.synchronise = value
+    # -- wrapping again ------------------------------------------------------------------------------
 
-    def backward_pass(self, loss: Tensor) -> AbstractContextManager[None]:
-        """A context for calling ``loss.backward()`` in, for code that owns the call.
-
-        More robust than the bare call: a rank whose loss reaches no parameter takes part, and an exception is
-        made known to the other ranks at once. ``no_sync`` decides here rather than in forward.
-
-        Args:
-            loss: The tensor that backward starts from, or comes by.
-
-        Raises:
-            PeerFailureError: On leaving, if another rank failed in this pass.
-            RankMismatchError: On entering, if ranks disagree on which parameters are trainable.
-        """
-        return self._passes.backward_pass(loss)
-
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
-        """Makes module buffers the same on all ranks, which must call this at the same point of the program.
-
-        Args:
-            active: The ranks whose values count, if not all of them.
-        """
-        runtime = self._runtime
-        runtime.module_buffers.synchronise(runtime.uneven.active if active is None else active)
-
-    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Lets ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
-
-        The hook returns a ``torch.futures.Future`` of one tensor with as many elements as ``bucket.buffer()``, of any
-        dtype, which is copied into the bucket when the future is completed. It sends what it likes, but the same on
-        every rank, and divides by the world size itself. It is called for every bucket in launch order, also in a pass
-        that failed on this rank. A parameter that no rank used keeps its ``.grad``, whatever the hook gives.
-
-        torch's ``allreduce_hook``, ``fp16_compress_hook``, ``bf16_compress_hook``, their wrappers, ``powerSGD_hook``,
-        ``post_localSGD_hook`` and ``noop_hook`` work unmodified. ``batched_powerSGD_hook`` (broken in torch 2.13) does
-        not, nor do torch's quantization hooks on gloo. Hooks that are not torch's own have one bucket under way at a
-        time: they may start further collectives when the first is completed.
-
-        ``bucket.index()`` is stable only while the layout stands: it changes after the first pass, and when other
-        parameters become trainable. A ``PowerSGDState`` is cleared then of what it knows of buckets; a hook with a
-        memory of its own compares ``bucket.parameters()``. Buffers have padding between parameters, of zeros.
-        Gradients are shown row-major, as in torch, and complex ones as real.
-
-        Args:
-            state: Passed to the hook.
-            hook: The hook; the same on every rank, all of which must call this at the same point.
-
-        Raises:
-            TypeError: If the hook is not callable.
-            ValueError: If there is a ``wire_dtype``, or gradients are not divided by the world size.
-            RuntimeError: If there is a hook already, or in the middle of a pass.
-            RankMismatchError: If ranks register different hooks.
-        """
-        self._passes.register_comm_hook(lambda: CommHook(hook, state, self._runtime.collectives.leave_behind))
-        self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
-
-    def begin_step(self) -> None:
-        """Says that a training step begins. For callers that run one step after the other on every rank.
-
-        Ranks that meet in a pass from different steps, because one of them skipped a backward, then raise.
-        """
-        self._passes.peers.here.begin_step()
-
-    def end_step(self) -> None:
-        """Says that all backwards of the step have been run.
-
-        If there was none on this rank, ranks that wait for it in this step raise within seconds.
-        """
-        self._passes.end_step()
-
-    def end_training(self) -> None:
-        """Says that this rank runs no further pass: ranks that do raise, instead of waiting for it."""
-        self._passes.peers.end_training()
-
-    def count_tokens(self, tokens: int | Tensor) -> None:
-        """Adds to the number that gradients will be divided by, with ``gradient_divide_by="tokens"``.
-
-        Call it once or more per backward, local ones included, with what the loss is summed over. The counts of all
-        ranks and of all passes since the last reduction are added up and travel with the gradients.
-
-        Args:
-            tokens: How many, 0 for none. A tensor of no dimension on the device does not make the host wait.
-
-        Raises:
-            ValueError: If the number is negative.
-            RuntimeError: If gradients are divided by something else.
-        """
-        self._passes.count_tokens(tokens)
-
-    def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
-        """The loss as its gradients are averaged, for optimizers that look at it; all ranks must call this.
-
-        Args:
-            loss: This rank's, of one element; None if it has none, which counts as zero. That of a batch which is
-                gone through once more (:meth:`set_active_ranks`) does not count.
-
-        Returns:
-            A new tensor without a graph or dimension, on the module's device; None if no rank has a loss.
-
-        Raises:
-            PeerFailureError: If another rank has failed.
-        """
-        return self._runtime.average_loss(loss, self.device)
-
-    def publish_failure(self, error: BaseException) -> None:
-        """Tells ranks that wait for this one in a pass that it has failed, so that they raise instead of waiting.
-
-        Args:
-            error: What was raised here.
-        """
-        if isinstance(error, PeerFailureError | RankMismatchError):
-            return  # the others know, or find the same and say it better
-        self._passes.peers.publish_failure(f"raised {type(error).__name__}: {error}")
-
-    def close(self) -> None:
-        """Ends gradient synchronisation: removes all hooks, gives ``.grad`` back as plain tensors, frees the buffers.
-
-        Sends nothing. The wrapper still forwards to the module, but gradients are no longer averaged.
-        """
-        self._closed = True
-        runtime: Runtime | None = self.__dict__.get("_runtime")
-        if runtime is None:  # a copy that was never used
-            return
-        runtime.close()
-        if self._replicated is not None:
-            self._replicated.forget()
-        _open_wrappers.discard(self)
+    def _take_over(self, trained: set[int]) -> None:
+        """Close the open wrappers that average gradients of some of these parameters, given by id."""
+        inside = set(self.module.modules())
+        for wrapper in list(_open_wrappers):
+            if trained & wrapper._passes.upkeep.trains():
+                wrapper._give_way(wrapper in inside)
 
     def _give_way(self, inside: bool) -> None:
         """Close, as another wrapper takes the module over.
 
         Args:
-            inside: Whether the other one wraps this one, which then only forwards.
+            inside: Whether this wrapper is inside the other one. It then forwards to the module; else it raises.
 
         Raises:
             WrapError: If an optimizer steps on this wrapper's shards or masters.
@@ -398,17 +188,192 @@ class BucketDDP(nn.Module, Joinable):
                 "the later one. Train through that"
             )
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
-        """Has an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
+    # -- passes --------------------------------------------------------------------------------------
 
-        With ``master_params`` or ``shard_optimizer`` that happens by itself in an optimizer's first step. Before
-        ``optimizer.load_state_dict`` call this, for training to go on bit for bit.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        With gradients enabled, synchronise module buffers before, unless the last such forward was inside
+        :meth:`no_sync`. Unlike in torch DDP, forwards without gradients neither send nor count.
+        """
+        if self._input_device is not None:
+            args, kwargs = move_to(args, self._input_device), move_to(kwargs, self._input_device)
+        call = self._replicated or self.module
+        if torch.is_grad_enabled():
+            self._require_current()
+        trains = torch.is_grad_enabled() and not self.closed
+        runtime = self._runtime if trains else self.__dict__.get("_runtime")
+        if runtime is not None:  # else a copy that does not train, perhaps on this rank alone
+            runtime.forward_begins(self, trains, replicated=self._replicated is not None)
+        if runtime is None or not trains:
+            return call(*args, **kwargs)
+        with cutting_graphs(runtime.graph_cuts):
+            output = call(*args, **kwargs)
+        runtime.hook_roots(output)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards inside accumulate gradients without reducing them. The next pass outside reduces the sum.
+
+        As with torch DDP the forward decides: run it inside too. Contexts may be nested. With ``scatter_every_pass``
+        backward reduces all the same, and adds the result to earlier ones.
+        """
+        self._require_current()
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside :meth:`no_sync`; torch DDP's name."""
+        return self._passes.synchronise
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._passes.set_synchronise(value)
+
+    def backward_pass(self, loss: Tensor) -> AbstractContextManager[None]:
+        """A context in which the caller runs ``loss.backward()``.
+
+        It does more than the bare call: a rank whose loss reaches no parameter takes part, and the other ranks hear of
+        an exception at once. ``no_sync`` decides here rather than in forward.
+
+        Args:
+            loss: The tensor from which backward starts, or which it passes.
+
+        Raises:
+            PeerFailureError: On leaving, if another rank failed in this pass.
+            RankMismatchError: On entering, if ranks disagree on which parameters are trainable.
+        """
+        return self._passes.backward_pass(loss)
+
+    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
+        """Make module buffers the same on all ranks, which must call this at the same point of the program.
+
+        Args:
+            active: The ranks whose values count; by default all that have data.
+        """
+        self._runtime.module_buffers.synchronise(self._runtime.uneven.active if active is None else active)
+
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+        """Let ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
+
+        The hook returns a ``torch.futures.Future`` of one tensor with as many elements as ``bucket.buffer()``, of any
+        dtype. The wrapper copies it into the bucket when the future is completed. The hook divides by the world size
+        itself, and starts the same collectives on every rank. It is called for every bucket in launch order, also in a
+        pass that failed on this rank. A parameter that no rank used keeps its ``.grad``.
+
+        torch's ``allreduce_hook``, ``fp16_compress_hook``, ``bf16_compress_hook``, their wrappers, ``powerSGD_hook``,
+        ``post_localSGD_hook`` and ``noop_hook`` work unmodified. ``batched_powerSGD_hook`` (broken in torch 2.13) does
+        not, nor do torch's quantization hooks on gloo. Other hooks have one bucket under way at a time: they may start
+        further collectives when the first is completed.
+
+        ``bucket.index()`` changes after the first pass, and when other parameters become trainable. The wrapper then
+        clears a ``PowerSGDState``; a hook with a memory of its own compares ``bucket.parameters()``. Between parameters
+        buffers may have padding, which is zero. Hooks see gradients row-major, as in torch, and complex ones as real.
+
+        Args:
+            state: Passed to the hook.
+            hook: The hook; the same on every rank. All ranks must call this at the same point.
+
+        Raises:
+            TypeError: If the hook is not callable.
+            ValueError: If there is a ``wire_dtype``, or gradients are not divided by the world size.
+            RuntimeError: If there is a hook already, or a pass is under way.
+            RankMismatchError: If ranks register different hooks.
+        """
+        self._passes.register_comm_hook(lambda: CommHook(hook, state, self._runtime.collectives.leave_behind))
+        self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
+
+    def begin_step(self) -> None:
+        """Note that a training step begins. For callers that run one step after the other on every rank.
+
+        Ranks that meet in a pass from different steps then raise: one of them skipped a backward.
+        """
+        self._passes.peers.here.begin_step()
+
+    def end_step(self) -> None:
+        """Note that all backwards of the step have run.
+
+        If this rank ran none, ranks that wait for it in this step raise within seconds.
+        """
+        self._passes.end_step()
+
+    def end_training(self) -> None:
+        """Note that this rank runs no further pass. Ranks that do raise, instead of waiting for it."""
+        self._passes.peers.end_training()
+
+    def count_tokens(self, tokens: int | Tensor) -> None:
+        """Add to the number that gradients are divided by, with ``gradient_divide_by="tokens"``.
+
+        Call it once or more per backward, local ones included, with the number of tokens that the loss sums over. The
+        counts of all ranks and of all passes since the last reduction travel with the gradients.
+
+        Args:
+            tokens: How many, 0 for none. The host does not wait for a tensor on the device; it has no dimension.
+
+        Raises:
+            ValueError: If the number is negative.
+            RuntimeError: If gradients are divided by something else.
+        """
+        self._passes.count_tokens(tokens)
+
+    def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
+        """The loss as its gradients are averaged, for optimizers that look at it. All ranks must call this.
+
+        Args:
+            loss: This rank's, of one element; None counts as zero. The loss of a repeated batch
+                (:meth:`set_active_ranks`) does not count.
+
+        Returns:
+            A new tensor without a graph or dimension, on the module's device; None if no rank has a loss.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
+        return self._runtime.average_loss(loss, self.device)
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one in a pass that it has failed, so that they raise.
+
+        Args:
+            error: The exception that this rank raised.
+        """
+        if isinstance(error, PeerFailureError | RankMismatchError):
+            return  # the others know, or find the same and say it better
+        self._passes.peers.publish_failure(f"raised {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End gradient synchronisation: remove all hooks, make ``.grad`` plain tensors, free the gradient buffers.
+
+        Sends nothing. The wrapper still forwards to the module.
+        """
+        self.closed = True
+        runtime: Runtime | None = self.__dict__.get("_runtime")
+        if runtime is None:  # a copy that was never used
+            return
+        runtime.close()
+        if self._replicated is not None:
+            self._replicated.forget()
+        _open_wrappers.discard(self)
+
+    # -- gradients and optimizers, sharded or not ------------------------------------------------------
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
+        """Have an optimizer step on fp32 master parameters, or on this rank's shard, from now on.
+
+        With ``master_params`` or ``shard_optimizer`` an optimizer's first step does this. Call it before
+        ``optimizer.load_state_dict``, so that training goes on bit for bit.
 
         Args:
             optimizer: An optimizer that holds parameters of the module.
 
         Returns:
-            The masters, or what knows of the shard; None without ``master_params`` and ``shard_optimizer``.
+            The optimizer's swap; None without ``master_params`` and ``shard_optimizer``.
 
         Raises:
             TypeError: If it is no torch optimizer.
@@ -416,23 +381,21 @@ class BucketDDP(nn.Module, Joinable):
         """
         return self._runtime.optimizers.prepare(optimizer)
 
-    # -- gradients and optimizers, sharded or not ------------------------------------------------------
-
     def wait_for_parameters(self) -> None:
-        """Waits for parameters whose new values are still on their way, with ``shard_optimizer``.
+        """Wait for the lazy all-gather of new parameters, with ``shard_optimizer``.
 
-        Whatever goes by torch's functions waits by itself. Call this before a captured CUDA graph is replayed or
-        memory is read past torch.
+        torch's functions wait by themselves. Call this before you replay a captured CUDA graph or read memory past
+        torch.
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
-        if runtime is not None and runtime.optimizers.sharding is not None:
-            runtime.optimizers.sharding.params.wait()
+        if runtime is not None:
+            runtime.optimizers.parts.wait()
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """The norm of all gradients together, as if they were one vector. All ranks must call this.
 
         Args:
-            norm_type: Which; ``inf`` for the largest absolute value.
+            norm_type: The order of the norm; ``inf`` for the largest absolute value.
             parameters: Whose gradients; the module's if None.
 
         Returns:
@@ -447,7 +410,7 @@ class BucketDDP(nn.Module, Joinable):
         parameters: Iterable[Tensor] | None = None,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scales gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Scale gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
         All ranks must call this.
 
@@ -461,12 +424,12 @@ class BucketDDP(nn.Module, Joinable):
             The norm before.
 
         Raises:
-            RuntimeError: If the norm is not finite, if that was asked for.
+            RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is True.
         """
         return self._runtime.optimizers.clip_grad_norm(max_norm, norm_type, parameters, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[Tensor] | None = None) -> None:
-        """Clamps gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_`` does."""
+        """Clamp gradients to ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_`` does."""
         self._runtime.optimizers.clip_grad_value(clip_value, parameters)
 
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -476,23 +439,22 @@ class BucketDDP(nn.Module, Joinable):
     def optimizer_state_dict(self, optimizer: Optimizer, *, every_rank: bool = False) -> dict[str, Any] | None:
         """An optimizer's whole state, with the keys and shapes that ``optimizer.state_dict()`` has in one process.
 
-        Put together on the CPU, bucket by bucket. All ranks must call this, which they may after :meth:`close` too. It
-        loads into the same optimizer over the same module at any world size, sharded or not. Unlike torch's it is a
-        copy.
+        A copy, put together on the CPU bucket by bucket. All ranks must call this; they may after :meth:`close` too. It
+        loads into the same optimizer over the same module at any world size, sharded or not.
 
         Args:
             optimizer: An optimizer that holds parameters of the module.
             every_rank: Whether every rank gets it.
 
         Returns:
-            None on ranks other than 0, unless they were to get it too.
+            None on ranks other than 0, unless every rank gets it.
         """
         return self._runtime.optimizers.state_dict(optimizer, every_rank or self.rank == 0)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads an optimizer's whole state, as :meth:`optimizer_state_dict` or any strategy's checkpoint has it.
+        """Load an optimizer's whole state, from :meth:`optimizer_state_dict` or any strategy's checkpoint.
 
-        Each rank keeps what belongs to its shard, and moves that alone to the device.
+        Each rank keeps the state of its shard, and moves nothing else to the device.
 
         Args:
             optimizer: An optimizer that holds parameters of the module.
@@ -509,21 +471,21 @@ class BucketDDP(nn.Module, Joinable):
         extra: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Saves the module and its optimizers into a directory, each rank its own parts, and no rank the whole.
+        """Save the module and its optimizers into a directory. Each rank writes its own parts.
 
-        All ranks must call this; an error on one is an error on all. In the format of ``torch.distributed.checkpoint``,
+        All ranks must call this; an error on one is an error on all. The format is ``torch.distributed.checkpoint``'s,
         with the names and shapes that tensors have in one process: torch's ``dcp_to_torch_save`` makes one file of it.
-        Module buffers are saved as rank 0 has them, fp32 masters under a key of their own.
+        Module buffers are rank 0's. fp32 masters have a key of their own.
 
         Args:
-            path: The directory, on a file system that all ranks share. It comes into being when everything has been
-                written; until then it is called ``<path>.partial``.
+            path: The directory, on a file system that all ranks share. Until everything is written it is called
+                ``<path>.partial``.
             optimizers: Optimizers of the module, in the order in which they will be loaded.
-            extra: Whatever is to be saved with them; rank 0's, pickled.
-            overwrite: Whether what is at ``path`` is replaced.
+            extra: Further objects to save; rank 0's, pickled.
+            overwrite: Whether to replace an existing directory.
 
         Raises:
-            FileExistsError: If there is something at ``path``, unless it is to be replaced.
+            FileExistsError: If ``path`` exists and is not to be replaced.
             ValueError: If an optimizer holds parameters that are not the module's.
             RuntimeError: If anything else went wrong on some rank; says where and what.
         """
@@ -532,20 +494,20 @@ class BucketDDP(nn.Module, Joinable):
     def load_sharded(
         self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
     ) -> dict[str, Any]:
-        """Loads what :meth:`save_sharded` has saved, at this or any other world size, sharded or not.
+        """Load a checkpoint of :meth:`save_sharded` at any world size, sharded or not.
 
-        All ranks must call this; an error on one is an error on all. Each rank reads what overlaps with its own parts;
-        parameters are then gathered. Names and shapes are compared before anything is read; an error while reading
-        leaves the module half-way between what it was and what was to be loaded.
+        All ranks must call this; an error on one is an error on all. Each rank reads the overlap with its own parts;
+        then parameters are gathered. Names and shapes are compared before anything is read. An error while reading
+        leaves the module half loaded.
 
         Args:
             path: The directory.
             optimizers: As many as were saved, with the same parameters in the same groups; none to load the module
                 alone.
-            strict: Whether the module must have just the names that were saved.
+            strict: Whether the module must have exactly the saved names.
 
         Returns:
-            What was saved as ``extra``; empty if nothing was. Unpickled, so load only what can be trusted.
+            The saved ``extra``; empty if there was none. It is unpickled: load only files that you trust.
 
         Raises:
             ValueError: If names, shapes or parameter groups differ; names the first.
@@ -556,7 +518,7 @@ class BucketDDP(nn.Module, Joinable):
         return self.sharded_checkpoint().load(Path(path), optimizers, strict)
 
     def sharded_checkpoint(self) -> ShardedCheckpoint:
-        """What saves and loads the module and its optimizers in parts."""
+        """The object that saves and loads the module and its optimizers in parts."""
         return self._runtime.optimizers.checkpoint()
 
     # -- ranks with different numbers of batches ---------------------------------------------------------
@@ -567,12 +529,13 @@ class BucketDDP(nn.Module, Joinable):
     ) -> Iterator[None]:
         """A context in which ranks may have different numbers of batches, as torch DDP's.
 
-        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left;
-        then every rank gets the parameters and module buffers of one that was among the last, and a joined rank has
-        the ``.grad`` that it left its loop with. One forward and at most
-        one backward per iteration, and no change of what is trainable, which a rank that has left its loop would not
-        make. Use torch's ``Join`` directly for several at once, such as a
-        ``ZeroRedundancyOptimizer``: joined ranks receive the averaged gradients that its shard needs.
+        A rank that leaves its loop takes part in the others' collectives without contributing, until all have left.
+        Then every rank gets the parameters and module buffers of a rank that was among the last. A joined rank has the
+        ``.grad`` that it left its loop with.
+
+        Run one forward and at most one backward per iteration, and do not freeze or unfreeze parameters. For several
+        joinables, such as a ``ZeroRedundancyOptimizer``, use torch's ``Join`` directly: joined ranks receive the
+        averaged gradients that its shard needs.
 
         Args:
             divide_by_initial_world_size: Divide by the world size; otherwise by the number of ranks that have data.
@@ -580,8 +543,7 @@ class BucketDDP(nn.Module, Joinable):
             throw_on_early_termination: Raise a RuntimeError on all ranks when the first one runs out of data.
 
         Raises:
-            ValueError: If a rank that has left its loop would be missed in the collectives of a ``SyncBatchNorm``, or
-                in the steps of a sharded optimizer.
+            ValueError: If a ``SyncBatchNorm`` or a sharded optimizer needs all ranks until the end.
         """
         uneven, throw = self._runtime.uneven, throw_on_early_termination
         if enable and not throw:
@@ -597,7 +559,7 @@ class BucketDDP(nn.Module, Joinable):
             uneven.end()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What torch's ``Join`` calls on a rank that has run out of data.
+        """The hook that torch's ``Join`` calls on a rank that has run out of data.
 
         Args:
             kwargs: ``divide_by_initial_world_size``; others are for other members of the context.
@@ -609,7 +571,7 @@ class BucketDDP(nn.Module, Joinable):
         return self._runtime.uneven
 
     def exchange(self, value: int) -> list[int]:
-        """Tells the other ranks a number and returns everybody's, by rank. The host waits; all ranks must call this.
+        """Tell the other ranks a number and return everybody's, by rank. The host waits; all ranks must call this.
 
         Raises:
             PeerFailureError: If another rank has failed.
@@ -617,7 +579,7 @@ class BucketDDP(nn.Module, Joinable):
         return self._runtime.uneven.tell(value)
 
     def divide_by_active_ranks(self) -> None:
-        """Has gradients divided by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
+        """Divide gradients by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
 
         Raises:
             ValueError: If gradients are not divided by the world size to begin with.
@@ -625,10 +587,10 @@ class BucketDDP(nn.Module, Joinable):
         self._runtime.uneven.divide_by_active()
 
     def set_active_ranks(self, active: Sequence[int]) -> None:
-        """Says which ranks have a batch of their own in what follows; the others go on with their last one.
+        """Set the ranks that have a batch of their own from now on; the others repeat their last one.
 
-        Those must not contribute: their losses are to reach no parameter, in :meth:`BucketDDP.backward_pass`. Their
-        module buffers and token counts do not count. All ranks must call this at the same point of the program.
+        The others must not contribute: run their losses in :meth:`backward_pass`, and let them reach no parameter.
+        Their module buffers and token counts do not count. All ranks must call this at the same point of the program.
 
         Args:
             active: The ranks, in ascending order; at least one.
@@ -637,7 +599,7 @@ class BucketDDP(nn.Module, Joinable):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether this rank has no batch of its own; what :meth:`set_active_ranks` was told."""
+        """Whether this rank has no batch of its own; see :meth:`set_active_ranks`."""
         return not self._passes.joining.counts()
 
     @property
@@ -648,14 +610,14 @@ class BucketDDP(nn.Module, Joinable):
     # -- Megatron-LM's names ----------------------------------------------------------------------------
 
     def zero_grad_buffer(self) -> None:
-        """Sets all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.
+        """Set all gradients to zero in place: one fill per buffer, for all parameters that ever were trainable.
 
         Unlike after ``zero_grad(set_to_none=True)`` optimizers see zeros for parameters that get no gradient.
         """
         self._passes.zero_gradients()
 
     def start_grad_sync(self) -> None:
-        """Starts the reduction of every gradient that is there, such as what local passes accumulated.
+        """Start to reduce every gradient that is there, for example after local passes.
 
         All ranks must call this; ``.grad`` is None until :meth:`finish_grad_sync`.
 
@@ -667,7 +629,7 @@ class BucketDDP(nn.Module, Joinable):
         self._passes.start_reduction()
 
     def finish_grad_sync(self) -> None:
-        """Waits for what :meth:`start_grad_sync` started; ``.grad`` holds the reduced gradients afterwards.
+        """Wait for :meth:`start_grad_sync`; then ``.grad`` holds the reduced gradients.
 
         Raises:
             PeerFailureError: If another rank has failed.
@@ -676,23 +638,23 @@ class BucketDDP(nn.Module, Joinable):
         self._passes.finish_reduction()
 
     def allreduce_gradients(self) -> None:
-        """Reduces every gradient that is there: :meth:`start_grad_sync` and :meth:`finish_grad_sync`."""
+        """Reduce every gradient that is there: :meth:`start_grad_sync` and :meth:`finish_grad_sync`."""
         self.start_grad_sync()
         self.finish_grad_sync()
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies every gradient that is there, in place.
+        """Multiply every gradient that is there, in place.
 
         Args:
-            factor: A number, or a tensor of no dimension.
+            factor: A number, or a tensor without a dimension.
         """
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def broadcast_params(self) -> None:
-        """Gives every rank the group's rank 0's parameters. All ranks must call this."""
+        """Give every rank the parameters of the group's rank 0. All ranks must call this."""
         self._runtime.broadcast_params()
 
     def state_dict_for_save_checkpoint(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -701,12 +663,7 @@ class BucketDDP(nn.Module, Joinable):
         given = {} if destination is None else {"destination": destination}
         return save(**given, prefix=prefix, keep_vars=keep_vars)
 
-    # -- what is going on ----------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
+    # -- state of the wrapper ------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -714,7 +671,7 @@ class BucketDDP(nn.Module, Joinable):
         return next(self.module.parameters()).device
 
     join_device = device
-    """Where torch's ``Join`` keeps what it sends."""
+    """The device of the tensors that torch's ``Join`` sends."""
 
     @property
     def rank(self) -> int:
@@ -723,11 +680,11 @@ class BucketDDP(nn.Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether module buffers are synchronised in forward."""
+        """Whether forward synchronises module buffers."""
         return self._options.module_buffers != "off"
 
     forward_sync_buffers = broadcast_buffers
-    """The same; torch DDP's newer name."""
+    """torch DDP's newer name."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -748,7 +705,7 @@ class BucketDDP(nn.Module, Joinable):
         return self._passes.peers.position.pass_number if "_runtime" in self.__dict__ else 0
 
     def last_pass(self) -> PassRecord | None:
-        """What happened in the last synchronised pass: sizes, times, order; ``print`` it for a table.
+        """The record of the last synchronised pass: sizes, times, order. ``print`` it for a table.
 
         Times are the host's. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the logger ``lightning_bucketddp`` gets every
         pass's table at level INFO, and with ``INFO`` a line whenever gradients are laid out.
@@ -760,24 +717,31 @@ class BucketDDP(nn.Module, Joinable):
 
     @property
     def early_launches(self) -> int:
-        """How many buckets the last synchronised pass put on their way before backward had ended."""
+        """How many buckets the last synchronised pass launched before backward had ended."""
         return self._passes.recorder.early
 
     def _set_static_graph(self) -> None:
-        """Does nothing: what torch DDP's method allows is always allowed. Some libraries call it."""
+        """Do nothing: static graphs need no special treatment here. Some libraries call torch DDP's method."""
 
-    # -- state ---------------------------------------------------------------------------------------
+    # -- names and state of the module ---------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict; keys have no prefix."""
         return self.module.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load into the module. Keys have no prefix, or ``module.`` as in a state dict of torch DDP's.
+
+        With ``assign=True`` the module gets new parameters: make a new optimizer.
+        """
+        return self.module.load_state_dict(without_prefix(state_dict, self.module), strict=strict, assign=assign)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapper and the module under one name, and the module's own; as in :meth:`state_dict` without a prefix.
+        """The wrapper and the module under one name, then the module's own; without a prefix, as :meth:`state_dict`.
 
-        Names of parameters and module buffers follow from these, also those of a module that contains this one.
+        Names of parameters and module buffers follow from these, in a module around this one too.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -790,13 +754,6 @@ class BucketDDP(nn.Module, Joinable):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Where names without a prefix lead, for ``torch.distributed.checkpoint.state_dict``.
 
-        Private to torch, which knows its own DDP class by ``isinstance``. There is no public way; a test notices.
+        Private to torch, which has no public way: it knows its own DDP class by ``isinstance``.
         """
         return dict.fromkeys(members_of(self.module), "module")
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads into the module; keys have no prefix, or ``module.`` as in a state dict of torch DDP's.
-
-        With ``assign=True`` the module gets new parameters: make a new optimizer.
-        """
-        return self.module.load_state_dict(without_prefix(state_dict, self.module), strict=strict, assign=assign)

@@ -1,8 +1,10 @@
-"""``torch.compile`` around a wrapper, inside of it, or of blocks: what is not traced, and where graphs are cut.
+"""``torch.compile`` around a wrapper, inside of it, or of blocks.
 
-A compiled backward is one function to autograd: all its gradients arrive when it has ended, and no bucket can leave
-before. For its own DDP torch cuts the graph wherever a bucket is full, and compiles the pieces one by one; it asks the
-DDP module whose forward is running for the size of its buckets. This has it ask the wrapper.
+Autograd sees a compiled backward as one function: all its gradients come at its end, and no bucket leaves before. So
+torch cuts the graph wherever a bucket of its own DDP is full, and compiles the pieces. Its compiler asks the running
+DDP module for the size of buckets. Here it asks :class:`GraphCuts`.
+
+Some names here are private, as torch has no public ones. Without them training stays right, but slower.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 
 @dataclass(frozen=True)
 class GraphCuts:
-    """What torch's compiler asks the running data-parallel module for.
+    """The size of buckets, which torch's compiler asks the running DDP module for.
 
     Attributes:
-        bucket_bytes_cap: After how many bytes of parameters, counted from the end, a graph is cut.
+        bucket_bytes_cap: Bytes of parameters, counted from the end, after which the compiler cuts a graph.
     """
 
     bucket_bytes_cap: int
 
 
 def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: bool) -> GraphCuts | None:
-    """Cuts where buckets are full; None if every bucket waits for the end of backward.
+    """Where to cut graphs; None if every bucket waits for the end of backward.
 
     Args:
-        options: What was asked for.
+        options: The wrapper's options.
         layout: The buckets.
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
         one_machine: Whether the ranks share one machine.
     """
     if not options.overlap or not options.use_contiguous_buffers:
@@ -50,12 +52,11 @@ def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: b
 
 @contextmanager
 def cutting_graphs(cuts: GraphCuts | None) -> Iterator[None]:
-    """Inside, what is compiled is cut, unless ``torch._dynamo.config.optimize_ddp`` is False.
+    """Have the compiler cut graphs inside, unless ``torch._dynamo.config.optimize_ddp`` is False.
 
     Args:
         cuts: Where; None to leave graphs whole.
     """
-    # Private, as what it does has no public name. If torch drops it graphs stay whole: right, but late. A test notices.
     outside = getattr(DistributedDataParallel, "_active_ddp_module", None)
     DistributedDataParallel._active_ddp_module = cuts  # type: ignore[assignment]
     try:
@@ -65,21 +66,17 @@ def cutting_graphs(cuts: GraphCuts | None) -> Iterator[None]:
 
 
 def leave_untraced(package: str) -> None:
-    """Has torch's compiler pass over a package's functions, as it does over those of torch's own DDP.
-
-    What they call, the user's module above all, is compiled.
+    """Keep the compiler from tracing a package's functions, such as hooks. It compiles the user's module all the same.
 
     Args:
-        package: Its name; to be imported.
+        package: The package's name.
     """
-    # Private as well. Without it a compiled wrapper, or a compiled step with a backward in it, traces hooks.
     add = getattr(getattr(torch._dynamo, "trace_rules", None), "add", None)
     if add is not None:
         add(package)
 
 
 def frames_are_compiled() -> bool:
-    """Whether torch's compiler takes over the functions that are called from here, as below a compiled wrapper."""
-    # Private. Without it the answer is that it may, which costs time only.
+    """Whether torch compiles functions that are called from here, as below a compiled wrapper. True if in doubt."""
     callback = getattr(getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", None)
     return callback is None or callable(callback())

@@ -1,13 +1,13 @@
-"""The parameters of the wrapped module, looked up anew when the module has changed."""
+"""The parameters and module buffers of the wrapped module, looked up anew when the module has changed."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from operator import is_
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.options import Options
@@ -19,25 +19,24 @@ from lightning_bucketddp.wrapper.validation import named_parameters, names_to_ig
 
 
 class ModuleParams:
-    """Which parameters a module has, and what is known of their gradients.
+    """The parameters of a module, the kind of gradient that each has, and the module buffers.
 
     Args:
         module: The module.
+        options: The wrapper's options.
         may_be_frozen: Whether all parameters may be frozen, to be unfrozen later.
 
     Attributes:
         module: The module.
         named: Each parameter once, under the first of its names that is not ignored, in registration order.
-        ignored: Names of parameters and module buffers that the module asks wrappers to leave alone.
         sparse: Names of the parameters whose gradients are sparse.
-        changes: How often parameters were taken in.
+        changes: How often changed parameters were taken in.
         optimizers: The optimizers that the wrapper knows.
     """
 
-    def __init__(self, module: nn.Module, may_be_frozen: bool = False) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, options: Options, may_be_frozen: bool = False) -> None:
+        self.module, self._options = module, options
         self._may_be_frozen = may_be_frozen
-        self.ignored = names_to_ignore(module)
         self.sparse: frozenset[str] = frozenset()
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -45,43 +44,54 @@ class ModuleParams:
         self._look_up()
 
     def _look_up(self) -> None:
+        ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
-        self._structure = [
-            (owner, list(owner._modules.values()), list(owner._parameters.values())) for owner in self.module.modules()
-        ]
-        self._plain = [param for _, param in self.named]
-        self._dtypes = [param.dtype for param in self._plain]
+        self._dtypes = [(param, param.dtype) for _, param in self.named]
+        self._members = [(owner, _members_of(owner)) for owner in self.module.modules()]
+        self._buffers = {
+            f"{prefix}.{name}".lstrip("."): (owner, name)
+            for prefix, owner in self.module.named_modules()
+            for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
+            if f"{prefix}.{name}".lstrip(".") not in ignored
+        }
 
-    def prepare(self, options: Options) -> None:
-        """Find what the options say of the parameters, and set ``grad_dtype`` on them.
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The module buffers as they are now, each once, by name."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for full_name, (owner, name) in self._buffers.items():
+            if (buffer := getattr(owner, name, None)) is not None:  # looked up anew, as modules replace their buffers
+                found.setdefault(id(buffer), (full_name, buffer))
+        return dict(found.values())
+
+    def prepare(self) -> None:
+        """Find the sparse parameters, and set ``grad_dtype`` on the parameters that the options name.
 
         Raises:
             WrapError: If a parameter cannot be wrapped.
-            ValueError: If an option names a parameter that is not there.
+            ValueError: If an option names a parameter that does not exist.
         """
         require_valid_parameters(self.module, self._may_be_frozen)
-        self._options = options
         names = [name for name, _ in self.named]
-        declared = options.sparse_parameters
+        declared = self._options.sparse_parameters
         if self.changes:
             declared = [name for name in declared if name in names]
         else:
-            options.require_patterns_match(names)
+            self._options.require_patterns_match(names)
         self.sparse = find_sparse(self.module, declared)
         for name, param in self.named:
-            dtype = options.grad_dtype_of(name, param.dtype)
-            if name not in self.sparse and options.grad_dtype is not None and param.grad_dtype is not dtype:
+            dtype = self._options.grad_dtype_of(name, param.dtype)
+            if name not in self.sparse and self._options.grad_dtype is not None and param.grad_dtype is not dtype:
                 self._own_grad_dtypes.append((param, param.grad_dtype))
                 _set_grad_dtype(param, dtype)
 
     def restore_grad_dtypes(self) -> None:
-        """Give parameters the ``grad_dtype`` that they had."""
+        """Give parameters the ``grad_dtype`` that they had before."""
         for param, dtype in reversed(self._own_grad_dtypes):
             _set_grad_dtype(param, dtype)
         self._own_grad_dtypes.clear()
 
     def entries(self) -> list[Entry]:
-        """What must be the same on all ranks, line by line."""
+        """Options, parameters and module buffers, which must be the same on all ranks."""
         lines = [Entry(f"option {name}", value) for name, value in self._options.described()]
         for name, param in self.named:
             spec = ParamSpec.of(name, param)
@@ -89,22 +99,15 @@ class ModuleParams:
             notes += ("" if param.requires_grad else ", frozen") + (", sparse gradient" if name in self.sparse else "")
             kind = f"shape {spec.shape}, {param.dtype}, strides {spec.strides}{notes}"
             lines.append(Entry(f"parameter {name!r}", kind))
-        for name, buffer in self.module.named_buffers():
-            if name not in self.ignored:
-                lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+        for name, buffer in self.named_buffers().items():
+            lines.append(Entry(f"module buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
         return lines
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced or re-typed since they were looked up."""
-        if [param.dtype for param in self._plain] != self._dtypes:
+        """Whether parameters were added, removed, replaced or re-typed since the last look."""
+        if any(param.dtype is not dtype for param, dtype in self._dtypes):
             return True
-        if all(
-            len(owner._modules) == len(modules)
-            and len(owner._parameters) == len(params)
-            and all(map(is_, owner._modules.values(), modules))
-            and all(map(is_, owner._parameters.values(), params))
-            for owner, modules, params in self._structure
-        ):
+        if all(_members_of(owner) == members for owner, members in self._members):
             return False
         now = named_parameters(self.module)
         if [(name, id(param)) for name, param in now] != [(name, id(param)) for name, param in self.named]:
@@ -113,37 +116,39 @@ class ModuleParams:
         return False
 
     def take_in(self) -> None:
-        """Look the parameters up anew.
+        """Look parameters up anew, and warn of optimizers that hold replaced ones.
 
         Raises:
-            WrapError: If a new one cannot be wrapped, or an optimizer holds shards or masters of old ones.
+            WrapError: If a new parameter cannot be wrapped, or an optimizer has shards or masters of replaced ones.
         """
-        before = {id(param): name for name, param in self.named}
         here = {id(param) for _, param in named_parameters(self.module)}
-        stale = {key: name for key, name in before.items() if key not in here}
-        if holders := holders_of_masters(stale):
+        replaced = {id(param): name for name, param in self.named if id(param) not in here}
+        for holder in holders_of_masters(replaced):
             raise WrapError(
-                f"parameters were replaced after the module was wrapped, and {type(holders[0]).__name__} has fp32 "
-                f"masters of the old ones{_listed(list(stale.values()))}; make a new optimizer"
+                f"parameters were replaced after the module was wrapped, and {type(holder).__name__} has fp32 masters "
+                f"of the old ones{_listed(replaced.values())}; make a new optimizer"
             )
-        for optimizer in self.optimizers:
-            held = [stale[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in stale]
-            if held and not self._options.shard_optimizer:
-                warnings.warn(
-                    f"parameters were replaced after the module was wrapped. {type(optimizer).__name__} still holds "
-                    f"the old ones{_listed(held)} and does not update the new ones: make a new optimizer, or give it "
-                    "the new ones with add_param_group()",
-                    stacklevel=2,
-                )
         if self._options.shard_optimizer:
             raise WrapError(
                 "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
-                f"shards of the old ones{_listed(list(stale.values()))}; close() the wrapper, wrap the module again "
-                "and make a new optimizer"
+                f"shards of the old ones{_listed(replaced.values())}; close() the wrapper, wrap again, make a new one"
             )
+        for optimizer in self.optimizers:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            if held := [replaced[id(param)] for param in params if id(param) in replaced]:
+                warnings.warn(
+                    f"parameters were replaced after the module was wrapped. {type(optimizer).__name__} still holds "
+                    f"the old ones{_listed(held)}: make a new optimizer, or give it the new ones by add_param_group()",
+                    stacklevel=2,
+                )
         self._look_up()
         self.changes += 1
-        self.prepare(self._options)
+        self.prepare()
+
+
+def _members_of(owner: nn.Module) -> tuple[int, ...]:
+    """A module's own submodules and parameters, by id."""
+    return (*map(id, owner._modules.values()), *map(id, owner._parameters.values()))
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
@@ -153,6 +158,7 @@ def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:
         param.grad = grad if dtype is None else grad.to(dtype)
 
 
-def _listed(names: list[str], most: int = 3) -> str:
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    names = list(names)
     shown = ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")
     return f" ({shown})" if names else ""

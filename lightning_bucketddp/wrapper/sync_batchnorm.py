@@ -1,11 +1,11 @@
-"""BatchNorm over the batches of all ranks together, on every backend.
+"""BatchNorm over the batches of all ranks together, on every backend. On accelerators torch's own layer does the work.
 
-What a rank knows of a channel is a mean, a sum of squared deviations from it and a count. They are gathered, and every
-rank combines them in the same order (Chan, Golub and LeVeque 1979), so that running statistics are the same to the last
-bit on all of them. Backward needs two sums over all ranks, gathered likewise. On accelerators torch's layer does it.
+On the CPU each rank sends the mean of a channel, the sum of squared deviations from it, and a count. Every rank
+combines them in the same order (Chan, Golub and LeVeque 1979), so running statistics have the same bits on all ranks.
+Backward gathers two sums in the same way.
 
-The collectives need a process group that gradients do not travel in: buckets are launched as they happen to be ready,
-so that in one group the two kinds would come in another order on other ranks.
+These collectives have a process group of their own. Buckets are launched whenever they are ready: in one group the two
+kinds of collectives would come in a different order on each rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -32,25 +32,29 @@ from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 
 _FIRST_MESSAGE = 2 * 256 + 2
-"""Numbers in the first message of every exchange, for layers of up to 256 channels the only one. Of one length whatever
-the layer, as gloo aborts processes that send each other different ones: that ranks are in different layers is found out
-before anything else is sent."""
+"""Numbers in the first message of every exchange; layers of up to 256 channels need no second one.
+
+The length is the same for all layers, as gloo aborts processes that send each other different lengths. So ranks find
+out that they are in different layers before they send anything else.
+"""
 
 
 class StatisticsLink(Participant):
-    """How the layers of one module reach the other ranks. Copies of a layer share it; pickles go without.
+    """Connects the layers of one module with the other ranks. Copies of a layer share it; a pickle has an empty one.
 
-    A participant in the passes of the module around them: it hears when a backward has ended.
+    It takes part in the passes of the wrapper around the module, if there is one: it hears when a backward has ended.
 
     Args:
-        collectives: The group that statistics travel in; None in what was loaded from a pickle.
+        collectives: The group that statistics travel in; None after loading from a pickle.
         names: The layers' qualified names, by number.
 
     Attributes:
-        peers: What the wrapper around the module knows of the other ranks, while there is one.
-        counts: Whether this rank's batch is one of its own, rather than one that it goes through once more to stay in
-            step with the others.
+        peers: The other ranks, as the wrapper sees them; None while there is no wrapper.
+        counts: False while this rank repeats a batch only to stay in step: the batch is not in the statistics.
     """
+
+    peers: Peers | None
+    counts: Callable[[], bool]
 
     def __init__(self, collectives: Collectives | None = None, names: Sequence[str] = ()) -> None:
         self.collectives = collectives
@@ -58,50 +62,39 @@ class StatisticsLink(Participant):
         self.leave()
 
     def join(self, peers: Peers, counts: Callable[[], bool]) -> None:
-        """The module has been wrapped.
+        """Note that the module has been wrapped.
 
         Args:
             peers: The wrapper's.
             counts: As the attribute.
         """
-        self.peers: Peers | None = peers
-        self._first_tag = peers.number << 32  # layers of two wrapped modules are not taken for each other
-        self.counts = counts
-        self._forwards.clear()
+        self.leave()
+        self.peers, self.counts = peers, counts
 
     def leave(self) -> None:
-        """The module is not wrapped, or no longer."""
-        self.peers = None
-        self.counts = lambda: True
-        self._first_tag = 0
-        self._forwards: dict[int, tuple[int, int]] = {}  # that wait for their backward: layer and channels, by number
-        self._forwards_noted = 0
-        self._reached = False
+        """Note that the module is not wrapped, or no longer."""
+        self.peers, self.counts = None, lambda: True
+        self._forwards: list[tuple[int, int]] = []  # layer and channels of forwards since the last backward
+        self._reached = False  # whether backward has come to a layer
 
-    def note_forward(self, layer: int, channels: int) -> int:
-        """A forward that backward may come to; its number."""
-        self._forwards_noted += 1
+    def note_forward(self, layer: int, channels: int) -> None:
+        """Note a forward that backward may come to."""
         if self.peers is not None:
-            self._forwards[self._forwards_noted] = layer, channels
-        return self._forwards_noted
-
-    def note_backward(self, forward: int) -> None:
-        """Backward has come to a forward."""
-        self._reached |= self._forwards.pop(forward, None) is not None
+            self._forwards.append((layer, channels))
 
     def backward_ended(self, raised: bool) -> None:
-        """A backward has ended. If it came to no layer at all, the other ranks get zeros, which are its gradients.
+        """Send zeros for all layers if backward came to none of them: a loss that reaches no layer counts as zero.
 
-        In the order in which autograd goes through a graph: the last forward first.
+        The order is autograd's: the last forward comes first.
 
         Args:
-            raised: Whether it ended by raising.
+            raised: Whether backward raised.
         """
-        missed = [] if raised or self._reached else list(reversed(self._forwards.values()))
-        self._forwards.clear()
+        forwards, self._forwards = self._forwards, []
+        if not (raised or self._reached):
+            for layer, channels in reversed(forwards):
+                self.exchange(torch.zeros(2, channels), 0, layer, backward=True)
         self._reached = False
-        for layer, channels in missed:
-            self.exchange(torch.zeros(2, channels), 0, layer, backward=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsLink:
         return self
@@ -110,7 +103,7 @@ class StatisticsLink(Participant):
         return StatisticsLink, ()
 
     def exchange(self, values: Tensor, count: int, layer: int, backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Gathers what the ranks have to say on a layer.
+        """Gather the ranks' values for a layer.
 
         Args:
             values: Two numbers per channel.
@@ -123,42 +116,43 @@ class StatisticsLink(Participant):
 
         Raises:
             PeerFailureError: If another rank failed.
-            RankMismatchError: If another rank is elsewhere.
-            RuntimeError: What the backend raises when a peer is gone or the time is up, if there is no wrapper.
+            RankMismatchError: If another rank is in another layer.
+            RuntimeError: The backend's, if a peer is gone or the time is up and there is no wrapper.
         """
-        assert self.collectives is not None
+        self._reached |= backward
+        collectives, peers = self.collectives, self.peers
+        assert collectives is not None
+
+        def gather(part: Tensor) -> Tensor:
+            what = f"the statistics of {self._names[layer]!r}"
+            with nullcontext() if peers is None else peers.waiting_for(what, Phase.EXCHANGE):
+                everyone, work = collectives.all_gather(part)
+                work.wait(None if peers is None else peers.poll)
+            return everyone
+
+        first_tag = 0 if peers is None else peers.number << 32  # tells layers of two wrappers apart
         mine = torch.zeros(max(values.numel() + 2, _FIRST_MESSAGE), dtype=torch.float64)
-        mine[0], mine[1] = self._first_tag + 2 * layer + backward, count
+        mine[0], mine[1] = first_tag + 2 * layer + backward, count
         mine[2 : values.numel() + 2] = values.flatten()
-        if self.peers is not None:
-            self.peers.here.begin_exchange()
-        everyone = self._gather(mine[:_FIRST_MESSAGE], layer)
+        if peers is not None:
+            peers.here.begin_exchange()
+        everyone = gather(mine[:_FIRST_MESSAGE])
         if not bool((everyone[:, 0] == mine[0]).all()):
             raise RankMismatchError(
-                f"rank {self.collectives.rank}: ranks met in different BatchNorm layers; this rank is in "
-                f"{'backward' if backward else 'forward'} of {self._names[layer]!r}. Layers with synchronised "
-                "statistics must be reached in the same order on every rank: look for a branch that depends on the "
-                "rank or on its data"
+                f"rank {collectives.rank}: ranks met in different BatchNorm layers; this rank is in "
+                f"{'backward' if backward else 'forward'} of {self._names[layer]!r}. Look for a branch that depends on "
+                "the rank or on its data: every rank must reach these layers in the same order"
             )
         if mine.numel() > _FIRST_MESSAGE:
-            everyone = torch.cat((everyone, self._gather(mine[_FIRST_MESSAGE:], layer)), 1)
+            everyone = torch.cat((everyone, gather(mine[_FIRST_MESSAGE:])), 1)
         return everyone[:, 2 : values.numel() + 2].view(-1, 2, values.shape[-1]), everyone[:, 1:2]
-
-    def _gather(self, mine: Tensor, layer: int) -> Tensor:
-        assert self.collectives is not None
-        what = f"the statistics of {self._names[layer]!r}"
-        look = None if self.peers is None else self.peers.poll
-        with nullcontext() if self.peers is None else self.peers.waiting_for(what, Phase.EXCHANGE):
-            everyone, pending = self.collectives.all_gather(mine)
-            pending.wait(look)
-        return everyone
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """What a BatchNorm layer becomes while its statistics are those of all ranks' batches together.
+    """A BatchNorm layer whose statistics are those of all ranks' batches together.
 
-    Made by :func:`convert_sync_batchnorm` alone, which changes a layer's class and leaves the layer where it is, so
-    that references, hooks, attributes and ``isinstance`` go on working; keys of the state dict stay the same.
+    Only :func:`convert_sync_batchnorm` makes it, by changing a layer's class. So references, hooks, attributes,
+    ``isinstance`` and keys of the state dict stay as they are.
     """
 
     _original_class: type[_BatchNorm]
@@ -167,16 +161,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
-        """The group that statistics travel in; torch's own layer, from which this one derives, looks for it here."""
+        """The group that statistics travel in; torch's layer reads it."""
         collectives = self._link.collectives
         return collectives.group if collectives is not None else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # This layer's class is made on demand, so that neither copy nor pickle finds it by its name.
+        # Copies and pickles cannot find this class by its name, as it is made on demand.
         return _new_layer, (self._original_class,), super().__reduce_ex__(protocol)[2]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises; in training by the mean and variance over all ranks' batches.
+        """Normalise; in training by mean and variance over all ranks' batches.
 
         Args:
             input: Of shape ``(N, C, *)``. ``N`` may differ between ranks, and be 0 on some.
@@ -191,43 +185,45 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return _BatchNorm.forward(self, input)
         if input.device.type != "cpu":
             return super().forward(input)
-        return self._forward_on_cpu(input)
-
-    def _forward_on_cpu(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        mean, var, count = _statistics_of_all_ranks(input.detach(), self._link, self._number)
+        self._track(mean, var * (count / (count - 1)))
+        if torch.is_grad_enabled() and input.requires_grad:
+            self._link.note_forward(self._number, input.shape[1])
+            inverse_std = (var + self.eps).rsqrt()
+            input = _ThroughStatistics.apply(input, mean, inverse_std, count, self._link, self._number)
+        weight, bias = (None if it is None else it.to(mean.dtype) for it in (self.weight, self.bias))
+        return F.batch_norm(input, mean, var, weight, bias, eps=self.eps)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
+        """Move the running statistics towards this batch's."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
         momentum = self.momentum
-        tracked = self.track_running_stats and self.running_mean is not None and self.running_var is not None
-        if tracked and self.num_batches_tracked is not None:
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1.0 / self.num_batches_tracked.item()
-        mean, var, count = _statistics_of_all_ranks(input.detach(), self._link, self._number)
-        if tracked:
-            with torch.no_grad():
-                _move(self.running_mean, mean, momentum)
-                _move(self.running_var, var * (count / (count - 1)), momentum)
-        forward = 0
-        if torch.is_grad_enabled() and input.requires_grad:
-            forward = self._link.note_forward(self._number, input.shape[1])
-        where = self._link, self._number, forward
-        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, self.eps, count, where)
-        return output
+        assert momentum is not None
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
 
 
 def convert_sync_batchnorm(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
 ) -> nn.Module:
-    """Has all BatchNorm layers of a module work with the statistics of all ranks' batches together.
+    """Give all BatchNorm layers of a module the statistics of all ranks' batches together. Convert before wrapping.
 
-    Where torch's ``SyncBatchNorm.convert_sync_batchnorm`` makes new layers, for accelerators alone, this changes the
-    class of those that are there, on every backend. All ranks must call it at the same point. Convert before wrapping.
-    Layers of torch's ``SyncBatchNorm`` that have a process group of their own stay as they are.
+    torch's ``SyncBatchNorm.convert_sync_batchnorm`` makes new layers, for accelerators alone. This function changes the
+    class of the layers, on every backend. Layers of torch's ``SyncBatchNorm`` with a process group of their own stay as
+    they are. All ranks must call this at the same point.
 
     Args:
         module: The module; changed in place.
-        process_group: The ranks that compute statistics together, in a group that nothing else travels in. By default
-            one of all ranks, made for the purpose once.
-        timeout: How long collectives of that group wait; torch's default if None.
+        process_group: The ranks that compute statistics together, in a group that nothing else travels in. By default a
+            group of all ranks, which is made once.
+        timeout: How long collectives of the default group wait; torch's default if None.
 
     Returns:
         The module.
@@ -254,15 +250,13 @@ def convert_sync_batchnorm(
     group = process_group if process_group is not None else group_apart(timeout)
     link = StatisticsLink(Collectives(group), [name for name, _ in layers])
     for number, (_, layer) in enumerate(layers):
-        assert isinstance(layer, _BatchNorm)
-        layer._link = link  # type: ignore[assignment]
-        layer._number = number  # type: ignore[assignment]
+        vars(layer).update(_link=link, _number=number)
         layer.__class__ = _synchronised(type(layer))  # type: ignore[arg-type]
     return module
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Gives layers that :func:`convert_sync_batchnorm` converted the class they had, with the statistics they have now.
+    """Give the layers that :func:`convert_sync_batchnorm` converted their class back. They keep their statistics.
 
     Args:
         module: The module; changed in place.
@@ -285,7 +279,7 @@ def _layers(module: nn.Module) -> Iterator[SyncBatchNorm]:
     return (layer for layer in module.modules() if isinstance(layer, SyncBatchNorm))
 
 
-def _can_convert(layer: nn.Module) -> bool:
+def _can_convert(layer: nn.Module) -> TypeGuard[_BatchNorm]:
     if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
         return False
     return not (isinstance(layer, nn.SyncBatchNorm) and layer.process_group is not None)
@@ -293,6 +287,7 @@ def _can_convert(layer: nn.Module) -> bool:
 
 @cache
 def _synchronised(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    """The class that a converted layer has, which derives from the layer's own class too."""
     members = {"_original_class": original, "_check_input_dim": original._check_input_dim}
     return type(f"Synchronised{original.__name__}", (SyncBatchNorm, original), members)
 
@@ -300,12 +295,6 @@ def _synchronised(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
 def _new_layer(original: type[_BatchNorm]) -> SyncBatchNorm:
     cls: type[SyncBatchNorm] = _synchronised(original)  # type: ignore[arg-type]
     return cls.__new__(cls)
-
-
-def _move(running: Tensor | None, value: Tensor, momentum: float | None) -> None:
-    assert running is not None
-    assert momentum is not None
-    running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
 def _statistics_of_all_ranks(x: Tensor, link: StatisticsLink, layer: int) -> tuple[Tensor, Tensor, int]:
@@ -328,47 +317,32 @@ def _statistics_of_all_ranks(x: Tensor, link: StatisticsLink, layer: int) -> tup
     return mean.to(dtype), var.to(dtype), total
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalises by given statistics, which in backward depend on the input of every rank."""
+class _ThroughStatistics(torch.autograd.Function):
+    """The identity before a normalisation by given statistics.
+
+    Its backward subtracts the part of the gradient that flows through mean and variance, which depend on all ranks'
+    inputs. With ``n`` the normalised input and means over all ranks: ``grad - mean(grad) - n * mean(grad * n)``.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
-        count: int,
-        where: tuple[StatisticsLink, int, int],
+        ctx: Any, x: Tensor, mean: Tensor, inverse_std: Tensor, count: int, link: StatisticsLink, layer: int
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.count, ctx.where = count, where
-        weight, bias = (None if it is None else it.to(mean.dtype) for it in (weight, bias))
-        return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+        ctx.save_for_backward(x, mean, inverse_std)
+        ctx.count, ctx.link, ctx.layer = count, link, layer
+        return x.detach()  # keeps strides; those of a view of one sample confuse torch's batch_norm (2.13)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse_std = ctx.saved_tensors
-        shape = (1, -1, *(1 for _ in x.shape[2:]))
-        centred, grad = x - mean.view(shape), grad.to(mean.dtype)
-        dims = _all_but_channels(x)
-        grad_bias = grad.sum(dims)
-        grad_weight = (grad * centred).sum(dims) * inverse_std
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            link, layer, forward = ctx.where
-            link.note_backward(forward)
-            everyone, _ = link.exchange(torch.stack((grad_bias, grad_weight)), 0, layer, backward=True)
-            mean_grad, mean_product = (everyone.sum(0) / ctx.count).to(mean.dtype).view(2, *shape)
-            scale = (inverse_std if weight is None else inverse_std * weight).view(shape)
-            grad_x = centred.mul_(-(mean_product * inverse_std.view(shape))).add_(grad).sub_(mean_grad)
-            grad_x = grad_x.mul_(scale).to(x.dtype)
-        wanted = zip(ctx.needs_input_grad[1:3], (grad_weight, grad_bias), strict=True)
-        affine = [grad.to(weight.dtype) if needed else None for needed, grad in wanted]
-        return grad_x, *affine, *(None for _ in range(5))
+        x, mean, inverse_std = ctx.saved_tensors
+        shape, dims = (1, -1, *(1 for _ in x.shape[2:])), _all_but_channels(x)
+        normalised, grad = (x - mean.view(shape)).mul_(inverse_std.view(shape)), grad.to(mean.dtype)
+        sums = torch.stack((grad.sum(dims), (grad * normalised).sum(dims)))
+        everyone, _ = ctx.link.exchange(sums, 0, ctx.layer, backward=True)
+        mean_grad, mean_product = (everyone.sum(0) / ctx.count).to(mean.dtype).view(2, *shape)
+        grad_x = normalised.mul_(-mean_product).add_(grad).sub_(mean_grad)
+        return grad_x.to(x.dtype), None, None, None, None, None
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -291,7 +291,7 @@ def late_gradient() -> str:
     ours = BucketDDP(module, bucket_cap_mb=0.0001)
     run_pass(ours, 0)
     module.calls = 2
-    with pytest.raises(RuntimeError, match="arrived after") as error:
+    with pytest.raises(RuntimeError, match="came after its bucket") as error:
         run_pass(ours, 0)
     return str(error.value)
 

@@ -20,25 +20,23 @@ from lightning_bucketddp.trainer.dp.step import ReplicaSteps
 NAME = "bucketdp"
 """The name by which the Trainer knows the strategy."""
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
 
 class BucketDPStrategy(ParallelStrategy):
-    """Data-parallel training in one process: each batch is divided among replicas of the LightningModule.
+    """Data-parallel training in one process: each batch is split among replicas of the LightningModule.
 
-    Registered as ``bucketdp`` by importing ``lightning_bucketddp``, for notebooks, debuggers and systems where
+    Importing ``lightning_bucketddp`` registers it as ``bucketdp``. It is for notebooks, debuggers and systems where
     processes cannot be started. Where each device can have a process, ``bucketddp`` is faster. To the Trainer,
     callbacks, optimizers and checkpoints there is one device. ``training_step``, ``validation_step``, ``test_step`` and
-    ``predict_step`` run on each replica with its samples; replicas of one device take turns.
+    ``predict_step`` run on each replica with its samples. Replicas of one device take turns.
 
-    - What steps return is merged: floating-point scalars are averaged by samples, tensors have one row per sample and
-      are concatenated, containers are merged item by item, None stays None. Anything else is an error.
+    - What steps return is merged: floating-point scalars are averaged by samples. Tensors have one row per sample and
+      are concatenated. Containers are merged item by item, None stays None. Anything else is an error.
     - ``self.log`` takes floating-point values and logs their mean by samples (by ``batch_size``, if the step gives that
-      of its part), once; other numbers need ``reduce_fx="sum"``, ``"min"`` or ``"max"``.
-    - Metrics of torchmetrics are the replica's own during a step, and their states are merged after it.
-    - Attributes that a replica sets are its own and gone after the step; objects that it changes are everybody's.
+      of its part), once. Other numbers need ``reduce_fx="sum"``, ``"min"`` or ``"max"``.
+    - Metrics of torchmetrics are the replica's own during a step. Their states are merged after it.
+    - Attributes that a replica sets are its own and gone after the step. Objects that it changes are everybody's.
     - Module buffers are what the first replica makes of them. BatchNorm normalises each replica's samples.
-    - Parameters may not change during a step (do it in ``on_train_batch_end``), and manual optimisation is an error.
+    - A step may not change parameters (do it in ``on_train_batch_end``). Manual optimisation is an error.
 
     Args:
         accelerator: The accelerator; set by the Trainer.
@@ -46,9 +44,9 @@ class BucketDPStrategy(ParallelStrategy):
         cluster_environment: Set by the Trainer; may have no more than one process.
         checkpoint_io: How checkpoints are read and written.
         precision_plugin: The precision; set by the Trainer.
-        scatter_batch: Divides batches that are not made of tensors with the samples along the first dimension, in
-            lists, tuples, dicts and dataclasses: gets a batch and the number of devices, and returns a list of at most
-            as many pairs, a shard and its number of samples. By default see :func:`batch_division.divide`.
+        scatter_batch: Splits other batches than tensors in lists, tuples, dicts and dataclasses. Gets a batch and the
+            number of devices. Returns at most as many pairs of a shard and its number of samples. By default
+            :func:`batch_division.divide`.
 
     Raises:
         ValueError: If there are several nodes or processes, or an option of the Trainer cannot be honoured.
@@ -63,7 +61,7 @@ class BucketDPStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Adds the name to a registry, unless it is there already."""
+        """Add the name to a registry, unless it is there already."""
         if NAME not in strategy_registry:
             strategy_registry.register(NAME, cls, description="BucketDP strategy: devices of one process")
 
@@ -105,15 +103,14 @@ class BucketDPStrategy(ParallelStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return obj
 
-    # -- setting up and taking down ------------------------------------------------------------------
+    # -- set-up and teardown -------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None and environment.world_size() > 1:
+        if self.world_size > 1:
             raise ValueError(
-                f'expected one process with strategy="bucketdp", found {environment.world_size()} in '
-                f'{type(environment).__name__}; start one, or use strategy="bucketddp"'
+                f'expected one process with strategy="bucketdp", found {self.world_size} in '
+                f'{type(self.cluster_environment).__name__}; start one, or use strategy="bucketddp"'
             )
         super().setup_environment()
 
@@ -124,16 +121,14 @@ class BucketDPStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        assert self.parallel_devices is not None
         if self._layer_sync is not None:
             raise ValueError(
                 'expected Trainer(sync_batchnorm=False) with strategy="bucketdp", whose replicas each have the '
                 f"statistics of their own samples, found {type(self._layer_sync).__name__}; leave it out, or use "
                 'strategy="bucketddp"'
             )
-        if len(self.parallel_devices) > 1:
-            _require_replicable(self.lightning_module, trainer.state.fn == TrainerFn.FITTING)
+        if trainer.num_devices > 1:
+            _require_replicable(trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING)
         super().setup(trainer)
 
     @override
@@ -160,9 +155,8 @@ class BucketDPStrategy(ParallelStrategy):
         return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def _step(self, hook: str, precision: AbstractContextManager[None], batch: Any, *args: Any) -> Any:
-        module, devices = self.lightning_module, self.parallel_devices
+        module, devices = self.lightning_module, self.parallel_devices or []
         assert module is not None
-        assert devices is not None
         with precision:
             if len(devices) == 1:
                 return getattr(module, hook)(batch, *args)
@@ -179,10 +173,4 @@ def _require_replicable(module: pl.LightningModule, fitting: bool) -> None:
             f"found automatic_optimization=False in {type(module).__name__}; use "
             'Trainer(strategy="bucketddp_notebook"), which starts a process per device'
         )
-    for hook in _STEPS:
-        if hook in vars(module):
-            raise TypeError(
-                f"expected {hook} as a method of {type(module).__name__}, found one that was set on the instance, "
-                "which replicas could not be given; define it in the class"
-            )
     require_no_collectives(module)

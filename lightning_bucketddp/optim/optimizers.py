@@ -1,0 +1,297 @@
+"""The optimizers of a module: shards and masters, norms, clipping and whole state, sharded or not."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.sharded import Sharded
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.optim.element_wise import require_element_wise
+from lightning_bucketddp.optim.parts import ParamPart, Parts
+from lightning_bucketddp.optim.sharded_params import ShardedParams
+from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
+from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, swap_of
+from lightning_bucketddp.peers.agreement import RankMismatchError, WrapError
+from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS
+from lightning_bucketddp.peers.status import Phase
+from lightning_bucketddp.reducer.passes import Passes
+
+if TYPE_CHECKING:
+    from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
+
+
+class Optimizers:
+    """Gives a module's optimizers shards and masters, and answers for gradients and state that are sharded.
+
+    With ``shard_optimizer`` it observes the gradients' storage: when buckets are laid out anew, parameters and
+    optimizer state move along.
+
+    Args:
+        module: The module.
+        known: Set of optimizers; gets each one that was prepared.
+        passes: The module's passes.
+        collectives: The group.
+        options: The options.
+
+    Attributes:
+        parts: This rank's part of each parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, known: WeakSet[Optimizer], passes: Passes, collectives: Collectives, options: Options
+    ) -> None:
+        self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
+        self._with_masters = bool(options.master_params)
+        # By sharded optimizer, its number, the same on all ranks, and its swap, which close() detaches.
+        self._sharded: WeakKeyDictionary[Optimizer, tuple[int, Swap]] = WeakKeyDictionary()
+        self._next_number = 0
+        self._params: ShardedParams | None = None
+        storage = passes.reducer.storage
+        if isinstance(storage, Sharded):
+            self._params = ShardedParams(passes.reducer.table, storage, passes.peers)
+            finalize(self, storage.groups.end).atexit = False
+            storage.observe(self)
+        self.parts: Parts = self._params or Parts()
+
+    def close(self) -> None:
+        """Close the swaps and give parameters memory of their own. Sends nothing; waits for what is on its way."""
+        for _, swap in list(self._sharded.values()):
+            swap.close()
+        if self._params is not None:
+            self._params.release()
+
+    # -- shards and masters ----------------------------------------------------------------------------
+
+    def prepare(self, optimizer: Optimizer) -> Swap | None:
+        """Have an optimizer step on shards or masters from now on.
+
+        Returns:
+            Its swap, the same in every call; None without shards and masters.
+
+        Raises:
+            TypeError: If it is a wrapper around an optimizer.
+            ValueError: With shards, if it is not known to be element-wise, or has another swap.
+        """
+        self._known.add(optimizer)
+        if self._params is None:
+            return master_params(optimizer) if self._with_masters else None
+        if optimizer not in self._sharded:
+            require_element_wise(optimizer)
+            if swap_of(optimizer) is not None:
+                raise ValueError(
+                    f"expected an optimizer over the parameters of one BucketDDP with shard_optimizer=True, found a "
+                    f"{type(optimizer).__name__} that is sharded by another one, or has whole master parameters. Give "
+                    "each its own, or close() the other"
+                )
+            self._sharded[optimizer] = self._next_number, Swap(optimizer, self._params, self._with_masters)
+            self._next_number += 1
+        return self._sharded[optimizer][1]
+
+    def prepare_at_first_step(self) -> RemovableHandle | None:
+        """Prepare every optimizer of these parameters in its first step, by torch's global step hook.
+
+        A state dict that is loaded *before* the first step is loaded as torch does: in the parameters' dtype and
+        without masters. Whoever resumes training must prepare the optimizer first.
+
+        Returns:
+            A handle that removes the hook; None if there is nothing to prepare.
+        """
+        if self._params is None and not self._with_masters:
+            return None
+
+        def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # torch calls the optimizer's own hooks after the global ones, and so those that this adds.
+            if optimizer not in self._known:
+                ours = self._passes.upkeep.trains() if self._params is None else self._params.slot_of
+                if any(id(param) in ours for param in params_of(optimizer)):
+                    self.prepare(optimizer)
+
+        return register_optimizer_step_pre_hook(look)
+
+    def require_none(self) -> None:
+        """Require that no optimizer steps on shards or masters of the parameters.
+
+        Raises:
+            WrapError: If one does.
+        """
+        if holders := [*holders_of_masters(self._passes.upkeep.trains()), *self._sharded]:
+            raise WrapError(
+                f"expected a module that can be wrapped again, found an open BucketDDP around it and an "
+                f"{type(holders[0]).__name__} with shards or fp32 masters of its parameters; close() that wrapper first"
+            )
+
+    def restore(self) -> None:
+        """Give sharded optimizers their parameters back if their last step raised."""
+        for _, swap in list(self._sharded.values()):
+            swap.restore()
+
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def _chosen(self, params: Iterable[Tensor] | None) -> list[Tensor]:
+        return list(self._module.parameters() if params is None else params)
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float, params: Iterable[Tensor] | None) -> Tensor:
+        """Return the norm of the gradients of some parameters, of all if None, as if they were one vector."""
+        grads = [param.grad for param in self._chosen(params) if param.grad is not None]
+        shards = [grad.own_part for grad in grads if isinstance(grad, ShardedGrad)]
+        whole = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
+        norm = nn.utils.get_total_norm(whole, norm_type).float()
+        return norm if self._params is None else self._params.add_norm(norm, shards, norm_type)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float, params: Iterable[Tensor] | None, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Scale gradients so that their norm is at most ``max_norm``; return the norm before."""
+        chosen = self._chosen(params)
+        norm = nn.utils.get_total_norm([self.grad_norm(norm_type, chosen)], norm_type, error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+        return norm
+
+    def clip_grad_value(self, clip_value: float, params: Iterable[Tensor] | None) -> None:
+        """Clamp gradients to ``[-clip_value, clip_value]``."""
+        nn.utils.clip_grad_value_(self._chosen(params), clip_value)
+
+    @torch.no_grad()
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """Copy a parameter's whole gradient; None if it has none. All ranks must call this."""
+        if self._params is not None and (found := self._params.find(param)) is not None:
+            mine = param.grad.own_part if isinstance(param.grad, ShardedGrad) else None
+            if any(flag for (flag,) in self.exchange([int(mine is not None)])):  # ranks may differ
+                what = f"the gradient of {found.spec.name!r}"
+                flat = self._params.gather(found.part.bucket, found.spec.dtype, [(found, mine)], what)
+                return found.whole_in_bucket(flat).clone()
+        return None if param.grad is None else param.grad.detach().clone()
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> ShardedCheckpoint:
+        """Make the object that saves and loads the module and its optimizers in parts."""
+        # Imported late: torch.distributed.checkpoint takes as long to import as the rest of this package.
+        from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
+
+        return ShardedCheckpoint(self._module, self._collectives, self.parts, self.prepare)
+
+    @torch.no_grad()
+    def state_dict(self, optimizer: Optimizer, mine: bool) -> dict[str, Any] | None:
+        """Gather an optimizer's whole state on the CPU, bucket by bucket. All ranks must call this.
+
+        Args:
+            optimizer: The optimizer.
+            mine: Whether this rank gets the state; otherwise it only helps the others.
+
+        Returns:
+            None on ranks that only help.
+        """
+        if all(self.parts.find(param) is None for param in params_of(optimizer)):
+            return optimizer.state_dict() if mine else None
+        self.prepare(optimizer)
+        packed = optimizer.state_dict()
+        packed.pop(SHARD_KEY, None)
+        state, masters = dict(packed["state"]), dict(packed.pop(STATE_DICT_KEY, {}))
+        for index, whole in self._whole_state(optimizer):
+            if mine:
+                state[index] = {k: it.to("cpu", copy=True) if isinstance(it, Tensor) else it for k, it in whole.items()}
+        masters |= {index: entries.pop(STATE_DICT_KEY) for index, entries in state.items() if STATE_DICT_KEY in entries}
+        packed["state"] = {index: entries for index, entries in sorted(state.items()) if entries}
+        if masters:
+            packed[STATE_DICT_KEY] = dict(sorted(masters.items()))
+        return packed if mine else None
+
+    def _whole_state(self, optimizer: Optimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Gather the state of all ranks' parts of an optimizer's parameters, bucket by bucket.
+
+        All ranks must call this and take all items. They may after :meth:`close`, if they no longer step.
+
+        Yields:
+            The index of a parameter in the optimizer, and its whole state with its master, as in
+            :meth:`Stepped.entries`.
+        """
+        assert self._params is not None
+        stepped, params = self._sharded[optimizer][1].stepped, list(params_of(optimizer))
+        found = {index: part for index, param in enumerate(params) if (part := self._params.find(param)) is not None}
+        described = self._described(found, {index: stepped.entries(optimizer, params[index]) for index in found})
+        for bucket in sorted({part.part.bucket for part in found.values()}):
+            whole = {index: dict(it) for index, it in described.items() if found[index].part.bucket == bucket}
+            kinds = {(key, it) for state in whole.values() for key, it in state.items() if isinstance(it, torch.dtype)}
+            for key, dtype in sorted(kinds, key=repr):  # all ranks gather in the same order
+                having = [index for index, entries in whole.items() if entries.get(key) is dtype]
+                parts = [(found[index], stepped.entries(optimizer, params[index]).get(key)) for index in having]
+                flat = self._params.gather(bucket, dtype, parts, f"the optimizer's state {key!r}")
+                for index in having:
+                    whole[index][key] = found[index].whole_in_bucket(flat)
+            yield from whole.items()
+
+    def _described(
+        self, found: Mapping[int, ParamPart], mine: Mapping[int, dict[str, Any]]
+    ) -> Mapping[int, dict[str, Any]]:
+        """Replace each entry of state that has a value per element by its dtype, and exchange the rest.
+
+        Args:
+            found: This rank's part of each sharded parameter, by index.
+            mine: This rank's entries, by index.
+
+        Returns:
+            The same on all ranks: the entries of the first rank with a part of the parameter.
+        """
+        for index, entries in mine.items():
+            for key, it in entries.items():
+                if isinstance(it, Tensor):
+                    entries[key] = it.dtype if found[index].is_split(key, it) else it.detach().cpu()
+        with self._passes.peers.waiting_for("(gathering) what is in the optimizer's state"):
+            known = {index: entries for index, entries in mine.items() if entries}
+            return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
+
+    # -- layout: called by the gradients' storage ------------------------------------------------------
+
+    def before_layout(self, layout: Layout) -> None:
+        """Move optimizer state to the ranks that own it in a new layout.
+
+        Raises:
+            RankMismatchError: On all ranks, if they have made different optimizer steps.
+        """
+        assert self._params is not None
+        self._params.wait()
+        peers, at = self._passes.peers, self._passes.peers.position
+        updates = torch.tensor([at.update, peers.here.updated], device=next(self._module.parameters()).device)
+        with peers.waiting_for("what ranks have stepped on", Phase.ROOT):
+            gathered, work = self._collectives.all_gather(updates)
+            work.wait(peers.poll)
+            everyone = gathered.tolist()
+            for rank, (number, _) in enumerate(everyone):
+                if everyone[rank] != everyone[0]:
+                    raise RankMismatchError(
+                        f"rank {peers.rank}: ranks come to pass {at.pass_number} after different optimizer steps, rank "
+                        f"0 after {everyone[0][0]} and rank {rank} after {number}: {LOOK_FOR_STEPS}"
+                    )
+        mine = {number: optimizer for optimizer, (number, _) in self._sharded.items()}
+        parts = self._params.parts_in(layout)
+        for number in sorted(set.intersection(*map(set, self.exchange(list(mine))))):  # dropped on no rank
+            stepped, params = self._sharded[mine[number]][1].stepped, list(params_of(mine[number]))
+            for index, whole in self._whole_state(mine[number]):
+                stepped.put_part(mine[number], params[index], parts[id(params[index])], whole)
+
+    def on_layout(self, layout: Layout) -> None:
+        """Move the parameters after their gradients."""
+        assert self._params is not None
+        for param in self._params.lay_out(layout):
+            for optimizer, (_, swap) in self._sharded.items():
+                swap.stepped.take_in(optimizer, param)  # was frozen; its state may have been loaded meanwhile
+
+    def exchange(self, mine: list[int]) -> list[list[int]]:
+        """Return every rank's list of numbers, by rank."""
+        with self._passes.peers.waiting_for("what is laid out anew", Phase.ROOT):
+            return self._collectives.exchange_objects(mine, self._passes.peers.poll)

@@ -1,0 +1,208 @@
+"""Divisors, token counts and reductions by hand, in one training loop with everything else."""
+
+import itertools
+import time
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP
+from tests.grads.support import TINY, RunRanks, case, inputs_of, on_ranks, pair, run_backward
+from tests.models import Fragile, Mlp
+from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
+
+PLACES: list[dict[str, Any]] = [{}, {"use_contiguous_buffers": False}]
+AT_ONCE = 10.0
+"""Seconds: less than a rank waits for one that does not come."""
+
+
+def summed(models: list[nn.Module], step: int, **options: Any) -> None:
+    """One backward of each, of a loss that is a sum over this rank's batch."""
+    for model in models:
+        model(inputs_of(step), **options).square().sum().backward()
+
+
+def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
+    """The sum of the ranks' gradients, divided."""
+    factor = dist.get_world_size() / divisor
+    return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
+
+
+@on_ranks(2)
+def test_tokens_are_dropped_with_their_gradients() -> None:
+    ways = [("zero_grad", True), ("zero_grad_buffer", False), ("optimizer", False), ("zero_grad", False)]
+    for how, guarded in ways:
+        plain, ours = pair(cap=TINY, gradient_divide_by="tokens")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        clear = optimizer.zero_grad if how == "optimizer" else getattr(ours, how)
+        for step in range(2):
+            clear()
+            plain.zero_grad()
+            with ours.no_sync():
+                ours.count_tokens(10)
+                summed([ours], 10 + step)
+            clear()
+            ours.count_tokens(7 + dist.get_rank())
+            run_backward(ours, ours(inputs_of(step)).square().sum(), guarded)
+            summed([plain], step)
+            with case(how, guarded, step):
+                assert_grads(ours.module, divided_sum(plain, 15))
+        ours.close()
+    for guarded in (False, True):
+        plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")
+        for step in range(2):
+            ours.zero_grad()
+            plain.zero_grad()
+            ours.count_tokens(5)
+            with pytest.raises(ArithmeticError):
+                run_backward(ours, ours(inputs_of(0), fail=True).square().sum(), guarded)
+            ours.zero_grad()
+            ours.count_tokens(5)
+            summed([plain, ours], step)
+            with case("raised", guarded, step):
+                assert_grads(ours.module, divided_sum(plain, 10))
+        ours.close()
+
+
+@on_ranks(2)
+def test_token_counts_are_whole_numbers_and_exact() -> None:
+    plain, ours = pair(lambda: Mlp(depth=1).double(), gradient_divide_by="tokens")
+    inputs = inputs_of(0).double()
+    default = torch.get_default_dtype()
+    counts = [(1003, torch.bfloat16), (1003.0, default), (torch.tensor(1003), default), (torch.tensor(1003.0), default)]
+    for count, dtype in counts:
+        ours.zero_grad()
+        plain.zero_grad()
+        for fraction in (2.5, torch.tensor(2.75)):
+            with pytest.raises(ValueError, match="tokens"):
+                ours.count_tokens(fraction)
+        torch.set_default_dtype(dtype)
+        try:
+            ours.count_tokens(count)
+            for model in (plain, ours):
+                model(inputs).square().sum().backward()
+        finally:
+            torch.set_default_dtype(default)
+        with case(count, dtype):
+            assert_grads(ours.module, divided_sum(plain, 2006), rtol=1e-12, atol=0)
+    ours.close()
+
+
+def error_on_one_rank(what: str) -> tuple[str, str, float]:
+    """The error of each rank, and the seconds until it came."""
+    _, ours = pair(cap=TINY, gradient_divide_by="tokens" if what == "count_tokens" else 1)
+    rank = dist.get_rank()
+    if what == "count_tokens" and rank == 0:
+        ours.count_tokens(3)
+    if what == "cleared":
+        summed([ours], 0)
+        if rank == 0:
+            ours.zero_grad()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        summed([ours], 1)
+    return error.typename, str(error.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("what", ["count_tokens", "cleared"])
+def test_a_rank_that_forgets_something_is_named(run_ranks: RunRanks, what: str) -> None:
+    (other, reason, elapsed), (mine, message, _) = run_ranks(2, error_on_one_rank, what, fresh=True)
+    assert (mine, other) == ("RuntimeError", "PeerFailureError")
+    assert what in message
+    assert what == "count_tokens" or any(f"'{name}'" in message for name, _ in Mlp().named_parameters())
+    assert "rank 1" in reason
+    assert what in reason
+    assert elapsed < AT_ONCE
+
+
+@on_ranks(2)
+def test_a_sum_is_not_reduced_again() -> None:
+    for divisor, options in itertools.product([1, "tokens"], PLACES):
+        plain, ours = pair(cap=TINY, gradient_divide_by=divisor, **options)
+        counts = [ours.count_tokens] if divisor == "tokens" else []
+        for step in range(2):
+            ours.zero_grad()
+            plain.zero_grad()
+            for count in counts:
+                count(3)
+            summed([plain, ours], step)
+            for count in counts:
+                count(3)
+            with pytest.raises(RuntimeError, match="expected cleared gradients"):
+                ours.allreduce_gradients()
+            with case(divisor, options, step):
+                assert_grads(ours.module, divided_sum(plain, 6 if counts else 1))
+        ours.close()
+
+
+@on_ranks(2)
+def test_a_reduction_under_way_is_not_disturbed() -> None:
+    """Between the start and the end of a reduction by hand."""
+    for options in PLACES:
+        plain, ours = pair(cap=TINY, **options)
+        for step in range(2):
+            ours.zero_grad()
+            plain.zero_grad()
+            with ours.no_sync():
+                summed([plain, ours], step)
+            ours.start_grad_sync()
+            assert options or ours.module.head.weight.grad is None
+            inputs = inputs_of(9).requires_grad_()
+            found, expected = (torch.autograd.grad(model(inputs).sum(), inputs)[0] for model in (ours, plain))
+            torch.testing.assert_close(found, expected)
+            with pytest.raises(RuntimeError, match="finish_grad_sync"):
+                ours.zero_grad_buffer()
+            if step == 0:
+                ours.finish_grad_sync()
+                with case(options):
+                    assert_grads(ours.module, mean_over_ranks(plain))
+        with pytest.raises(RuntimeError, match="finish_grad_sync"), ours.no_sync() if options else nullcontext():
+            summed([ours], 1)
+        with suppress(RuntimeError):
+            ours.finish_grad_sync()
+        ours.close()
+
+
+@on_ranks(2)
+def test_an_unfrozen_parameter_may_be_reduced_by_hand() -> None:
+    """A gradient that the user sets takes part, and zeroing reaches one that came in a local pass."""
+    plain, ours = pair(cap=TINY)
+    ours.close()
+    weight = ours.module.layers[1].weight.requires_grad_(False)
+    ours = BucketDDP(ours.module)
+    summed([ours], 0)
+    weight.requires_grad_(True)
+    with ours.no_sync():
+        summed([ours], 1)
+    assert weight.grad.any()
+    ours.zero_grad_buffer()
+    assert weight.grad is None or not weight.grad.any()
+    weight.grad = torch.full_like(weight, float(dist.get_rank()))
+    ours.allreduce_gradients()
+    assert weight.grad.eq(0.5).all()
+    ours.zero_grad()
+    summed([plain, ours], 2)
+    assert_grads(ours.module, mean_over_ranks(plain))
+    ours.close()
+
+
+@on_ranks(2)
+def test_parameters_may_be_broadcast_after_a_failed_pass() -> None:
+    plain, ours = pair(Fragile, TINY)
+    for step in range(3):
+        ours.zero_grad()
+        with pytest.raises(ArithmeticError) if step == 2 else nullcontext():
+            summed([ours], step, fail=step == 2)
+    with torch.no_grad():
+        plain.first.weight.fill_(0.5)
+        ours.module.first.weight.fill_(dist.get_rank() + 0.5)
+    ours.broadcast_params()
+    ours.zero_grad()
+    summed([plain, ours], 4)
+    assert_grads(ours.module, mean_over_ranks(plain))
+    assert largest_difference_between_ranks(ours.module) == 0
+    ours.close()

@@ -1,0 +1,271 @@
+"""Features that meet: several wrappers, state dicts, copies, ignored parameters, uneven ranks, one rank."""
+
+import copy
+import io
+import itertools
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP
+from tests.grads.support import TINY, RunRanks, both, case, inputs_of, on_ranks, pair
+from tests.models import Branches, Mlp
+from tests.reference import assert_grads, grads, mean_over_ranks
+
+BF16 = torch.bfloat16
+AT_ONCE = 5.0
+"""Seconds: far less than a rank waits for one that does not come."""
+
+
+class Fork(nn.Module):
+    """Two layers side by side, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.sometimes = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+@on_ranks(2)
+def test_two_wrappers_meet_in_one_backward() -> None:
+    """In one backward of two wrappers, one rank takes a branch of one of them."""
+    cases = [(25.0, True, True), (25.0, False, False), (0.0001, True, False), (0.0001, False, True)]
+    for cap, in_order, first_branches in cases:
+        plain, ours = zip(pair(Fork, cap), pair(Fork, 25.0), strict=True)
+        for step in range(3):
+            branch = step == 0 or dist.get_rank() == 0
+            for models in (plain, ours):
+                for model in models:
+                    model.zero_grad()
+                first, second = models if in_order else reversed(models)
+                hidden = first(inputs_of(step), branch or not first_branches)
+                second(hidden, branch or first_branches).square().sum().backward()
+            for model, reference in zip(ours, plain, strict=True):
+                with case(cap, in_order, first_branches, step):
+                    assert_grads(model.module, mean_over_ranks(reference))
+        for model in ours:
+            model.close()
+
+
+class Outer(nn.Module):
+    """A module of which one part may be wrapped."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.net = wrap(Fork())
+        self.head = nn.Linear(8, 1)
+
+
+class OwnModule(nn.Module):
+    """Has a child that is called ``module``, and perhaps no other."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.module = nn.Linear(8, 8)
+        if not alone:
+            self.head = nn.Linear(8, 4)
+
+
+def assert_loads(model: nn.Module, state: dict[str, Tensor], names: dict[str, Tensor]) -> None:
+    """Asserts that other values under the names of ``state`` arrive, under ``names``."""
+    expected = [value + 1 for value in state.values()]
+    model.load_state_dict(dict(zip(state, expected, strict=True)))
+    loaded = model.state_dict()
+    assert list(loaded) == list(names)
+    assert all(torch.equal(value, other) for value, other in zip(loaded.values(), expected, strict=True))
+
+
+@on_ranks(2)
+def test_state_dicts_are_those_of_the_module() -> None:
+    expected = Outer(lambda module: module).state_dict()
+    outer = Outer(BucketDDP)
+    for model in (outer, copy.deepcopy(copy.deepcopy(outer))):
+        assert list(model.state_dict()) == list(expected)
+        assert_loads(model, expected, expected)
+    outer.net.close()
+    model = Fork()
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    torchs = {name: value.clone() for name, value in DistributedDataParallel(model).state_dict().items()}
+    ours = BucketDDP(copy.deepcopy(model))
+    assert all(name.startswith("module.") for name in torchs)
+    assert_loads(ours, torchs, plain)
+    assert_loads(ours, plain, plain)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        ours.load_state_dict({**plain, "nonsense": torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
+    assert list(ours.state_dict_for_save_checkpoint(None, "p.", False)) == [f"p.{name}" for name in plain]
+    ours.close()
+    for model in (OwnModule(alone=False), OwnModule(alone=True)):
+        plain = {name: value.clone() for name, value in model.state_dict().items()}
+        ours = BucketDDP(model)
+        assert_loads(ours, plain, plain)
+        ours.close()
+
+
+@on_ranks(2)
+def test_a_copy_waits_for_nobody_until_it_trains() -> None:
+    """Rank 1 does nothing, so that there is nobody to meet by chance."""
+    for closed in (False, True):
+        plain, ours = pair()
+        expected = plain(inputs_of(0))
+        if closed:
+            ours.close()
+        begun = time.monotonic()
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))) if dist.get_rank() == 0 else ():
+            before = dict(vars(copied))
+            assert not hasattr(copied, "nonsense")
+            assert vars(copied) == before
+            with torch.no_grad():
+                torch.testing.assert_close(copied(inputs_of(0)), expected)
+            assert copied.passes == 0
+            assert copied.last_pass() is None
+            copied.close()
+            torch.testing.assert_close(copied(inputs_of(0)), expected)
+            copied(inputs_of(0)).sum().backward()
+        assert time.monotonic() - begun < AT_ONCE
+        dist.barrier()
+        ours.close()
+
+
+@on_ranks(2)
+def test_copies_train_as_the_wrapper_does() -> None:
+    """Copies keep the hook and its state, which is the group, and learn the order of gradients themselves."""
+    for hook, means in [(None, True), (allreduce_hook, True), (noop_hook, False)]:
+        plain, ours = pair()
+        if hook is not None:
+            ours.register_comm_hook(dist.group.WORLD, hook)
+        both([plain, ours], inputs_of(0))
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            for step in range(2):
+                both([plain, copied], inputs_of(step))
+                with case(hook, step):
+                    assert_grads(copied.module, mean_over_ranks(plain) if means else grads(plain))
+            copied.close()
+        ours.close()
+
+
+@on_ranks(2)
+def test_pickles_leave_gradient_buffers_out() -> None:
+    plain, ours = pair(lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(5))).to(BF16), grad_dtype="float32")
+    inputs = torch.ones(2, 200, dtype=BF16) * (1 + dist.get_rank())
+    ours(inputs).sum().backward()
+    ours.zero_grad()
+    size, saved = len(pickle.dumps(ours)), io.BytesIO()
+    torch.save(ours.module, saved)
+    for param in plain.parameters():
+        param.grad_dtype = torch.float32
+    for model in (plain, ours):
+        model(inputs).sum().backward()
+    assert_grads(ours.module, mean_over_ranks(plain))
+    assert all(param.main_grad is param.grad for param in ours.parameters())
+    ours.close()
+    plain.zero_grad()
+    assert max(size, len(saved.getvalue())) < 1.5 * len(pickle.dumps(plain))
+
+
+@on_ranks(2)
+def test_a_shared_weight_is_ignored_by_all_its_names() -> None:
+    for name in ("0.weight", "2.weight"):
+        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        module[2].weight = module[0].weight
+        module._ddp_params_and_buffers_to_ignore = [name]
+        ours = BucketDDP(module)
+        plain = copy.deepcopy(module)
+        both([plain, ours], inputs_of(0))
+        assert_grads(module, mean_over_ranks(plain))
+        ours.close()
+
+
+def error_inside_join() -> str | None:
+    group = dist.new_group(timeout=timedelta(seconds=3))  # for how long the other rank waits inside torch's Join
+    ours = BucketDDP(Mlp(), process_group=group, timeout=timedelta(seconds=20))
+    try:
+        with ours.join():
+            for step in range(2 + 3 * dist.get_rank()):
+                if step == 3:
+                    raise ValueError("no more of this")
+                ours(inputs_of(step)).sum().backward()
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def test_a_rank_raises_its_own_error_inside_join(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, error_inside_join, fresh=True)[1] == "ValueError('no more of this')"
+
+
+@on_ranks(2)
+def test_close_gives_gradients_their_dtype_back() -> None:
+    plain, ours = pair(lambda: Mlp().to(BF16), grad_dtype=torch.float32)
+    both([ours], inputs_of(0).to(BF16))
+    ours.close()
+    assert {(param.grad_dtype, param.grad.dtype) for param in ours.parameters()} == {(BF16, BF16)}
+    for model in (plain, ours.module):
+        both([model], inputs_of(0).to(BF16))
+        torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    for expected, param in zip(plain.parameters(), ours.module.parameters(), strict=True):
+        torch.testing.assert_close(param, expected)
+    again = BucketDDP(ours.module)
+    assert {buffer.dtype for buffer in again.layout.buffers} == {BF16}
+    again.close()
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hook": {"comm_hook": allreduce_hook},
+    "bf16 hook": {"comm_hook": "bf16"},
+    "powersgd": {"comm_hook": "powersgd"},
+    "wire": {"wire_dtype": BF16},
+    "coalesced wire": {"use_contiguous_buffers": False, "wire_dtype": BF16},
+    "fp64 gradients": {"grad_dtype": torch.float64, "master_params": False},
+    "tokens": {"gradient_divide_by": "tokens"},
+    "integer": {"gradient_divide_by": 4},
+    "padded": {"pad_buckets_to": 64, "overlap": False},
+}
+
+
+def alone(way: str, joined: bool) -> None:
+    plain, ours = pair(Branches, TINY, **ALONE[way])
+    if way == "fp64 gradients":
+        for param in plain.parameters():
+            param.grad_dtype = torch.float64
+    divisor = {"tokens": 8, "integer": 4}.get(way, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, ours)]
+    with ours.join() if joined else nullcontext():
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for micro in range(2):
+                if way == "tokens":
+                    ours.count_tokens(4)
+                take = ["left", "right", "none", "both"][(step + micro) % 4]
+                with ours.no_sync() if micro == 0 else nullcontext():
+                    ours(inputs_of(2 * step + micro), take=take).square().sum().backward()
+                plain(inputs_of(2 * step + micro), take=take).square().sum().div(divisor).backward()
+            assert_grads(ours.module, grads(plain), **({"rtol": 1e-2, "atol": 1e-2} if way == "bf16 hook" else {}))
+            for optimizer in optimizers:
+                optimizer.step()
+    assert ours.passes == 3
+    ours.close()
+
+
+@on_ranks(1)
+def test_one_rank_trains_as_without_a_wrapper() -> None:
+    for way, joined in zip(ALONE, itertools.cycle((True, False))):
+        with case(way, joined):
+            alone(way, joined)

@@ -1,0 +1,110 @@
+"""Layouts: random ones by their properties, chosen ones by hand."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_bucketddp.layout.plan import (
+    ALIGNMENT_BYTES,
+    MAX_DEFAULT_BUCKET_BYTES,
+    MIB,
+    Layout,
+    ParamSpec,
+    default_bucket_cap,
+    plan,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> ParamSpec:
+    return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int | None, list[int], int]:
+    shapes = draw(st.lists(st.lists(st.integers(0, 60), max_size=3), min_size=1, max_size=25))
+    devices = st.sampled_from(["cuda:0", "cuda:1"])
+    specs = [
+        spec(f"p{at}", tuple(shape), draw(st.sampled_from(DTYPES)), draw(devices)) for at, shape in enumerate(shapes)
+    ]
+    groups = draw(st.lists(st.integers(0, 2), min_size=len(specs), max_size=len(specs)))
+    cap = draw(st.one_of(st.none(), st.integers(0, 4000)))
+    return specs, draw(st.permutations(range(len(specs)))), cap, groups, draw(st.sampled_from([1, 48]))
+
+
+@settings(deadline=None)
+@given(problems())
+def test_slots_and_buckets_have_the_properties_of_a_layout(
+    problem: tuple[list[ParamSpec], list[int], int | None, list[int], int],
+) -> None:
+    specs, order, cap, groups, multiple = problem
+    layout = plan(*problem)
+    position = {slot: at for at, slot in enumerate(order)}
+    assert [slot.spec for slot in layout.slots] == specs
+    assert sorted(slot for bucket in layout.buckets for slot in bucket.slots) == list(range(len(specs)))
+    ends = [0] * len(layout.buffers)
+    for bucket in layout.buckets:
+        assert bucket.start == ends[bucket.buffer], "buckets tile their buffer in launch order"
+        ends[bucket.buffer] = bucket.stop
+        assert bucket.numel % multiple == 0
+        end = bucket.start
+        for slot in (layout.slots[index] for index in bucket.slots):
+            buffer = layout.buffers[slot.buffer]
+            assert slot.buffer == bucket.buffer
+            assert (buffer.dtype, buffer.device) == (slot.spec.dtype, slot.spec.device)
+            assert slot.offset >= end, "slots do not overlap"
+            assert (slot.offset - bucket.start) * slot.spec.dtype.itemsize % ALIGNMENT_BYTES == 0
+            end = slot.offset + slot.spec.numel
+        assert end <= bucket.stop
+        if multiple == 1:
+            assert layout.bucket_nbytes(bucket) <= (MAX_DEFAULT_BUCKET_BYTES if cap is None else cap) or (
+                len([slot for slot in bucket.slots if specs[slot].numel]) == 1
+            )
+        assert len({groups[slot] for slot in bucket.slots}) == 1
+        inside = [position[slot] for slot in bucket.slots]
+        assert inside == sorted(inside)
+    assert ends == [buffer.numel for buffer in layout.buffers]
+    last = [position[bucket.slots[-1]] for bucket in layout.buckets]
+    assert last == sorted(last), "buckets are launched in the order of readiness"
+
+
+def test_the_drawing_in_the_module_is_true() -> None:
+    specs = [spec("a", (8, 4)), spec("b", (16, 4)), spec("c", (10,)), spec("d", (3,))]
+    layout = plan(specs, order=[2, 1, 0, 3], bucket_cap_bytes=320, groups=[0, 0, 0, 1])
+    assert [slot.offset for slot in layout.slots] == [80, 16, 0, 112]
+    assert [(b.start, b.stop, b.slots) for b in layout.buckets] == [(0, 80, (2, 1)), (80, 112, (0,)), (112, 128, (3,))]
+    assert layout.nbytes == 512
+
+
+def mib(layout: Layout) -> list[float]:
+    return [layout.bucket_nbytes(bucket) / MIB for bucket in layout.buckets]
+
+
+def test_default_buckets_are_small_at_both_ends() -> None:
+    specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
+    assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
+    specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
+    for ranks in (2, 8):
+        assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
+
+
+def test_a_parameter_beyond_the_cap_has_its_own_bucket() -> None:
+    layout = plan([spec("a", (4,)), spec("big", (1000,)), spec("b", (4,))], [0, 1, 2], bucket_cap_bytes=200)
+    assert [bucket.slots for bucket in layout.buckets] == [(0,), (1,), (2,)]
+
+
+def test_more_ranks_have_fewer_default_buckets() -> None:
+    caps = [default_bucket_cap(320 * MIB, ranks, False) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
+    assert caps == [10, 10, 20, 25, 25, 25, 25]
+    caps = [default_bucket_cap(32 * MIB, ranks, False) // MIB for ranks in (2, 4, 8, 64, 256, 4096)]
+    assert caps == [4, 4, 4, 6, 8, 8]
+
+
+def test_views_keep_dense_strides() -> None:
+    weight = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    assert ParamSpec.of("channels last", weight).strides == weight.stride() == (12, 1, 6, 3)
+    assert ParamSpec.of("transposed", torch.zeros(3, 5).t()).strides == (1, 5)
+    assert ParamSpec.of("expanded", torch.zeros(1, 3).expand(4, 3)).strides == (3, 1)
+    assert ParamSpec.of("sliced", torch.zeros(4, 6)[:, :3]).strides == (3, 1)
+    assert ParamSpec.of("scalar", torch.zeros(())).strides == ()

@@ -1,0 +1,73 @@
+"""What tests of optimizers share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.models import batch, loss_of
+from tests.reference import mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+TINY = 0.0004  # MiB: several buckets
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return build()
+
+
+def mse(model: nn.Module, step: int, *args: Any) -> Tensor:
+    """The loss of this rank's batch."""
+    inputs, target = batch(step, dist.get_rank())
+    return loss_of(model(inputs, *args), target)
+
+
+def backward(*models: nn.Module, step: int = 0) -> None:
+    for model in models:
+        mse(model, step).backward()
+
+
+def average(plain: nn.Module) -> None:
+    """Give a plain module the gradients that one process would have."""
+    expected = mean_over_ranks(plain)
+    for name, param in plain.named_parameters():
+        param.grad = expected[name]
+
+
+def stepped(optimizer: Optimizer, **options: Any) -> None:
+    optimizer.step()
+    optimizer.zero_grad(**options)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
+    """Asserts that nested containers are the same, bit for bit."""
+    if isinstance(theirs, Tensor):
+        assert isinstance(mine, Tensor), where
+        assert mine.dtype is theirs.dtype, f"{where}: {mine.dtype} {theirs.dtype}"
+        assert torch.equal(mine, theirs), f"{where}: {mine} {theirs}"
+    elif isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys(), f"{where}: {list(mine)} {list(theirs)}"
+        for key in theirs:
+            assert_equal(mine[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, list | tuple):
+        assert len(mine) == len(theirs), where
+        for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            assert_equal(one, other, f"{where}.{at}")
+    else:
+        assert mine == theirs, f"{where}: {mine} {theirs}"
+
+
+def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: str = "", tolerance: float = 1e-5) -> None:
+    """Asserts that named tensors are the same up to rounding, which bf16 has more of."""
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        most = max(tolerance, 1e-2) if value.dtype is torch.bfloat16 else tolerance
+        torch.testing.assert_close(value, theirs[name], rtol=most, atol=most, msg=lambda m, n=name: f"{what} {n}: {m}")

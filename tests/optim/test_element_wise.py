@@ -1,0 +1,99 @@
+"""Which optimizers are sharded, which are refused and why."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_bucketddp import BucketDDP, declare_element_wise
+from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
+from tests.models import Mlp
+from tests.optim.common import RunRanks, assert_close, mse, seeded, stepped, values
+
+
+class SignOfMomentum(Optimizer):
+    """Element-wise, with state of its own making; stands in for other packages' optimizers."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.01, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                    param.add_(mean.lerp_(param.grad, 0.1).sign(), alpha=-group["lr"])
+
+
+def called(name: str) -> type[Optimizer]:
+    """A stand-in whose class has the qualified name of another package's."""
+    module, kind = name.rsplit(".", 1)
+    return type(kind, (SignOfMomentum,), {"__module__": module, "__qualname__": kind})
+
+
+class ScheduleFree(SGD):
+    """Has parameters elsewhere than where they are evaluated."""
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+class OwnSgd(SGD):
+    """Not known to be element-wise."""
+
+
+class DeclaredSgd(OwnSgd):
+    """Declared to be."""
+
+
+def kinds() -> None:
+    trained = []
+    for shard in (True, False):
+        model = BucketDDP(seeded(Mlp), shard_optimizer=shard)
+        optimizer = called("lion_pytorch.lion_pytorch.Lion")(model.parameters())
+        for step in range(2):
+            mse(model, step).backward()
+            stepped(optimizer)
+        held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+        assert held > 0
+        assert shard == (held < sum(param.numel() for param in model.parameters()))
+        model.close()
+        trained.append(values(model.module))
+    assert_close(*trained)
+
+
+def test_known_optimizers_of_other_packages_are_sharded(run_ranks: RunRanks) -> None:
+    run_ranks(2, kinds)
+
+
+def one(kind: Any, **options: Any) -> Optimizer:
+    return kind([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def test_what_is_element_wise_is_taken() -> None:
+    assert {"lion_pytorch.lion_pytorch.Lion", "timm.optim.adopt.Adopt"} <= _KNOWN
+    for kind in [*map(called, _KNOWN), torch.optim.AdamW, torch.optim.Adagrad, declare_element_wise(DeclaredSgd)]:
+        require_element_wise(one(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (torch.optim.LBFGS, {}, r"step\(\) alone .*found LBFGS: its directions.*each rank would see a part only"),
+        (torch.optim.Adafactor, {}, "Adafactor: it keeps sums over rows and columns"),
+        (torch.optim.Muon, {}, "Muon: it orthogonalises"),
+        (torch.optim.SparseAdam, {}, "SparseAdam: it is for sparse"),
+        (type("LAMB", (SignOfMomentum,), {}), {}, "LAMB: it scales by the norm"),
+        (OwnSgd, {}, r"found tests.optim.test_element_wise.OwnSgd\. If .*declare_element_wise"),
+        (called("lion_pytorch.lion_pytorch.Unknown"), {}, r"found lion_pytorch.lion_pytorch.Unknown\. If"),
+        (called("timm.optim.lion.Lion"), {"caution": True}, r"timm\.optim\.lion\.Lion with caution=True: it takes a"),
+        (declare_element_wise(ScheduleFree), {}, r"ScheduleFree with train\(\) and eval\(\).*shard_optimizer=False"),
+    ],
+)
+def test_optimizers_that_cannot_be_sharded_say_why(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        require_element_wise(one(kind, **options))

@@ -1,0 +1,335 @@
+"""``.grad`` with a sharded optimizer: what can be done with it, what raises, norms, clipping, scaling."""
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.work import Work
+from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from tests.inside import reducer_of
+from tests.models import Mlp, batch
+from tests.optim.common import TINY, RunRanks, assert_equal, average, backward, seeded
+
+
+def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
+    plain = seeded(Mlp)
+    return BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options), plain
+
+
+def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
+    for (name, mine), theirs in zip(ours.module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_grad(mine), theirs.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+LOOKS: dict[str, Callable[[Tensor], object]] = {
+    "norm": lambda grad: grad.norm(),
+    "print": lambda grad: f"{grad:}" and grad.sum(),
+    "clone": lambda grad: grad.clone(),
+    "detach": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "item": lambda grad: grad.flatten()[0].item(),
+    "add": lambda grad: grad + 1,
+    "foreach_norm": lambda grad: torch._foreach_norm([grad]),
+    "stack": lambda grad: torch.stack([grad, grad]),
+    "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),
+    "deepcopy": copy.deepcopy,
+}
+
+
+def looked_at_and_changed() -> None:
+    ours, plain = pair()
+    backward(ours, plain)
+    average(plain)
+    param = ours.module.head.weight
+    assert isinstance(param.grad, ShardedGrad)
+    assert "head.weight" in repr(param.grad)
+    assert param.grad.shape == param.shape
+    for name, look in LOOKS.items():
+        with pytest.raises(RuntimeError, match=r"the gradient of parameter 'head.weight' is sharded.*full_grad"):
+            pytest.fail(f"{name}: {look(param.grad)}")
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    assert_full(ours, plain)
+    for model in (ours, plain):
+        for param in model.parameters():
+            param.grad.mul_(3).div_(2).neg_().clamp_(-0.01, 0.02)
+        nn.utils.clip_grad_value_(model.parameters(), 0.015, foreach=True)
+        torch._foreach_mul_([param.grad for param in model.parameters()], 0.5)
+        nn.utils.clip_grad_value_(model.parameters(), 0.004, foreach=False)
+    assert_full(ours, plain)
+    ours.clip_grad_value_(0.001)
+    nn.utils.clip_grad_value_(plain.parameters(), 0.001)
+    assert_full(ours, plain)
+
+
+def test_sharded_gradients_change_element_wise_and_show_no_values(run_ranks: RunRanks) -> None:
+    run_ranks(3, looked_at_and_changed)
+
+
+def norms() -> None:
+    ours, plain = pair()
+    backward(ours, plain)
+    average(plain)
+    for norm_type in (2.0, 1.0, 3.0, math.inf):
+        theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+        torch.testing.assert_close(ours.grad_norm(norm_type), theirs)
+    chosen = [ours.module.head.weight, ours.module.layers[0].bias]
+    theirs = nn.utils.get_total_norm([plain.head.weight.grad, plain.layers[0].bias.grad])
+    torch.testing.assert_close(ours.grad_norm(parameters=chosen), theirs)
+    for module in (ours.module, plain):
+        module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
+        module.extra.grad = torch.full((3,), 2.0)
+    for max_norm in (100.0, 0.5):
+        mine = ours.clip_grad_norm_(max_norm)
+        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+        torch.testing.assert_close(ours.module.extra.grad, plain.extra.grad)
+    del plain.extra, ours.module.extra
+    assert_full(ours, plain)
+    if dist.get_rank() == 0:  # of one rank's shard, yet every rank must know
+        next(param.grad.own_part for param in ours.parameters() if len(param.grad.own_part))[0] = math.nan
+    assert ours.grad_norm().isnan()
+    with pytest.raises(RuntimeError, match="is non-finite"):
+        ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_norms_and_clipping_are_those_of_whole_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(2, norms)
+
+
+def several_backwards(zeros: bool) -> None:
+    """Gradients add up without zero_grad, over local passes too; cleared ones do not come back."""
+    ours, plain = pair()
+    backward(ours, plain)
+    average(plain)
+    for turn in range(3):
+        if turn == 2:
+            for model in (ours, plain):
+                model.zero_grad(set_to_none=not zeros)
+        summed = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
+        plain.zero_grad()
+        with ours.no_sync():
+            backward(ours, step=3 * turn + 1)
+        if turn == 1:  # with a gradient of before the pass, and a local one
+            ours.zero_grad(set_to_none=not zeros)
+            summed = dict.fromkeys(summed)
+        else:
+            backward(plain, step=3 * turn + 1)
+        backward(ours, plain, step=3 * turn + 2)
+        average(plain)
+        for name, param in plain.named_parameters():
+            if summed[name] is not None:
+                param.grad += summed[name]
+        assert_full(ours, plain)
+
+
+def inputs_only() -> None:
+    """``torch.autograd.grad`` through forward's output, between backward and step."""
+    ours, plain = pair()
+    backward(ours, plain)
+    average(plain)
+    inputs = batch(1, dist.get_rank())[0].requires_grad_()
+    torch.autograd.grad(ours(inputs).sum(), inputs)
+    assert_full(ours, plain)
+
+
+def accumulated() -> None:
+    for zeros in (False, True):
+        several_backwards(zeros)
+    inputs_only()
+
+
+def test_gradients_add_up_until_they_are_cleared(run_ranks: RunRanks) -> None:
+    run_ranks(3, accumulated)
+
+
+def cleared_alone() -> list[Tensor | None]:
+    """One rank clears its gradients, the others do not: buckets that are to be laid out anew wait for all."""
+    ours, _ = pair()
+    backward(ours)
+    backward(ours, step=1)  # in the learned order
+    if dist.get_rank() == 0:
+        ours.zero_grad()
+    ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+    before = ours.layout
+    backward(ours, step=2)
+    assert ours.layout == before
+    grads = [ours.full_grad(param) for param in ours.module.parameters()]
+    ours.zero_grad()
+    backward(ours, step=3)
+    assert ours.layout != before
+    return grads
+
+
+def local_on_one_rank() -> None:
+    """A rebuild is due and waits for cleared gradients, and only rank 0 runs a local backward."""
+    ours, plain = pair()
+    backward(ours, plain)
+    before = ours.layout
+    for model in (ours.module, plain):
+        model.layers[1].weight.requires_grad_(False)
+    backward(ours, plain, step=1)
+    with ours.no_sync():
+        if dist.get_rank() == 0:
+            backward(ours, plain, step=2)
+    backward(ours, plain, step=3)
+    assert ours.layout == before
+    average(plain)  # the mean of sums is the sum of means
+    assert_full(ours, plain)
+
+
+def test_all_ranks_rebuild_when_all_have_cleared_gradients(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, cleared_alone, fresh=True)
+    assert_equal(first, second)
+    run_ranks(2, local_on_one_rank, fresh=True)
+
+
+def unfrozen_on_top(clears: bool) -> None:
+    """A parameter becomes trainable while rank 1 still holds accumulated shards."""
+    plain = seeded(Mlp)
+    plain.layers[1].weight.requires_grad_(False)
+    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY)
+    backward(ours)
+    if clears or dist.get_rank() == 0:
+        ours.zero_grad()
+    for model in (ours.module, plain):
+        model.layers[1].weight.requires_grad_(True)
+    if not clears:
+        with pytest.raises(RuntimeError, match=r"expected cleared gradients where further parameters.*zero_grad\(\)"):
+            backward(ours, step=1)
+        return
+    backward(ours, plain, step=1)
+    average(plain)
+    assert_full(ours, plain)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears: bool) -> None:
+    run_ranks(2, unfrozen_on_top, clears, fresh=True)
+
+
+def raised_on_top(local: bool, early: bool) -> None:
+    """A backward raises on every rank while reduced gradients wait for the step."""
+    ours, plain = pair()
+    backward(ours, plain)
+    average(plain)
+    inputs, target = batch(1, dist.get_rank())
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    with ours.no_sync() if local else nullcontext():
+        output = ours(inputs.requires_grad_())
+    (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
+    with pytest.raises(ArithmeticError):
+        nn.functional.mse_loss(output, target).backward()
+    if local or early:
+        assert_full(ours, plain)
+    ours.zero_grad()
+    plain.zero_grad()
+    backward(ours, plain, step=2)
+    average(plain)
+    assert_full(ours, plain)
+
+
+@pytest.mark.parametrize(("local", "early"), [(True, False), (True, True), (False, True), (False, False)])
+def test_reduced_gradients_outlive_a_backward_that_raises(run_ranks: RunRanks, local: bool, early: bool) -> None:
+    run_ranks(2, raised_on_top, local, early, fresh=True)
+
+
+def without_root() -> None:
+    ours, _ = pair()
+    backward(ours)
+    with pytest.raises(RuntimeError, match=r"was added to its sharded one.*clear gradients"):
+        ours.module.head.weight.sum().backward()
+
+
+def test_a_backward_past_forward_on_top_of_shards_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, without_root, fresh=True)
+
+
+def scaled() -> list[float]:
+    """fp16's loss scaling: an Inf in one rank's shard skips the step on all."""
+    ours, plain = pair()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(6):
+        for model, scaler in zip((ours, plain), scalers, strict=True):
+            model.zero_grad()
+            inputs, target = batch(step, dist.get_rank())
+            scaler.scale(nn.functional.mse_loss(model(inputs), target)).backward()
+        average(plain)
+        if step in (1, 4):
+            plain.layers[0].weight.grad[0, 0] = math.inf
+            _, mine = ours._runtime.optimizers.parts.find(ours.module.layers[0].weight)
+            if mine.start == 0 and mine.stop > 0:  # one rank's part
+                ours.module.layers[0].weight.grad.own_part[0] = math.inf
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[0].get_scale())
+        for mine, theirs in zip(ours.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    return scales
+
+
+def test_a_grad_scaler_skips_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second, third = run_ranks(3, scaled)
+    assert first == second == third
+    assert first[1] == first[0] / 2
+
+
+# -- shards are summed as they arrive ------------------------------------------------------------------
+
+
+def summed_during_backward() -> tuple[int, int]:
+    """How many of the buckets had been summed when backward ended, and how many there were."""
+    ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
+    ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
+    ours.zero_grad()
+    reducer, found = reducer_of(ours), []
+    buckets, proceed = reducer.buckets, reducer.reduction.proceed
+
+    def noting(poll: Callable[[], None]) -> None:
+        found.append(sum(bucket.work._handle is None for bucket in buckets.active))
+        proceed(poll)
+
+    def until_the_first_has_arrived(grad: Tensor) -> None:
+        deadline = time.monotonic() + 60
+        while not buckets.active[0].work.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    reducer.reduction.proceed = noting
+    ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_the_first_has_arrived) and None)
+    ours(torch.ones(2, 32)).sum().backward()
+    torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
+    count = len(buckets.active)
+    ours.close()
+    return found[0], count
+
+
+def test_shards_are_summed_as_they_arrive(run_ranks: RunRanks) -> None:
+    for summed, buckets in run_ranks(2, summed_during_backward):
+        assert 1 <= summed <= buckets
+
+
+def test_a_reduction_that_failed_is_left_to_backwards_end() -> None:
+    done: list[int] = []
+    handle = Mock(is_completed=lambda: True, wait=Mock(side_effect=RuntimeError("broken")))
+    work = Work(handle, lambda: done.append(1), on_host=True)
+    assert not work.settle()
+    with pytest.raises(RuntimeError, match="broken"):
+        work.wait()
+    assert not done

@@ -1,0 +1,412 @@
+"""``bucketddp_sharded`` in a Trainer and in Fabric trains as the strategies without shards do."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.optim import AdamW, Optimizer
+
+from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
+from tests import lightning_models
+from tests.lightning_models import PoolEnvironment, Regression, close_to, data, trainer
+from tests.models import Mlp
+from tests.optim.common import RunRanks, mse, seeded
+from tests.reference import largest_difference_between_ranks
+
+sharded = partial(lightning_models.ours, shard_optimizer=True)
+parts = partial(sharded, state_dict_type="sharded")
+
+
+class Quiet(Regression):
+    """Looks at no gradients."""
+
+    def __init__(self, net: str = "mlp", optimizer: str = "adamw") -> None:
+        super().__init__(net, optimizer)
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+class Clipping(Quiet):
+    """Notes norms before and after it has been clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def norm(self, norm_type: float = 2.0, parameters: Any = None) -> Tensor:
+        params = list(self.parameters()) if parameters is None else list(parameters)
+        if isinstance(self.trainer.strategy, BucketDDPStrategy):
+            return self.trainer.strategy.grad_norm(norm_type, params)
+        return nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+
+    def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
+        self.found += [self.norm(float("inf")), self.norm(1.0, self.net.layers.parameters()), self.norm()]
+        self.clip_gradients(optimizer, **given)
+        self.found.append(self.norm())
+        assert self.found[-1] < self.found[-2], "it was clipped"
+
+
+class ByHand(Clipping):
+    """Two optimizers, toggled as in a GAN, each clipped in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.rest = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for limit, kind, optimizer in zip((0.002, 0.01), ("value", "norm"), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = nn.functional.mse_loss(self.rest(self.net(batch[0])), batch[1])
+            assert all(type(param) is nn.Parameter for param in self.parameters()), "they were waited for"
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=kind)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [AdamW(self.net.parameters(), lr=1e-2), torch.optim.SGD(self.rest.parameters(), lr=0.1, momentum=0.9)]
+
+
+class Evaluated(Quiet):
+    """Notes what validation, which follows steps at once, and hooks find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.found.append(torch.cat([param.flatten() for param in self.parameters()]).sum().detach())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.found.append(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+
+class Relay(BaseFinetuning):
+    """In the second epoch the first layers take over from the head, which is frozen then."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.layers)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.freeze(pl_module.net.head)
+            self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=0.005)
+
+
+class Tuned(Quiet):
+    def configure_optimizers(self) -> Optimizer:
+        return AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
+
+
+def scaler_plugin() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5))
+
+
+CLIP_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+    "plain": (partial(Quiet, "conv", "sgd"), dict),
+    "accumulated and clipped": (Quiet, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    "bf16-mixed": (Quiet, lambda: {"precision": "bf16-mixed"}),
+    "norms": (Clipping, lambda: {"gradient_clip_val": 0.01}),
+    "norms of clipped values": (Clipping, lambda: dict(CLIP_VALUE)),
+    "norms, scaled": (
+        Clipping,
+        lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, "plugins": [scaler_plugin()]},
+    ),
+    "toggled": (ByHand, dict),
+    "evaluated": (Evaluated, lambda: {"val_check_interval": 2}),
+    "averaged": (Evaluated, lambda: {"callbacks": [EMAWeightAveraging()]}),
+    "pruned": (
+        Quiet,
+        lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)]},
+    ),
+    "fine-tuned": (Tuned, lambda: {"callbacks": [Relay()]}),
+}
+
+
+AS_DDP = ["accumulated and clipped", "bf16-mixed"]  # others are compared with this strategy, without shards
+
+
+def fit_both_ways(names: list[str]) -> None:
+    for name in names:
+        build, options = RUNS[name]
+        models = []
+        for strategy in (lightning_models.ddp() if name in AS_DDP else lightning_models.ours(), sharded()):
+            model = build()
+            runs = trainer(strategy, **{"max_epochs": 2, **options()})
+            before = set(vars(runs.strategy.precision_plugin))
+            runs.fit(model, data(), data() if isinstance(model, Evaluated) else None)
+            assert set(vars(runs.strategy.precision_plugin)) == before, "clipping was given back"
+            models.append(model)
+        close_to(*models)
+        torch.testing.assert_close(
+            *(getattr(model, "found", []) for model in models), msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert largest_difference_between_ranks(models[1]) == 0, name
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_trainer_trains_as_without_shards(run_ranks: RunRanks, part: int) -> None:
+    run_ranks(2, fit_both_ways, list(RUNS)[part::3])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+class Whole(Tuned):
+    """Its batches are those of all ranks together, and do not depend on their number."""
+
+    def __init__(self, low: bool) -> None:
+        super().__init__()
+        self.low = low
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generator = torch.Generator().manual_seed(100 + self.global_step)
+        inputs, target = torch.randn(12, 8, generator=generator), torch.randn(12, 4, generator=generator)
+        mine = slice(self.global_rank, None, self.trainer.world_size)
+        dtype = torch.bfloat16 if self.low else torch.float32
+        return nn.functional.mse_loss(self.net(inputs[mine].to(dtype)).float(), target[mine])
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ddp": lightning_models.ddp,
+    "ours": lightning_models.ours,
+    "sharded": sharded,
+    "ours in parts": partial(lightning_models.ours, state_dict_type="sharded"),
+    "sharded in parts": parts,
+}
+
+
+def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
+    """Weights after a number of epochs, perhaps in bf16 with masters."""
+    model = Whole(low)
+    options: dict[str, Any] = {"precision": "bf16-true"} if low else {}
+    callbacks = [Relay()] if tuned else []
+    runs = trainer(STRATEGIES[kind](**({"grad_dtype": "float32"} if low else {})), max_epochs=epochs, **options)
+    runs.callbacks += callbacks
+    runs.fit(model, data(2), ckpt_path=load)
+    if save:
+        runs.save_checkpoint(save)
+    assert largest_difference_between_ranks(model) == 0
+    return {name: value.float() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "worlds", "low", "tuned"),
+    [
+        ("sharded", "ddp", (3, 2), False, False),
+        ("ddp", "sharded", (1, 3), False, False),
+        ("sharded", "ours", (2, 1), True, False),
+        ("ours", "sharded", (2, 3), True, False),
+        ("sharded in parts", "sharded", (3, 2), True, False),
+        ("ours in parts", "sharded in parts", (1, 2), False, False),
+        ("sharded in parts", "ours", (2, 1), False, False),
+        ("sharded", "sharded", (2, 2), True, True),
+        ("sharded in parts", "sharded", (2, 3), False, True),
+    ],
+    ids=lambda it: str(it),
+)
+def test_training_goes_on_from_a_checkpoint(
+    run_ranks: RunRanks, first: str, second: str, worlds: tuple[int, int], low: bool, tuned: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "first.ckpt"
+    undisturbed = run_ranks(1, whole_run, "ours", low, tuned, 4, None, None)[0]
+    run_ranks(worlds[0], whole_run, first, low, tuned, 2, None, str(path))
+    resumed = run_ranks(worlds[1], whole_run, second, low, tuned, 4, str(path), None)[0]
+    tolerance = 2e-2 if low else 1e-5
+    torch.testing.assert_close(resumed, undisturbed, rtol=tolerance, atol=tolerance)
+    assert path.is_dir() == ("parts" in first)
+    if path.is_dir():
+        dcp_to_torch_save(path, tmp_path / "one.pt")
+        saved = torch.load(tmp_path / "one.pt", weights_only=False)
+        Whole(low).load_state_dict(saved["model"])
+        assert saved["extra"]["epoch"] == 2
+    else:
+        saved = torch.load(path, weights_only=True)
+        (state,) = saved["optimizer_states"]
+        assert {it["exp_avg"].shape for it in state["state"].values()} <= {
+            it.shape for it in saved["state_dict"].values()
+        }
+        assert not low or len(state["master_params"]) == len(state["state"])
+
+
+class Adds(pl.Callback):
+    """Puts something else into checkpoints."""
+
+    def on_save_checkpoint(self, runs: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {key: value + 1 for key, value in checkpoint["state_dict"].items()}
+
+
+class Scored(Quiet):
+    """Logs the losses of training and validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+
+def kept_and_evaluated(folder: str) -> tuple[list[str], str, list[float], list[str]]:
+    """The checkpoints that are kept, the best of them, what evaluation makes of the last, and what is refused."""
+    saves = pl.callbacks.ModelCheckpoint(folder, "{step}", "loss", every_n_train_steps=1, save_last=True)
+    runs = trainer(parts(), callbacks=[saves], enable_checkpointing=True)
+    model = Scored()
+    runs.fit(model, data(6))
+    last = f"{folder}/last.ckpt"
+    scores = []
+    for strategy in (parts(), lightning_models.ours()):
+        again = Scored()
+        (logged,) = trainer(strategy).validate(again, data(), ckpt_path=last, verbose=False)
+        close_to(again, model)
+        scores.append(logged["score"])
+    said = []
+
+    def refused(kind: type[Exception], attempt: Callable[[], None]) -> None:
+        with pytest.raises(kind) as caught:
+            attempt()
+        said.append(str(caught.value))
+
+    def fit(*callbacks: pl.Callback, **options: Any) -> None:
+        runs = trainer(parts(), callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
+        runs.fit(Scored(), data(), **options)
+
+    saving = pl.callbacks.ModelCheckpoint(f"{folder}/changed", every_n_train_steps=1)
+    refused(ValueError, lambda: fit(Adds(), saving))
+    refused(ValueError, lambda: fit(ckpt_path=last, weights_only=True))
+    refused(TypeError, lambda: runs.save_checkpoint(f"{folder}/other", storage_options={"any": 1}))
+    runs.save_checkpoint(f"{folder}/weights", weights_only=True)
+    refused(KeyError, lambda: fit(ckpt_path=f"{folder}/weights"))
+    found = Tuner(trainer(parts(), default_root_dir=folder))
+    searched = Scored()
+    searched.lr, before = 0.01, copy.deepcopy(searched.state_dict())
+    found.lr_find(searched, data(), num_training=4, update_attr=False)
+    for name, value in searched.state_dict().items():
+        assert torch.equal(value, before[name]), "a search leaves no trace"
+    kept = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    return kept, Path(saves.best_model_path).name, scores, said
+
+
+def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(run_ranks: RunRanks, tmp_path: Path) -> None:
+    both = run_ranks(2, kept_and_evaluated, str(tmp_path), fresh=True)
+    assert both[0] == both[1]
+    kept, best, scores, said = both[0]
+    assert kept == sorted(["last.ckpt", best, "weights"]), "others were removed"
+    assert scores[0] == pytest.approx(scores[1])
+    for text, words in zip(
+        said, ["another tensor as 'net.", "weights_only", "storage_options", "only the model"], strict=True
+    ):
+        assert words in text
+
+
+def interrupted(folder: str) -> tuple[str, list[str]]:
+    """What a failing run says, and what is in the checkpoint that a callback saves then."""
+    file = f"{folder}/failed.ckpt"
+
+    class Fails(Quiet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3 and self.global_rank == 0:
+                raise ArithmeticError("no batch today")
+            return super().training_step(batch, batch_idx)
+
+    class Save(pl.Callback):
+        def on_exception(self, runs: pl.Trainer, module: Any, exception: BaseException) -> None:
+            if runs.global_rank == 0:
+                runs.save_checkpoint(file)
+
+    runs = trainer(sharded(), callbacks=[Save()])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises((ArithmeticError, PeerFailureError)) as caught:
+            runs.fit(Fails(), data())
+    told = [str(warning.message) for warning in said if "while an exception is handled" in str(warning.message)]
+    return caught.type.__name__, told
+
+
+def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (first, told), (second, _) = run_ranks(2, interrupted, str(tmp_path), fresh=True)
+    assert (first, second) == ("ArithmeticError", "PeerFailureError")
+    assert told
+    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
+    Quiet().load_state_dict(saved["state_dict"])
+    optimizer = AdamW(Quiet().parameters())
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert any(state["exp_avg"].ndim != param.ndim for param, state in optimizer.state.items())
+
+
+# -- Fabric ------------------------------------------------------------------------------------------
+
+
+def fabric_run(folder: str, shard: bool, low: bool, steps: range, load: bool = False, save: bool = False) -> Any:
+    options = {"grad_dtype": "float32"} if low else {}
+    strategy = BucketDDPFabricStrategy(
+        cluster_environment=PoolEnvironment(), bucket_cap_mb=0.0003, shard_optimizer=shard, **options
+    )
+    precision: Any = "bf16-true" if low else None
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size(), precision=precision)
+    fabric.launch()
+    plain = seeded(Mlp)
+    model, optimizer = fabric.setup(plain, AdamW(plain.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer}
+    if load:
+        fabric.load(f"{folder}/fabric.ckpt", state)
+    for step in steps:
+        with fabric.no_backward_sync(model, enabled=step % 3 == 1):
+            fabric.backward(mse(model, step))
+        if step % 3 != 1:
+            limit = {"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}
+            fabric.clip_gradients(model, optimizer, **limit)
+            optimizer.step()
+            optimizer.zero_grad()
+    norm = None
+    if shard and not low:
+        fabric.backward(mse(model, 50))
+        norm = fabric.strategy.grad_norm(model)
+        torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0), norm)
+        head = fabric.strategy.wrapper_of(model).full_grad(plain.head.weight)
+        assert 0 < head.norm() < norm
+        with pytest.raises(RuntimeError, match=r"'head.weight' is sharded: this rank holds only its own part"):
+            plain.head.weight.grad.sum()
+        optimizer.zero_grad()
+    if save:
+        fabric.save(f"{folder}/fabric.ckpt", state)
+        only = {"model": lambda key, _: key.startswith("head"), "optimizer": lambda key, _: key == "param_groups"}
+        fabric.save(f"{folder}/part.ckpt", state, filter=only)
+    fabric.strategy.teardown()
+    return plain
+
+
+def in_fabric(folder: str) -> None:
+    for low in (False, True):
+        runs = [fabric_run(folder, shard, low, range(9)) for shard in (False, True)]
+        fabric_run(folder, True, low, range(6), save=True)
+        saved = torch.load(f"{folder}/part.ckpt", weights_only=True)
+        assert list(saved["model"]) == ["head.weight", "head.bias"]
+        runs += [fabric_run(folder, shard, low, range(6, 9), load=True) for shard in (False, True)]
+        for run in runs[1:]:
+            assert largest_difference_between_ranks(run) == 0
+            for mine, theirs in zip(run.parameters(), runs[0].parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-5)
+
+
+def test_fabric_trains_and_resumes_as_without_shards(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, in_fabric, str(tmp_path))

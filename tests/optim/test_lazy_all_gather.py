@@ -1,0 +1,241 @@
+"""Parameters on their way: whoever uses one waits for it, by whatever way.
+
+Gathers are put off to the moment in which somebody waits for them, so that code that does not wait sees old values.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim.lazy_all_gather import GatheredLater, reads_past_python
+from tests.optim.common import RunRanks, average
+from tests.reference import largest_difference_between_ranks
+
+
+class PutOff:
+    """A collective that is started when somebody waits for it."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        self._start().wait(poll)
+
+
+@contextmanager
+def gathers_put_off() -> Iterator[None]:
+    gather = Collectives.all_gather_shards
+    with patch.object(Collectives, "all_gather_shards", lambda self, flat: PutOff(lambda: gather(self, flat))):
+        yield
+
+
+class Special(nn.Parameter):
+    """Somebody's own kind of parameter."""
+
+
+class Zoo(nn.Module):
+    """Every way of using a parameter that is not its owner's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(8, 8))
+        self.table = nn.Embedding(5, 8)
+        self.head = nn.Linear(8, 5, bias=False)
+        self.head.weight = self.table.weight
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[0].bias = Special(torch.zeros(8))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
+        self.kept = [layer.bias for layer in self.layers]
+
+    def forward(self, index: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        x = self.table(index)
+        x, _ = self.attention(x, x, x)
+        x, _ = self.recurrent(x)
+        x = self.normed(x) * self.scales[0]
+        for at in order:  # in any order, several times or never
+            x = torch.tanh(self.layers[at](x))
+        x = nn.functional.linear(x, self.layers[2].weight) + self.kept[1] * self.scales[1]
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, step: int, order: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    index = torch.randint(5, (3, 4), generator=generator)
+    return nn.functional.cross_entropy(model(index, order).flatten(0, 1), index.roll(1, 1).flatten())
+
+
+class Twins:
+    """A sharded zoo, and the same by plain means."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.plain = Zoo()
+        self.module = copy.deepcopy(self.plain)
+        self.module.kept = [layer.bias for layer in self.module.layers]
+        self.ours = BucketDDP(self.module, shard_optimizer=True, bucket_cap_mb=0.002)
+        self.optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (self.plain, self.ours)]
+        self.steps = 0
+
+    def step(self) -> None:
+        """One step, whose values are on their way."""
+        order = [(0, 1, 2), (2, 0, 1), (1, 1), (0,)][self.steps % 4]
+        for model in (self.plain, self.ours):
+            model.zero_grad()
+            loss_of(model, self.steps, order).backward()
+        average(self.plain)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.steps += 1
+        assert all(isinstance(param, GatheredLater) for param in self.late())
+
+    def late(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def assert_same(self, found: dict[str, Tensor], what: str) -> None:
+        expected = {name: param.detach() for name, param in named(self.plain).items()}
+        assert len(found.keys() & expected.keys()) >= 10
+        for name in found.keys() & expected.keys():
+            torch.testing.assert_close(found[name].detach(), expected[name], rtol=1e-4, atol=1e-5, msg=f"{what} {name}")
+
+
+def named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def each(do: Callable[[Any], Tensor]) -> Callable[[nn.Module], dict[str, Tensor]]:
+    return lambda module: {name: do(param) for name, param in named(module).items()}
+
+
+def through_file(module: nn.Module) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(module: nn.Module) -> dict[str, Tensor]:
+    model = AveragedModel(nn.Linear(1, 1))
+    model.module = Zoo()
+    model.update_parameters(module)
+    return dict(named(model.module))
+
+
+READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
+    "state_dict": lambda module: module.state_dict(),
+    "deepcopy": lambda module: dict(named(copy.deepcopy(module))),
+    "pickle": lambda module: pickle.loads(pickle.dumps(named(module))),
+    "type": each(lambda p: p * 1 if isinstance(p, Special) else type(p)(p)),
+    "file": through_file,
+    "average": averaged,
+    "functional": each(lambda p: torch.func.functional_call(nn.Identity(), {}, (p,)) * 1),
+    "data": each(lambda p: p.data),
+    "detach": each(lambda p: p.detach()),
+    "numpy": each(lambda p: torch.from_numpy(p.detach().numpy().copy())),
+    "list": each(lambda p: torch.tensor(p.tolist())),
+    "foreach": lambda module: dict(zip(named(module), torch._foreach_mul([*named(module).values()], 1.0), strict=True)),
+    "stack": each(lambda p: torch.stack([p, p])[1]),
+}
+
+
+def uses() -> None:
+    with gathers_put_off():
+        twins = Twins()
+        for _ in range(9):
+            twins.step()
+        loss = loss_of(twins.ours, 20, (1, 0, 2))
+        torch.testing.assert_close(loss, loss_of(twins.plain, 20, (1, 0, 2)), rtol=1e-4, atol=1e-5)
+        kinds = {type(param) for param in twins.late()}
+        assert kinds == {nn.Parameter, Special}, "they have their classes back"
+        twins.assert_same(named(twins.module), "forward")
+        assert largest_difference_between_ranks(twins.module) == 0
+        for name, read in READERS.items():
+            twins.step()
+            twins.assert_same(read(twins.module), name)
+            twins.ours.wait_for_parameters()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whatever_uses_a_parameter_waits_for_it(run_ranks: RunRanks, world_size: int) -> None:
+    run_ranks(world_size, uses)
+
+
+def no_use() -> None:
+    with gathers_put_off():
+        twins = Twins()
+        twins.step()
+        for param in twins.late():
+            assert param.requires_grad
+            assert param.is_leaf
+            assert param.shape == torch.Size(param.size())
+            assert param.numel() == param.nelement()
+            assert param.dtype is torch.float32
+            assert param.device.type == "cpu"
+            assert not param.is_sparse
+            param.grad = None
+            assert param.grad is None
+        twins.ours.zero_grad()
+        assert all(isinstance(param, GatheredLater) for param in twins.late()), "nobody needed a value"
+        twins.module.layers[0](torch.ones(1, 8))
+        late = {name for name, param in twins.module.named_parameters() if isinstance(param, GatheredLater)}
+        assert not {"layers.0.weight", "layers.0.bias"} & late
+        assert {"recurrent.weight_hh_l0", "attention.in_proj_weight"} <= late
+        twins.ours.wait_for_parameters()
+        assert not any(isinstance(param, GatheredLater) for param in twins.late())
+
+
+def test_nobody_waits_for_more_than_is_used(run_ranks: RunRanks) -> None:
+    run_ranks(2, no_use)
+
+
+def test_modules_that_read_past_python_are_found() -> None:
+    assert not reads_past_python(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
+    assert reads_past_python(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
+    assert reads_past_python(nn.Sequential(torch.compile(nn.Linear(2, 2))))
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].compile()
+    assert reads_past_python(module)
+
+
+def compiled() -> None:
+    for kind in ("scripted", "inside", "outside"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        module = copy.deepcopy(plain)
+        if kind == "scripted":
+            module[0] = torch.jit.script(module[0])
+        elif kind == "inside":
+            module[2].compile(backend="eager")
+        ours: Any = BucketDDP(module, shard_optimizer=True)
+        called = torch.compile(ours, backend="eager") if kind == "outside" else ours
+        optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (plain, ours)]
+        with gathers_put_off():
+            for number in range(4):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number + dist.get_rank()))
+                for model, optimizer in zip((plain, called), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                average(plain)
+                for optimizer in optimizers:
+                    optimizer.step()
+            for mine, theirs in zip(ours.module.state_dict().values(), plain.state_dict().values(), strict=True):
+                torch.testing.assert_close(mine, theirs, msg=lambda m, k=kind: f"{k}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_is_not_asked_waits_for_everything_before(run_ranks: RunRanks) -> None:
+    run_ranks(2, compiled, fresh=True)

@@ -1,0 +1,265 @@
+"""Random training schedules for the fuzz test.
+
+Everything is drawn from one seed, the same in every process. What a rank may do alone (which stages it takes, whether
+its loss is a constant) is drawn per rank; what the ranks must do alike is drawn once.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.reducer.random_models import RandomModel, Stage, draw_stages
+
+STEADY_ROUNDS = 3
+"""After as many the order of gradients is known."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward.
+
+    Attributes:
+        take: Per rank, which stages it uses.
+        local: Whether it is inside ``no_sync``.
+        direct: Whether it goes past the wrapper, as ``wrapper.module(...)``.
+        training: ``module.train()`` or ``module.eval()``.
+        inputs_require_grad: Whether the batch does.
+    """
+
+    take: tuple[tuple[bool, ...], ...]
+    local: bool
+    direct: bool
+    training: bool
+    inputs_require_grad: bool
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward.
+
+    Attributes:
+        of: Which forwards of the round are summed in the loss.
+        local: Whether it is inside ``no_sync``.
+        guarded: Whether it is inside ``backward_pass``.
+        only: Per parameter, whether it is named in ``backward(inputs=...)``; None for a plain call.
+        penalty: Whether the loss has a term that does not come by forward's output.
+        constant: Per rank, whether its loss is a constant instead.
+        fail: Where backward raises, on every rank: ``"input"``, ``"output"`` or ``""``.
+    """
+
+    of: tuple[int, ...]
+    local: bool
+    guarded: bool
+    only: tuple[bool, ...] | None
+    penalty: bool
+    constant: tuple[bool, ...]
+    fail: str = ""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happens between two optimizer steps, or less.
+
+    Attributes:
+        trainable: Per parameter, ``requires_grad`` from now on; None to leave it.
+        zero: ``"none"``, ``"zero"`` (as ``set_to_none=False``) or ``""`` for no ``zero_grad``.
+        nudge: Whether each rank then changes its gradients in place, each otherwise.
+        aside: A forward without backward: ``"no_grad"``, ``"eval"`` (without gradients too), ``"dropped"`` or ``""``.
+        forwards: In this order, before all backwards.
+        backwards: In this order.
+        step: Whether the optimizer steps in the end.
+    """
+
+    trainable: tuple[bool, ...] | None
+    zero: str
+    nudge: bool
+    aside: str
+    forwards: tuple[Forward, ...]
+    backwards: tuple[Backward, ...]
+    step: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is wrapped (with which parameters frozen), and what it goes through.
+
+    Attributes:
+        replicas: ``"shared"`` or ``"copied"``: two replicas in each process, whose parameters are; ``""`` for none.
+    """
+
+    seed: int
+    stages: tuple[Stage, ...]
+    trainable: tuple[bool, ...] | None
+    options: dict[str, Any]
+    replicas: str
+    rounds: tuple[Round, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"options {self.options}, replicas {self.replicas!r}, trainable {_bits(self.trainable)}",
+            *(f"stage {i}: {s}" for i, s in enumerate(self.stages)),
+        ]
+        for number, item in enumerate(self.rounds):
+            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, nudge {item.nudge}"
+            lines.append(f"{head}, aside {item.aside!r}, step {item.step}")
+            lines += [f"    {call}" for call in (*item.forwards, *item.backwards)]
+        return "\n".join(lines)
+
+
+def _bits(flags: tuple[bool, ...] | None) -> str:
+    return "as it was" if flags is None else "".join("01"[flag] for flag in flags)
+
+
+def synchronised(step: Round, backward: Backward) -> bool:
+    """Whether a backward is to be reduced: the guard's place decides, else the forward's, else the backward's."""
+    wrapped = [step.forwards[index] for index in backward.of if not step.forwards[index].direct]
+    if backward.guarded or not wrapped:
+        return not backward.local
+    return not wrapped[0].local
+
+
+def draw_options(draw: random.Random, steady: bool) -> dict[str, Any]:
+    """Keyword arguments of ``BucketDDP``; new ones go here."""
+    return {
+        "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
+        "find_unused_parameters": not steady and draw.random() < 0.3,
+        "module_buffers": draw.choice(["broadcast", "mean", "off"]),
+        **draw.choice(
+            [
+                {},
+                {},
+                {},
+                {"pad_buckets_to": 100},
+                {"grad_dtype": torch.float32},
+                {"wire_dtype": torch.bfloat16},
+                {"overlap": False},
+                {"use_contiguous_buffers": False},
+                {"comm_hook": "bf16", "overlap": False},
+            ][: 6 if steady else 9]
+        ),
+    }
+
+
+def draw_case(seed: int, world_size: int) -> Case:
+    """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
+    draw = random.Random(seed)
+    steady = seed % 2 == 0
+    stages = draw_stages(draw)
+    options = draw_options(draw, steady)
+    rounds = _Rounds(draw, stages, len(list(RandomModel(stages, seed).parameters())), world_size, steady)
+    trainable = rounds.trainable(probability=0.3)
+    known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
+    others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
+    return Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
+
+
+def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...]) -> str:
+    """Of models that treat each sample alike, about half run on parts of the batch."""
+    if any(backward.fail and not backward.guarded for step in rounds for backward in step.backwards):
+        return ""  # the first replica raises before any gradient is complete
+    if any(stage.kind in ("batch_norm", "embedding") for stage in stages):
+        return ""
+    if any(stage.kind in ("bf16", "oddments") for stage in stages):
+        return ""  # what bf16 gradients of parts of the batch are rounded by is not measured by their sum
+    if any(stage.checkpoint == "reentrant" and stage.calls == 1 for stage in stages):
+        return ""  # past the wrapper a layer has one gradient in a pass, and from replicas several: refused
+    return random.Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
+
+
+class _Rounds:
+    def __init__(
+        self, draw: random.Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool
+    ) -> None:
+        self.draw = draw
+        self.stages = stages
+        self.params = params
+        self.world_size = world_size
+        # How often the trainable set changes.
+        self.freezes = draw.choice([0.0, 0.0, 0.05, 0.2] if steady else [0.0, 0.0, 0.4, 0.8])
+        # Each of these ends a steady state, some of them for good.
+        self.past_the_wrapper = draw.choice([0.0, 0.0, 0.1]) if steady else 0.1
+        self.penalties = draw.choice([0.0, 0.05, 0.2]) if steady else 0.2
+        self.branches = draw.choice(["all", "same", "by rank"])
+        self.reentrant = any(s.checkpoint == "reentrant" for s in stages)
+        # Without several calls, two forwards would bring more gradients to a layer than the first pass had: refused.
+        self.two_forwards = not any(s.checkpoint == "reentrant" and s.calls == 1 for s in stages)
+        self.batch_norm = any(s.kind == "batch_norm" for s in stages)
+
+    def chance(self, probability: float) -> bool:
+        return self.draw.random() < probability
+
+    def flags(self, count: int, probability: float) -> tuple[bool, ...]:
+        return tuple(self.chance(probability) for _ in range(count))
+
+    def take(self) -> tuple[tuple[bool, ...], ...]:
+        count = len(self.stages)
+        if self.branches == "all":
+            return ((True,) * count,) * self.world_size
+        if self.branches == "same":
+            return (self.flags(count, 0.7),) * self.world_size
+        return tuple(self.flags(count, 0.6) for _ in range(self.world_size))
+
+    def trainable(self, probability: float) -> tuple[bool, ...] | None:
+        if not self.chance(probability):
+            return None
+        flags = self.flags(self.params, self.draw.choice([0.2, 0.5, 0.9, 1.0]))
+        return flags if any(flags) else None
+
+    def plain_round(self) -> Round:
+        everything = ((True,) * len(self.stages),) * self.world_size
+        forward = Forward(everything, local=False, direct=False, training=True, inputs_require_grad=self.reentrant)
+        constant = (False,) * self.world_size
+        backward = Backward((0,), local=False, guarded=False, only=None, penalty=False, constant=constant)
+        return Round(None, "none", nudge=False, aside="", forwards=(forward,), backwards=(backward,), step=True)
+
+    def round(self) -> Round:
+        trainable = self.trainable(self.freezes)
+        local = self.chance(0.35)
+        direct = self.chance(self.past_the_wrapper)
+        guarded = self.chance(0.4)
+        if direct and self.reentrant:
+            guarded = True
+        forwards = tuple(
+            Forward(
+                self.take(),
+                local,
+                direct,
+                training=self.batch_norm or self.chance(0.9),
+                inputs_require_grad=self.chance(0.3),
+            )
+            for _ in range(2 if self.two_forwards and self.chance(0.3) else 1)
+        )
+        uses: list[tuple[int, ...]] = [(0,)] * self.draw.choice([1, 1, 1, 2, 3])
+        if len(forwards) == 2:
+            uses = self.draw.choice([[(0, 1)], [(0,), (1,)], [(1,), (0,)], [(0, 1), (0, 1)], [(0,), (0, 1), (1,)]])
+        if self.chance(0.05):
+            backwards = (self.failing(local, direct, guarded),)
+            forwards = tuple(Forward(f.take, f.local, f.direct, f.training, True) for f in forwards)
+        else:
+            backwards = tuple(self.backward(of, local, direct, guarded) for of in uses)
+        return Round(
+            trainable,
+            zero=self.draw.choice(["none", "none", "zero", ""]),
+            nudge=self.chance(0.1),
+            aside=self.draw.choice(["", "", "", "no_grad", "eval", "dropped"]),
+            forwards=forwards,
+            backwards=backwards,
+            step=self.chance(0.7),
+        )
+
+    def backward(self, of: tuple[int, ...], local: bool, direct: bool, guarded: bool) -> Backward:
+        penalty = self.chance(self.penalties)
+        if guarded or not (direct or penalty):  # otherwise the forward decides, wherever backward is
+            local = self.chance(0.3)
+        only = self.flags(self.params, 0.5) if not self.reentrant and self.chance(0.15) else None
+        constant = (False,) * self.world_size
+        if guarded and self.chance(0.2):
+            constant = self.flags(self.world_size, 0.5)
+        return Backward(of, local, guarded, only, penalty, constant)
+
+    def failing(self, local: bool, direct: bool, guarded: bool) -> Backward:
+        # Outside a guard the ranks must all have begun the pass when it raises: at the input everything else is done.
+        fail = self.draw.choice(["input", "output"]) if guarded else "input"
+        return Backward((0,), local, guarded, None, False, (False,) * self.world_size, fail)

@@ -1,0 +1,384 @@
+"""Random models through random schedules, against what one process works out for all ranks.
+
+``pytest tests/reducer/test_fuzz.py --fuzz-seed=123`` runs one case again, ``--fuzz-cases=500`` runs many.
+"""
+
+import copy
+import hashlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.grads import buffers as grad_buffer
+from lightning_bucketddp.grads.buffers import LARGE_BYTES
+from tests.inside import views_of
+from tests.reducer.random_models import BATCH, WIDTH, RandomModel
+from tests.reducer.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
+from tests.reference import copying
+
+CASES_PER_JOB = 20
+TOLERANCE = {torch.bfloat16: 2.0**-5}
+DEFAULT_TOLERANCE = 2e-5
+
+Grads = dict[str, Tensor | None]
+
+
+class Reference:
+    """The gradients of all ranks, worked out in this process, in double precision.
+
+    Attributes:
+        module: The module, unwrapped.
+        grads: Per rank, what ``.grad`` is.
+        pending: Per rank, the parameters with a gradient since the last reduction.
+        scale: Per parameter, the largest number that went into its gradient: what rounding is measured by.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int) -> None:
+        self.module = module
+        self.params = dict(module.named_parameters())
+        self.grads: list[Grads] = [dict.fromkeys(self.params) for _ in range(world_size)]
+        self.pending: list[set[str]] = [set() for _ in range(world_size)]
+        self.scale = dict.fromkeys(self.params, 0.0)
+
+    def add(self, rank: int, grads: Grads) -> None:
+        """One backward of one rank."""
+        for name, grad in grads.items():
+            if grad is None:
+                continue
+            before = self.grads[rank][name]
+            self.grads[rank][name] = grad if before is None else before + grad
+            self.pending[rank].add(name)
+            self._measure(name, grad)
+            self._measure(name, self.grads[rank][name])
+
+    def _measure(self, name: str, grad: Tensor | None) -> None:
+        if grad is not None and grad.numel():
+            self.scale[name] = max(self.scale[name], grad.abs().max().item())
+
+    def reduce(self) -> set[str]:
+        """A synchronised pass ends: means over the ranks. Returns the parameters that no rank used."""
+        untouched = set()
+        for name, param in self.params.items():
+            if any(name in mine and g[name] is not None for mine, g in zip(self.pending, self.grads, strict=True)):
+                total = torch.zeros_like(double(param))
+                for grads in self.grads:
+                    grad = grads[name]
+                    if grad is not None:
+                        total = total + grad
+                for grads in self.grads:
+                    grads[name] = total / len(self.grads)
+            else:
+                untouched.add(name)
+        for mine in self.pending:
+            mine.clear()
+        return untouched
+
+    def zero(self, how: str) -> None:
+        """``zero_grad`` on every rank."""
+        for grads in self.grads:
+            for name, grad in grads.items():
+                if grad is not None:
+                    grads[name] = None if how == "none" else torch.zeros_like(grad)
+        self.scale = dict.fromkeys(self.params, 0.0)
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+def digest(tensors: dict[str, Tensor | None]) -> str:
+    """A hash of names and bits."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor is None}".encode())
+        if tensor is not None:
+            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Run:
+    """One case on this rank.
+
+    Attributes:
+        digests: What must be the same on every rank, in order.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.module = RandomModel(case.stages, case.seed)
+        self.reference = Reference(copy.deepcopy(self.module), self.world_size)
+        if self.rank != 0:
+            with torch.no_grad():
+                for param in self.module.parameters():
+                    param.zero_()  # the values are taken from rank 0
+        self.freeze(case.trainable)
+        self.ours = BucketDDP(self.module, device_ids=["cpu"] * 2 if case.replicas else None, **case.options)
+        if case.replicas == "copied":
+            self.ours._replicated = copying(self.ours._replicated)
+        self.params = dict(self.module.named_parameters())
+        self.travels_as_it_is = not case.options.keys() & {"wire_dtype", "comm_hook"}
+        self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)
+        self.passes = 0
+        self.nudged: set[str] = set()  # whose gradients differ between the ranks until they are reduced again
+        self.digests: list[str] = []
+
+    def grads(self) -> Grads:
+        return {name: param.grad for name, param in self.params.items()}
+
+    def run(self) -> None:
+        for number, item in enumerate(self.case.rounds):
+            try:
+                self.round(number, item)
+            except BaseException as error:
+                error.add_note(f"in round {number}")
+                raise
+        self.aside("dropped")  # settles a last backward that raised
+        before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
+        self.ours.close()
+        for name, grad in self.grads().items():
+            expected = None if before[name] is None else before[name].to(self.params[name].dtype)
+            assert grad is None if expected is None else torch.equal(grad, expected), f"{name} after close()"
+
+    def round(self, number: int, item: Round) -> None:
+        self.freeze(item.trainable)
+        if item.zero:
+            self.zero(item.zero)
+        if item.nudge:
+            self.nudge()
+        self.aside(item.aside)
+
+        fail = item.backwards[0].fail
+        outputs = [self.forward(self.ours, number, at, self.rank, fail) for at in range(len(item.forwards))]
+        reduced = False
+        for at, backward in enumerate(item.backwards):
+            used_later = {index for later in item.backwards[at + 1 :] for index in later.of}
+            reduced = synchronised(item, backward)
+            expected = [self.expected(number, item, backward, rank) for rank in range(self.world_size)]
+            self.backward(item, backward, outputs, retain=bool(used_later & set(backward.of)), expected=expected)
+        if item.step and reduced and not fail and not self.nudged:
+            self.optimizer.step()
+            self.digests.append(digest(self.params))
+            for param, other in zip(self.params.values(), self.reference.params.values(), strict=True):
+                other.data.copy_(param.data)
+
+    def freeze(self, trainable: tuple[bool, ...] | None) -> None:
+        if trainable is not None:
+            for module in (self.module, self.reference.module):
+                for param, flag in zip(module.parameters(), trainable, strict=True):
+                    param.requires_grad_(flag)
+
+    # -- what ours and the reference do alike --------------------------------------------------------
+
+    def inputs(self, number: int, at: int, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(hash((self.case.seed, number, at, rank)) % 2**31)
+        return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+    def forward(self, module: nn.Module, number: int, at: int, rank: int, fail: str = "") -> Tensor:
+        """The loss of one forward."""
+        call: Forward = self.case.rounds[number].forwards[at]
+        x, target = self.inputs(number, at, rank)
+        x.requires_grad_(call.inputs_require_grad)
+        module.train(call.training)
+        with ExitStack() as stack:
+            if isinstance(module, BucketDDP):
+                if call.local:
+                    stack.enter_context(module.no_sync())
+                if call.direct:
+                    module = module.module
+            output = module(x, call.take[rank], fail)
+        return (output - target).square().mean()
+
+    def loss(self, module: nn.Module, backward: Backward, losses: list[Tensor], rank: int) -> Tensor:
+        if backward.constant[rank]:
+            return torch.zeros((), requires_grad=True)
+        loss = torch.stack([losses[index] for index in backward.of]).sum()
+        return loss + module.penalised.square().sum() if backward.penalty else loss
+
+    def inputs_argument(self, module: nn.Module, backward: Backward) -> list[nn.Parameter] | None:
+        if backward.only is None:
+            return None
+        params = list(module.parameters())
+        chosen = [p for p, flag in zip(params, backward.only, strict=True) if flag and p.requires_grad]
+        return chosen or [p for p in params if p.requires_grad]
+
+    # -- the reference -------------------------------------------------------------------------------
+
+    def expected(self, number: int, item: Round, backward: Backward, rank: int) -> Grads:
+        """What one backward of one rank adds to its gradients."""
+        module = self.reference.module
+        module.zero_grad()
+        losses = [self.forward(module, number, at, rank) for at in range(len(item.forwards))]
+        loss = self.loss(module, backward, losses, rank)
+        if loss.requires_grad:
+            loss.backward(inputs=None if backward.constant[rank] else self.inputs_argument(module, backward))
+        grads = {name: None if p.grad is None else double(p.grad) for name, p in self.reference.params.items()}
+        module.zero_grad()
+        return grads
+
+    # -- ours ----------------------------------------------------------------------------------------
+
+    def zero(self, how: str) -> None:
+        self.optimizer.zero_grad(set_to_none=how == "none")
+        self.reference.zero(how)
+        self.nudged.clear()
+
+    def nudge(self) -> None:
+        """Changes every gradient in place, as a user may, on each rank otherwise."""
+        for grad in self.grads().values():
+            if grad is not None:
+                grad.mul_(1 + self.rank / 8)
+        for rank, grads in enumerate(self.reference.grads):
+            for name, grad in grads.items():
+                if grad is not None:
+                    grads[name] = grad * (1 + rank / 8)
+                    self.nudged.add(name)
+
+    def aside(self, kind: str) -> None:
+        x, _ = self.inputs(-1, 0, self.rank)
+        everything = (True,) * len(self.case.stages)
+        if kind == "dropped":
+            self.ours.train()
+            self.ours(x, everything)
+        elif kind:
+            self.ours.train(kind == "no_grad")
+            with torch.no_grad():
+                self.ours(x, everything)
+            self.ours.train()
+
+    @contextmanager
+    def around(self, backward: Backward, loss: Tensor) -> Iterator[None]:
+        with ExitStack() as stack:
+            if backward.local:
+                stack.enter_context(self.ours.no_sync())
+            if backward.guarded:
+                stack.enter_context(self.ours.backward_pass(loss))
+            yield
+
+    def backward(
+        self, item: Round, backward: Backward, losses: list[Tensor], retain: bool, expected: list[Grads]
+    ) -> None:
+        """One backward, and all that can be said of the gradients after it."""
+        reduced = synchronised(item, backward)
+        everyone_takes_part = all(self.takes_part(item, backward, rank, grads) for rank, grads in enumerate(expected))
+        past_the_wrapper = any(item.forwards[index].direct for index in backward.of)
+        if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
+            backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
+        loss = self.loss(self.module, backward, losses, self.rank)
+        before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
+        try:
+            with self.around(backward, loss):
+                if loss.requires_grad:
+                    only = None if backward.constant[self.rank] else self.inputs_argument(self.module, backward)
+                    loss.backward(retain_graph=retain, inputs=only)
+        except ArithmeticError:
+            assert backward.fail
+            self.passes += reduced
+            for rank in range(self.world_size):
+                self.reference.pending[rank].clear()
+            self.zero("none")
+            return
+        assert not backward.fail
+        for rank, grads in enumerate(expected):
+            self.reference.add(rank, grads)
+        untouched = self.reference.reduce() if reduced else set()
+        self.passes += reduced
+        assert self.ours.passes == self.passes, f"{self.ours.passes} passes, expected {self.passes}"
+        self.compare(untouched, before, reduced)
+        if reduced:
+            self.nudged &= untouched
+            same = {name: grad for name, grad in self.grads().items() if name not in self.nudged}
+            self.digests.append(digest(same))
+            for name, grad in same.items():  # rounding does not add up over the rounds
+                for grads in self.reference.grads:
+                    grads[name] = None if grad is None else double(grad)
+
+    def takes_part(self, item: Round, backward: Backward, rank: int, grads: Grads) -> bool:
+        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass.
+
+        A forward that takes no stage returns its input. A root that is a leaf is followed up to the next forward only.
+        """
+        if any(grad is not None for grad in grads.values()):
+            return True
+        return (
+            bool(self.case.options.get("find_unused_parameters"))
+            and backward.only is None
+            and any(
+                call.inputs_require_grad and not call.direct and (any(call.take[rank]) or call is item.forwards[-1])
+                for call in (item.forwards[index] for index in backward.of)
+            )
+        )
+
+    def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
+        views = views_of(self.ours)
+        for name, grad in self.grads().items():
+            expected = self.reference.grads[self.rank][name]
+            if expected is None or grad is None:
+                assert (grad is None) == (expected is None), f"{name}.grad is {grad}, expected {expected}"
+                continue
+            if reduced and name not in untouched and views:
+                assert grad is views[name], f"{name}.grad is not its view"
+            if name in untouched:
+                assert torch.equal(grad, before[name]), f"{name}.grad was changed though no rank used it"
+            # A small gradient may be the sum of large terms, as before a BatchNorm: rounding is measured by both.
+            rounded = self.params[name].dtype if self.travels_as_it_is else torch.bfloat16
+            tolerance = TOLERANCE.get(rounded, 0.0) * self.reference.scale[name]
+            tolerance += DEFAULT_TOLERANCE * max(self.reference.scale.values())
+            torch.testing.assert_close(
+                double(grad),
+                expected,
+                rtol=0,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+def run_cases(seeds: list[int]) -> list[list[str]]:
+    """Runs cases on this rank. Returns what must be the same on every rank."""
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # frozen and checkpointed
+    warnings.filterwarnings("ignore", message="device_ids has 2 entries")
+    digests = []
+    for seed in seeds:
+        case = draw_case(seed, dist.get_world_size())
+        print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
+        run = None
+        grad_buffer.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[attr-defined]
+        try:
+            run = Run(case)
+            run.run()
+        except BaseException as error:
+            raise AssertionError(f"{rerun(seed)}\n{case}\n{traceback.format_exc()}") from error
+        digests.append(run.digests)
+    return digests
+
+
+def rerun(seed: int) -> str:
+    return f"again: pytest tests/reducer/test_fuzz.py --fuzz-seed={seed}"
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, 16), (3, 8)], ids=["2", "3"])
+def test_gradients_are_what_one_process_works_out(
+    run_ranks: Callable[..., list[Any]], request: pytest.FixtureRequest, world_size: int, cases: int
+) -> None:
+    seed = request.config.getoption("--fuzz-seed")
+    seeds = [seed] if seed is not None else list(range(request.config.getoption("--fuzz-cases") or cases))
+    reductions = 0
+    for start in range(0, len(seeds), CASES_PER_JOB):
+        chunk = seeds[start : start + CASES_PER_JOB]
+        first, *others = run_ranks(world_size, run_cases, chunk, timeout=200)
+        for rank, digests in enumerate(others, start=1):
+            for at, seed in enumerate(chunk):
+                assert digests[at] == first[at], f"ranks 0 and {rank} differ; {rerun(seed)}"
+        reductions += sum(map(len, first))
+    assert reductions >= len(seeds) or seed is not None, "hardly anything was reduced"

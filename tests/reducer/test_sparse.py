@@ -1,0 +1,386 @@
+"""Sparse gradients against torch DDP, and against means that are worked out densely."""
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
+from tests.grads.support import TINY, RunRanks, case, on_ranks, pair, run_backward
+from tests.inside import upkeep_of
+from tests.models import ROWS, Lookup, RaiseInBackward, tokens
+from tests.reference import mean_over_ranks
+
+EMBEDDINGS = ("words.weight", "bag.weight")
+
+
+def step_of(models: tuple[nn.Module, ...], step: int, zero: bool = True, **use: bool) -> None:
+    """One backward of each model over this rank's tokens."""
+    for model in models:
+        if zero:
+            model.zero_grad()
+        model(*tokens(step, dist.get_rank()), **use).square().mean().backward()
+
+
+def dense_means(plain: nn.Module) -> dict[str, Tensor | None]:
+    """The means of the gradients of ``plain``, whose own become dense."""
+    for param in plain.parameters():
+        if param.grad is not None:
+            param.grad = param.grad.to_dense()
+    return mean_over_ranks(plain)
+
+
+def assert_same_bits_on_all_ranks(name: str, grad: Tensor) -> None:
+    parts = (grad.indices(), grad.values()) if grad.is_sparse else (grad,)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    for other in everyone:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts, other, strict=True)), name
+
+
+def assert_means(module: nn.Module, expected: dict[str, Tensor | None], dense: tuple[str, ...] = ()) -> None:
+    """Asserts values, that gradients of embeddings are coalesced sparse ones, and that all ranks have the same bits."""
+    for name, param in module.named_parameters():
+        mean, grad = expected[name], param.grad
+        if mean is None:
+            assert grad is None, f"{name} has a gradient that no rank produced"
+            continue
+        assert grad is not None, f"{name} has no gradient"
+        assert grad.is_sparse == (name in EMBEDDINGS and name not in dense), name
+        if grad.is_sparse:
+            assert grad.is_coalesced()
+            assert grad.indices().shape[1] < ROWS, "all rows travelled"
+        torch.testing.assert_close(grad.to_dense(), mean, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_bits_on_all_ranks(name, grad)
+
+
+def optimizers_of(module: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    if kind == "sgd":
+        return [torch.optim.SGD(module.parameters(), lr=0.1)]
+    named = dict(module.named_parameters())
+    rest = [param for name, param in named.items() if name not in EMBEDDINGS]
+    return [torch.optim.SparseAdam([named[name] for name in EMBEDDINGS], lr=0.05), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def compare_with_torch_ddp(optimizer: str, mode: str, accumulate: int) -> None:
+    _, ours = pair(lambda: Lookup(mode=mode), TINY)
+    reference = DistributedDataParallel(copy.deepcopy(ours.module))
+    optimizers = [optimizers_of(model.module, optimizer) for model in (ours, reference)]
+    for step in range(3):
+        for model, steps in zip((ours, reference), optimizers, strict=True):
+            model.zero_grad()
+            for micro in range(accumulate):
+                with nullcontext() if micro == accumulate - 1 else model.no_sync():
+                    step_of((model,), 10 * step + micro, zero=False)
+            for it in steps:
+                it.step()
+        for (name, param), other in zip(ours.module.named_parameters(), reference.module.parameters(), strict=True):
+            assert param.grad.is_sparse == other.grad.is_sparse == (name in EMBEDDINGS)
+            torch.testing.assert_close(param.grad.to_dense(), other.grad.to_dense(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-6)
+            assert_same_bits_on_all_ranks(name, param.grad)
+            assert_same_bits_on_all_ranks(name, param.detach())
+    assert ours.passes == 3
+    assert len(ours.layout.slots) == 2, "only the dense layer has slots"
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "mode", "accumulate"),
+    [(2, "sgd", "mean", 3), (2, "sparse_adam", "sum", 1), (3, "sgd", "sum", 1), (3, "sparse_adam", "mean", 3)],
+)
+def test_gradients_and_weights_are_those_of_torch_ddp(
+    run_ranks: RunRanks, world_size: int, optimizer: str, mode: str, accumulate: int
+) -> None:
+    run_ranks(world_size, compare_with_torch_ddp, optimizer, mode, accumulate)
+
+
+@on_ranks(2, 3)
+def test_ranks_may_use_different_embeddings() -> None:
+    rank = dist.get_rank()
+    plain, ours = pair(Lookup, TINY)
+    patterns = [(True, True), (True, False), (False, False), (False, True)]
+    for step in range(5):
+        words, bag = patterns[(step + rank) % 4 if step < 4 else 2]  # at last no rank uses either
+        step_of((plain, ours), step, use_words=words, use_bag=bag)
+        with case(step):
+            assert_means(ours.module, dense_means(plain))
+    for step in range(2):  # rank 0 uses one in a local pass only
+        for model in (plain, ours):
+            model.zero_grad()
+            with ours.no_sync():
+                step_of((model,), 2 * step, zero=False, use_words=rank == 0)
+            step_of((model,), 2 * step + 1, zero=False, use_words=False)
+        assert_means(ours.module, dense_means(plain))
+    with ours.no_sync():
+        step_of((ours,), 0)
+    step_of((ours,), 1, use_words=False)
+    assert ours.module.words.weight.grad is None, "zero_grad dropped it"
+    ours.close()
+
+
+@on_ranks(2)
+def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
+    rank = dist.get_rank()
+    plain, ours = pair(Lookup, TINY)
+    weight = ours.module.words.weight
+    own = torch.sparse_coo_tensor([[3, rank, 3]], torch.randn(3, 4), (ROWS, 4), check_invariants=True)
+    before = own.clone()
+    weight.grad = own
+    step_of((ours,), 0, zero=False, use_words=False)
+    assert weight.grad is own
+    assert not own.is_coalesced()
+    assert torch.equal(own._values(), before._values())
+    assert torch.equal(own._indices(), before._indices())
+    # It takes part as soon as some rank adds to it, in whatever layout it is.
+    mean = own.to_dense()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    step_of((plain, ours), 1, zero=False, use_words=rank == 1)
+    torch.testing.assert_close(weight.grad.to_dense(), dense_means(plain)["words.weight"] + mean)
+    assert weight.grad.is_coalesced()
+    published = weight.grad
+    step_of((ours,), 2, zero=False, use_words=False)
+    assert weight.grad is published
+    ours.close()
+
+
+@on_ranks(2)
+def test_a_frozen_embedding_sends_nothing() -> None:
+    plain, ours = pair(Lookup, TINY)
+    layouts = []
+    patterns = [(False, True), (False, True), (True, True), (True, False), (False, False)]
+    for step, (words, bag) in enumerate(patterns):
+        for model in (plain, ours.module):
+            model.words.requires_grad_(words)
+            model.bag.requires_grad_(bag)
+        step_of((plain, ours), step)
+        with case(step):
+            assert_means(ours.module, dense_means(plain))
+            rows = [max(len(tokens(step, rank)[kind].unique()) for rank in range(2)) for kind in range(2)]
+            received = ours.last_pass().sparse_nbytes  # from two ranks, an index and four values for each row
+            assert received == 2 * (8 + 16) * (words * rows[0] + bag * rows[1])
+        layouts.append(ours.layout)
+    assert all(layout == layouts[1] for layout in layouts[1:]), "embeddings are no part of buffers"
+    ours.close()
+
+
+@on_ranks(2, 3)
+def test_one_dense_gradient_makes_all_ranks_dense() -> None:
+    """Rank 1 alone uses the embedding as an output layer, in every other step."""
+    plain, ours = pair(Lookup, TINY)
+    for step in range(4):
+        tied = step % 2 == 1
+        step_of((plain, ours), step, tied=tied and dist.get_rank() == 1)
+        assert_means(ours.module, dense_means(plain), dense=("words.weight",) if tied else ())
+    ours.close()
+
+
+@on_ranks(2)
+def test_a_gradient_may_have_no_rows() -> None:
+    plain, ours = pair(Lookup, TINY)
+    for step, everywhere in enumerate((True, False)):
+        words, bag = tokens(step, dist.get_rank())
+        if dist.get_rank() == 0 or everywhere:
+            words = words[:, :0]
+        for model in (plain, ours):
+            model.zero_grad()
+            model(words, bag).square().mean().backward()
+        assert plain.words.weight.grad.is_sparse
+        assert_means(ours.module, dense_means(plain))
+        assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
+    ours.close()
+
+
+@on_ranks(2)
+def test_other_dtypes_are_averaged_in_themselves() -> None:
+    rank = dist.get_rank()
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        ours = BucketDDP(nn.Embedding(8, 4, sparse=True, dtype=dtype))
+        scale = 40000.0 if dtype is torch.float16 else 1.0  # in fp16 the sum of two would overflow
+        (ours(torch.tensor([2, 2 + rank])) * scale * torch.tensor([[1.0], [0.5]], dtype=dtype)).sum().backward()
+        grad = ours.module.weight.grad
+        expected = torch.zeros(8, 4, dtype=dtype)
+        expected[2], expected[3] = 1.25 * scale, 0.25 * scale
+        with case(dtype):
+            torch.testing.assert_close(grad.to_dense(), expected)
+            assert grad.is_coalesced()
+        ours.close()
+
+
+@on_ranks(1, 2)
+def test_all_gradients_may_be_sparse() -> None:
+    for find_unused in (False, True):
+        plain, ours = pair(lambda: nn.Embedding(ROWS, 4, sparse=True), find_unused_parameters=find_unused)
+        assert ours.layout.buckets == ()
+        for step in range(2):
+            words, _ = tokens(step, dist.get_rank())
+            plain.zero_grad()
+            ours.zero_grad()
+            plain(words).square().mean().backward()
+            run_backward(ours, ours(words).square().mean(), guarded=True)
+            torch.testing.assert_close(ours.module.weight.grad.to_dense(), dense_means(plain)["weight"])
+        assert ours.passes == 2
+        ours.close()
+
+
+class Functional(nn.Module):
+    """A table that no module scan can tell to be sparse, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(ROWS, 4))
+        self.other_name = self.table
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(nn.functional.embedding(words, self.table, sparse=True))
+
+
+@on_ranks(2)
+def test_a_parameter_may_be_declared_sparse() -> None:
+    for name in ("table", "other_name"):
+        ours = BucketDDP(Functional(), sparse_parameters=[name])
+        assert [slot.spec.name for slot in ours.layout.slots] == ["head.bias", "head.weight"]
+        ours(tokens(0, dist.get_rank())[0]).square().mean().backward()
+        assert ours.module.table.grad.is_sparse
+        ours.close()
+    with pytest.raises(ValueError, match=r"sparse_parameters to name parameters of the module, found \['tabel'\]"):
+        BucketDDP(Functional(), sparse_parameters=["table", "tabel"])
+    with pytest.raises(RankMismatchError, match=r"'weight': rank 0 has shape.*sparse gradient, rank 1 has"):
+        BucketDDP(nn.Embedding(ROWS, 4, sparse=dist.get_rank() == 0))
+
+
+class TwoSparseDims(torch.autograd.Function):
+    """The identity on a table; its gradient is sparse in both dimensions."""
+
+    @staticmethod
+    def forward(ctx: object, table: Tensor) -> Tensor:
+        return table.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad.to_sparse()
+
+
+class FragileLookup(nn.Module):
+    """Its backward raises on demand, when one of two embeddings has its gradient already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Embedding(ROWS, 4, sparse=True)
+        self.late = nn.Embedding(ROWS, 4, sparse=True)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, words: Tensor, fail: bool = False, odd: bool = False) -> Tensor:
+        x = nn.functional.embedding(words, TwoSparseDims.apply(self.late.weight)) if odd else self.late(words)
+        x = RaiseInBackward.apply(x) if fail else x
+        return self.head(x * self.early(words))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt("enough")
+
+
+def fails_on_rank_1(how: str, guarded: bool) -> str:
+    _, ours = pair(FragileLookup, TINY, max_abs_grad=1e3)
+    rank = dist.get_rank()
+    run_backward(ours, ours(tokens(0, rank)[0]).square().mean(), guarded)
+    ours.zero_grad()
+    if how == "interrupted" and rank == 1:  # when the others have seen its control vector
+        upkeep_of(ours)._parts.sparse.settle = interrupt
+    if how == "unsound" and rank == 1:
+        ours.module.late.weight.register_hook(lambda grad: grad * math.inf)
+    loss = ours(tokens(9, rank)[0], fail=how == "raised" and rank == 1, odd=how == "odd" and rank == 1).square().mean()
+    with pytest.raises((RuntimeError, ArithmeticError, KeyboardInterrupt)) as error:
+        run_backward(ours, loss, guarded)
+    assert rank == 1 or isinstance(error.value, PeerFailureError)
+    assert how != "unsound" or isinstance(error.value, GradientError | PeerFailureError)
+    with pytest.raises(PeerFailureError):
+        ours(tokens(0, rank)[0])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "guarded", "mine", "others"),
+    [
+        ("raised", False, "no gradient today", "rank 0: pass 1 cannot be completed: rank 1"),
+        ("raised", True, "no gradient today", "rank 0: pass 1 cannot be completed: rank 1"),
+        ("odd", True, "'late.weight' cannot be reduced", "RuntimeError in backward: the gradient of parameter 'late"),
+        ("interrupted", True, "enough", "rank 1 raised KeyboardInterrupt in backward: enough"),
+        ("unsound", True, "gradient of parameter 'late.weight'", "rank 1: found "),
+    ],
+)
+def test_a_failure_on_one_rank_is_one_on_all(
+    run_ranks: RunRanks, how: str, guarded: bool, mine: str, others: str
+) -> None:
+    first, second = run_ranks(2, fails_on_rank_1, how, guarded, fresh=True)
+    assert mine in second
+    assert others in first
+
+
+@on_ranks(2)
+def test_training_goes_on_when_all_ranks_raised() -> None:
+    for guarded in (True, False):
+        plain, ours = pair(FragileLookup, TINY)
+        for step in range(3):
+            words, _ = tokens(step, dist.get_rank())
+            plain.zero_grad()
+            ours.zero_grad()
+            if step in (0, 2):
+                with pytest.raises(ArithmeticError):
+                    run_backward(ours, ours(words, fail=True).square().mean(), guarded)
+                ours(words)  # in plain PyTorch the next use finds out that all ranks failed
+                assert ours.module.early.weight.grad is None
+                assert ours.module.head.weight.grad is None
+            for model in (plain, ours):
+                model(words).square().mean().backward()
+            for name, mean in dense_means(plain).items():
+                torch.testing.assert_close(ours.module.get_parameter(name).grad.to_dense(), mean)
+        ours.close()
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_divided_like_dense_ones() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for divide_by in (3, "tokens"):
+        plain, ours = pair(Lookup, gradient_divide_by=divide_by)
+        for step in range(2):
+            plain.zero_grad()
+            ours.zero_grad()
+            for micro in range(2):
+                if divide_by == "tokens":
+                    ours.count_tokens(rank + 1)
+                with ours.no_sync() if micro == 0 else nullcontext():
+                    step_of((plain, ours), 2 * step + micro, zero=False)
+            divisor = world * (world + 1) if divide_by == "tokens" else divide_by
+            factor = world / divisor
+            assert_means(ours.module, {name: mean * factor for name, mean in dense_means(plain).items()})
+        if divide_by == "tokens":
+            ours.count_tokens(1)
+        with pytest.raises(RuntimeError, match="expected cleared gradients"):
+            step_of((ours,), 9, zero=False)
+        ours.close()
+
+
+@on_ranks(2)
+def test_sparse_gradients_may_be_reduced_by_hand() -> None:
+    plain, ours = pair(Lookup)
+    for model in (plain, ours):
+        with ours.no_sync():
+            step_of((model,), 0, use_bag=dist.get_rank() == 0)
+    ours.allreduce_gradients()
+    means = dense_means(plain)
+    assert_means(ours.module, means)
+    ours.scale_gradients(0.5)
+    for name, param in ours.module.named_parameters():
+        torch.testing.assert_close(param.grad.to_dense(), means[name] / 2)
+    ours.zero_grad_buffer()
+    assert ours.module.words.weight.grad is None
+    assert not ours.module.head.weight.grad.any()
+    ours.close()

@@ -1,0 +1,293 @@
+"""Modules are called at the same time as if the caller had called them; errors reach the caller."""
+
+import contextvars
+import gc
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bucketddp.replicas import apply as apply_file
+from lightning_bucketddp.replicas.replicas import parallel_apply
+
+COLOUR = contextvars.ContextVar("COLOUR", default="none")
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # the CPU too, but another device to compare with
+TWO_OF_EACH = [CPU, OTHER, CPU, OTHER]
+
+
+class Calls(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def each(count: int, function: Callable[..., Any]) -> list[nn.Module]:
+    return [Calls(function) for _ in range(count)]
+
+
+@pytest.fixture
+def other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps ``OTHER`` from being taken for ``CPU``."""
+    monkeypatch.setattr(apply_file, "as_device", torch.device)
+
+
+@pytest.fixture(autouse=True)
+def all_threads_end() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("replica")]
+
+
+def notes_of(error: pytest.ExceptionInfo[BaseException], instead: str) -> list[str]:
+    """The notes of an error, or where Python has none (before 3.11) others in their place."""
+    return getattr(error.value, "__notes__", [instead])
+
+
+def test_arguments_reach_their_modules_and_results_come_in_order() -> None:
+    modules = each(3, lambda *args, **kwargs: (args, kwargs))
+    found = parallel_apply(modules, [(1, 2), [3], 4], [{"a": 1}, {}, {"b": 2}], ["cpu"] * 3)
+    assert found == [((1, 2), {"a": 1}), ((3,), {}), ((4,), {"b": 2})]
+    assert parallel_apply(each(2, lambda x: tuple(x.shape)), list(torch.ones(2, 3, 4))) == [(3, 4)] * 2
+    assert parallel_apply([], []) == []
+
+
+@pytest.mark.parametrize("name", ["inputs", "kwargs", "devices"])
+def test_counts_are_checked(name: str) -> None:
+    given: dict[str, Any] = {"inputs": [1, 2], name: ["cpu"]}
+    with pytest.raises(ValueError, match=f"{name} for each of the 2 modules, found 1"):
+        parallel_apply(each(2, int), **given)
+
+
+def test_modules_run_at_the_same_time_the_first_in_the_callers_thread() -> None:
+    barrier = threading.Barrier(3, timeout=30)
+    found = parallel_apply(each(3, lambda _: (barrier.wait(), threading.get_ident())[1]), [0, 1, 2])
+    assert len(set(found)) == 3
+    assert found[0] == threading.get_ident()
+
+
+def test_each_thread_is_told_how_many_threads_operations_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's own count cannot be seen: asking torch for it sets it."""
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    parallel_apply(each(3, int), [0, 1, 2])
+    assert told == [torch.get_num_threads()] * 2
+
+
+def told_of_state() -> dict[str, Any]:
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "cache": torch.is_autocast_cache_enabled(),
+        "device": torch.empty(1).device,
+        "colour": COLOUR.get(),
+    }
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        lambda: torch.device("meta"),
+    ],
+)
+def test_the_callers_state_holds_in_every_thread(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    token = COLOUR.set("blue")
+    try:
+        with context():
+            assert parallel_apply(each(3, told_of_state), [()] * 3) == [told_of_state()] * 3
+        assert parallel_apply(each(3, told_of_state), [()] * 3) == [told_of_state()] * 3, "threads leave nothing behind"
+    finally:
+        COLOUR.reset(token)
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def test_the_first_error_by_place_is_raised_when_all_have_ended() -> None:
+    second_failed, ended = threading.Event(), []
+
+    def the_line_that_fails(index: int) -> None:
+        if index == 1:
+            assert second_failed.wait(30)
+            raise LookupError(7, "odd")
+        if index == 2:
+            second_failed.set()
+            raise ArithmeticError("earlier in time, later in place")
+        ended.append(index)
+
+    with pytest.raises(LookupError) as caught:
+        parallel_apply(each(4, the_line_that_fails), [0, 1, 2, 3], devices=["cpu"] * 4)
+    assert sorted(ended) == [0, 3]
+    assert "the_line_that_fails" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert notes_of(caught, "raised in replica 1 on cpu") == ["raised in replica 1 on cpu"]
+
+
+def test_an_error_in_the_callers_own_replica_waits_for_the_others() -> None:
+    begun, ended = threading.Event(), []
+
+    def run(index: int) -> None:
+        if index == 0:
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+        begun.set()
+        ended.append(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel_apply(each(2, run), [0, 1])
+    assert ended == [1]
+
+
+def test_an_interrupt_while_waiting_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, interrupted, may_end = threading.Thread.join, [], threading.Event()
+
+    def interrupted_once(self: threading.Thread, *args: Any) -> None:
+        if not interrupted:
+            interrupted.append(self.name)
+            raise KeyboardInterrupt
+        join(self, *args)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted_once)
+    timer = threading.Timer(0.2, may_end.set)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        parallel_apply(each(3, lambda index: index == 0 or may_end.wait(30)), [0, 1, 2])
+    assert may_end.is_set()
+    join(timer)
+
+
+def test_a_call_that_failed_keeps_nothing_alive() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def one(index: int) -> Any:
+        mine = nn.Linear(1, 1)
+        held.append(weakref.ref(mine))
+        if index:
+            raise ArithmeticError
+        return mine
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ArithmeticError) as caught:
+            parallel_apply(each(3, one), [0, 1, 2])
+        assert sum(ref() is not None for ref in held) == 1, "the one that raised keeps its own frame"
+        del caught
+        assert [ref() is None for ref in held] == [True] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("what", ["start", "set"])
+def test_a_thread_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError(f"can't {what}")
+
+    monkeypatch.setattr(*((threading.Thread, "start", fails) if what == "start" else (torch, "set_num_threads", fails)))
+    called: list[int] = []
+    with pytest.raises(RuntimeError, match=f"can't {what}"):
+        parallel_apply(each(2, called.append), [0, 1])
+    assert 1 not in called
+    monkeypatch.undo()
+
+
+# -- a thread per device -----------------------------------------------------------------------------
+
+
+def test_devices_run_beside_each_other_and_their_modules_take_turns(other_device: None) -> None:
+    beside = threading.Barrier(2, timeout=30)
+
+    def run(index: int) -> tuple[int, int]:
+        beside.wait()  # the first of both devices, then the second of both
+        return index, threading.get_ident()
+
+    found = parallel_apply(each(4, run), [0, 1, 2, 3], devices=TWO_OF_EACH, thread_per_device=True)
+    assert [index for index, _ in found] == [0, 1, 2, 3]
+    threads = [thread for _, thread in found]
+    assert threads[0] == threads[2] == threading.get_ident()
+    assert threads[1] == threads[3] != threading.get_ident()
+
+
+def test_modes_of_the_caller_hold_for_all_modules_of_its_device() -> None:
+    weight, saved = torch.ones(2, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda tensor: tensor):
+        parallel_apply(each(3, weight.pow), [2, 2, 2], devices=["cpu"] * 3, thread_per_device=True)
+    assert len(saved) == 3
+
+
+@pytest.mark.parametrize(("raising", "called"), [({0}, {0, 1, 3}), ({1}, {0, 1, 2}), ({2, 3}, {0, 1, 2, 3})])
+def test_a_module_that_raises_ends_its_device(raising: set[int], called: set[int], other_device: None) -> None:
+    seen: set[int] = set()
+
+    def run(index: int) -> None:
+        seen.add(index)
+        if index in raising:
+            raise ArithmeticError(f"in {index}")
+
+    with pytest.raises(ArithmeticError, match=f"in {min(raising)}"):
+        parallel_apply(each(4, run), [0, 1, 2, 3], devices=TWO_OF_EACH, thread_per_device=True)
+    assert seen == called
+
+
+class Accelerators:
+    """Pretended accelerators that note, for each thread, which is current and with which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = threading.local()
+        monkeypatch.setattr(apply_file, "accelerator_type", lambda: "cuda")
+        monkeypatch.setattr(apply_file, "as_device", lambda name: self.here() if name == "cuda" else torch.device(name))
+        monkeypatch.setattr(torch.accelerator, "current_stream", self.stream)
+        monkeypatch.setattr(torch.accelerator, "device_index", lambda index: self.within("index", index))
+
+    def here(self) -> torch.device:
+        return torch.device("cuda", getattr(self.current, "index", 0))
+
+    @contextmanager
+    def within(self, name: str, value: Any) -> Iterator[None]:
+        before = vars(self.current).copy()
+        setattr(self.current, name, value)
+        yield
+        vars(self.current).clear()
+        vars(self.current).update(before)
+
+    def stream(self, device: torch.device) -> Any:
+        return self.within("stream", (device.index, threading.current_thread().name))
+
+
+@pytest.mark.parametrize("thread_per_device", [False, True])
+def test_a_modules_device_and_the_callers_stream_are_current(
+    monkeypatch: pytest.MonkeyPatch, thread_per_device: bool
+) -> None:
+    pretended, caller = Accelerators(monkeypatch), threading.current_thread().name
+
+    def told() -> tuple[dict[str, Any], torch.device]:
+        return vars(pretended.current).copy(), torch.get_default_device()
+
+    def on(index: int) -> dict[str, Any]:
+        return {"index": index, "stream": (index, caller)}
+
+    devices = ["cuda:2", "cpu", "cuda:1", "cuda:2"]
+    given = torch.device("cuda", 0)  # as default, which the caller's own thread keeps
+    with given:
+        found = parallel_apply(each(4, told), [()] * 4, devices=devices, thread_per_device=thread_per_device)
+    assert [current for current, _ in found] == [on(2), {}, on(1), on(2)]
+    own = given if thread_per_device else torch.device("cuda", 2)
+    assert [default for _, default in found] == [given, given, torch.device("cuda", 1), own]
+    with pretended.within("index", 1):
+        assert [current for current, _ in parallel_apply(each(2, told), [()] * 2)] == [on(1)] * 2
+    assert not vars(pretended.current), "the caller's device stays what it was"

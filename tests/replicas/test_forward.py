@@ -1,0 +1,476 @@
+"""``device_ids`` with several devices: gradients are those of the whole batch, and ranks average over processes.
+
+The CPU stands for the devices, named twice. Its replicas share the module's parameters, unless a test has them copied,
+as on another device.
+"""
+
+import copy
+import io
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
+from lightning_bucketddp.replicas.forward import warn_of_replicas
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
+from tests.inside import learns_order, passes_of, views_of
+from tests.models import Branches, Checkpointed, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
+from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
+
+RunRanks = Callable[..., list[Any]]
+TINY = 0.0003  # MiB: several buckets in the smallest model
+SHARED, COPIED = True, False
+both_ways = pytest.mark.parametrize("share", [SHARED, COPIED], ids=["shared", "copied"])
+
+
+def replicated(module: nn.Module, share: bool = SHARED, devices: int = 2, **options: Any) -> BucketDDP:
+    """A wrapper with several replicas on the CPU."""
+    with pytest.warns(UserWarning, match=f"device_ids has {devices} entries"):
+        net = BucketDDP(module, device_ids=["cpu"] * devices, **options)
+    assert net._replicated is not None
+    if not share:
+        net._replicated = copying(net._replicated)
+    return net
+
+
+def counting_forwards(module: nn.Module) -> list[int]:
+    """The batch sizes that the module and its replicas see."""
+    sizes: list[int] = []
+    module.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    return sizes
+
+
+# -- gradients and weights ---------------------------------------------------------------------------
+
+
+def trained(name: str, share: bool | None) -> list[Tensor]:
+    """The weights after a few steps; four samples for each of two processes, two for each of four.
+
+    Compares with one process at every step.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module, alone = build(name), build(name)
+    sizes = counting_forwards(module)
+    net = BucketDDP(module, bucket_cap_mb=TINY) if share is None else replicated(module, share, bucket_cap_mb=TINY)
+    optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (module, alone)]
+    # bf16 is added up in another order
+    tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
+    for step in range(4):
+        batches = [batch(step, number) for number in range(2)]
+        inputs, target = batches[rank] if ranks == 2 else (it.chunk(2)[rank % 2] for it in batches[rank // 2])
+        net.zero_grad()
+        alone.zero_grad()
+        loss_of(net(inputs), target).backward()
+        loss_of(alone(torch.cat([it for it, _ in batches])), torch.cat([it for _, it in batches])).backward()
+        assert_grads(module, grads(alone), **tolerance)
+        assert all(param.grad is views_of(net)[key] for key, param in module.named_parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert largest_difference_between_ranks(module) == 0
+    assert sizes == [2] * (4 if share is None else 8), "replicas did not divide the batch"
+    assert net.early_launches > 0 or "reentrant" in name
+    net.close()
+    return [param.detach() for param in module.parameters()]
+
+
+MODELS = [
+    ("mlp", COPIED),
+    ("nested_outputs", SHARED),
+    ("checkpoint_reentrant", COPIED),
+    ("checkpoint_non_reentrant", SHARED),
+    ("mixed_dtypes", COPIED),
+]
+
+
+@pytest.mark.parametrize(("name", "share"), MODELS)
+def test_two_processes_with_two_devices_are_four(run_ranks: RunRanks, name: str, share: bool) -> None:
+    tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(run_ranks(2, trained, name, share)[0], run_ranks(4, trained, name, None)[0], **tolerance)
+
+
+def compared(
+    net: BucketDDP,
+    plain: nn.Module,
+    step: int,
+    size: int = 4,
+    local: bool = False,
+    clear: bool = True,
+    inputs: tuple[Tensor, ...] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Compares a pass with the mean over the ranks of the plain module's gradients."""
+    x, target = batch(step, dist.get_rank(), size)
+    if clear:
+        net.zero_grad()
+        plain.zero_grad()
+    outputs = []
+    for module in (net, plain):
+        with net.no_sync() if local and module is net else nullcontext():
+            output = module(*(inputs or (x,)), **kwargs)
+            outputs.append(output)
+            if output.requires_grad:
+                loss_of(output, target).backward()
+    torch.testing.assert_close(*outputs)
+    if not local:
+        assert_grads(net.module, mean_over_ranks(plain))
+
+
+def pair(module: nn.Module, share: bool, devices: int = 2, **options: Any) -> tuple[BucketDDP, nn.Module]:
+    return replicated(module, share, devices, bucket_cap_mb=TINY, **options), copy.deepcopy(module)
+
+
+def in_every_way(share: bool) -> None:
+    """Uneven batches, accumulation, replaced parts of the module, sparse gradients, tokens."""
+    rank = dist.get_rank()
+    net, plain = pair(Mlp(), share, devices=3)
+    sizes = counting_forwards(net.module)
+    for step, size in enumerate([4, 5, 1, 2, 7]):
+        compared(net, plain, step, size + rank)
+    assert rank or [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
+    for step, (local, passes) in enumerate([(True, 5), (True, 5), (False, 6), (True, 6), (False, 7)]):
+        compared(net, plain, step, local=local, clear=step in (0, 3))
+        assert net.passes == passes
+    net.close()
+
+    net, plain = pair(Branches(), share)
+    for step, takes in enumerate([("left", "right"), ("left", "left"), ("none", "both"), ("right", "none")]):
+        compared(net, plain, step, take=takes[rank])
+        assert net.module.idle.grad is None
+    for it in (net.module, plain):
+        del it.right
+        torch.manual_seed(3)
+        it.left = nn.Linear(8, 4)
+    for step in range(2):
+        compared(net, plain, step, take="left")
+    net.close()
+
+    net, plain = pair(Lookup(), share)
+    for step in range(2):
+        words, bag = tokens(step, rank)
+        compared(net, plain, step, size=5, inputs=(words, bag))
+        assert net.module.words.weight.grad.is_sparse
+    net.close()
+
+    net, plain = pair(Mlp(), share, gradient_divide_by="tokens")
+    inputs, target = batch(0, rank, 3 + rank)
+    net.count_tokens(len(inputs))
+    for it in (net, plain):
+        (it(inputs) - target).square().sum().backward()
+    assert_grads(net.module, {name: mean * 2 / 7 for name, mean in mean_over_ranks(plain).items()})
+    net.close()
+
+
+@both_ways
+def test_gradients_are_the_means_over_all_samples(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(2, in_every_way, share)
+
+
+def taught_by_one_replica(share: bool) -> list[bool]:
+    """Whether each of some passes is to teach how often gradients come."""
+    net, plain = pair(Checkpointed(use_reentrant=True), share)
+    teaches = []
+    for step, size in enumerate([1, 1, 4, 1, 3]):
+        teaches.append(learns_order(net))
+        compared(net, plain, step, size)
+    net.close()
+    for first in (1, 4), (4, 1):
+        net, plain = pair(copy.deepcopy(plain), share)
+        for step, size in enumerate([first[dist.get_rank()], 4, 1]):
+            compared(net, plain, step, size)
+        assert not learns_order(net)
+        net.close()
+    return teaches
+
+
+@both_ways
+def test_batches_of_one_replica_do_not_teach_the_order(run_ranks: RunRanks, share: bool) -> None:
+    assert run_ranks(2, taught_by_one_replica, share) == [[True, True, True, False, False]] * 2
+
+
+def learned_order(share: bool) -> list[list[list[str]]]:
+    """The parameters of each bucket after the first pass: with replicas, and on one device."""
+    found = []
+    for net in (replicated(OutOfOrder(), share, bucket_cap_mb=TINY), BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)):
+        for step in range(2):
+            inputs, target = batch(step, dist.get_rank())
+            loss_of(net(inputs), target).backward()
+        layout = net.layout
+        found.append([[layout.slots[slot].spec.name for slot in bucket.slots] for bucket in layout.buckets])
+        net.close()
+    return found
+
+
+@both_ways
+def test_the_order_of_gradients_is_learned_as_on_one_device(run_ranks: RunRanks, share: bool) -> None:
+    ours, one_device = run_ranks(2, learned_order, share)[0]
+    assert ours == one_device
+    assert "last.weight" in ours[0] + ours[1]
+
+
+def two_threads_of_the_engine() -> None:
+    """Backward has come to an output on one device while parameters on another get gradients."""
+    net = replicated(Mlp())
+    passes = passes_of(net)
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def look() -> None:
+        inside.set()
+        assert may_leave.wait(30)
+
+    passes._queue_end = lambda: None  # type: ignore[method-assign]
+    passes.upkeep.look_before_gradients = look  # type: ignore[method-assign]
+    thread = threading.Thread(target=passes.on_root, args=(True,))
+    thread.start()
+    assert inside.wait(30)
+    try:
+        free = passes.upkeep.setting.lock.acquire(blocking=False)
+    finally:
+        may_leave.set()
+        thread.join(30)
+    assert not free, "a gradient's thread would open the pass at the same time"
+    net.close()
+
+
+def test_threads_of_outputs_and_of_gradients_exclude_each_other(run_ranks: RunRanks) -> None:
+    run_ranks(1, two_threads_of_the_engine)
+
+
+# -- state -------------------------------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Sets an attribute and a module buffer in forward, and has BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.calls = 0
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.average = self.average * 0.5 + 1
+        return self.norm(x)
+
+
+def what_stays(share: bool) -> None:
+    module = Remembers()
+    plain = copy.deepcopy(module)
+    net = replicated(module, share)
+    for step in range(3):
+        inputs, _ = batch(step, 0, 8)
+        net(inputs).sum().backward()
+        plain(inputs[:4])
+        torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
+        net.eval()
+        before = copy.deepcopy(dict(module.norm.named_buffers()))
+        with torch.no_grad():
+            torch.testing.assert_close(net(inputs), copy.deepcopy(module)(inputs))
+        torch.testing.assert_close(dict(module.norm.named_buffers()), before, rtol=0, atol=0)
+        net.train()
+        plain.average = plain.average * 0.5 + 1
+    assert (module.calls, float(module.average)) == (6, 2 - 0.5**5)
+    net.close()
+
+
+@both_ways
+def test_module_buffers_and_attributes_are_the_first_replicas(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(1, what_stays, share)
+
+
+def copies_of_the_wrapper() -> None:
+    module = Mlp()
+    keys = list(module.state_dict())
+    net = replicated(module, COPIED, bucket_cap_mb=TINY)
+    compared(net, copy.deepcopy(module), 0)
+    assert list(net.state_dict()) == keys
+    assert len(list(net.modules())) == 1 + len(list(module.modules()))
+    memory = io.BytesIO()
+    torch.save(net, memory)
+    assert memory.tell() < 40_000, "replicas were saved"
+    memory.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # who copies has been told before
+        for other in (torch.load(memory, weights_only=False), copy.deepcopy(net)):
+            sizes = counting_forwards(other.module)
+            compared(other, copy.deepcopy(other.module), 2)
+            other.close()
+            other(batch(3, 0)[0])  # forwards only, and still in parts
+            assert sizes[-2:] == [2, 2]
+    net.close()
+
+
+def test_copies_and_pickles_of_the_wrapper_make_replicas_anew(run_ranks: RunRanks) -> None:
+    run_ranks(2, copies_of_the_wrapper)
+
+
+# -- options that gradients pass by ------------------------------------------------------------------
+
+
+def in_other_ways(share: bool) -> None:
+    """Options that the fuzz test does not draw, and ranks that run out of data."""
+    for options in ({"max_abs_grad": 1e3}, {"comm_hook": "powersgd"}, {"shard_optimizer": True}, {}):
+        nets = [replicated(build("mlp"), share, bucket_cap_mb=TINY, **options), BucketDDP(build("mlp"), **options)]
+        late: list[bool] = []
+        nets[0].module.register_forward_pre_hook(
+            lambda it, _, late=late: late.extend(isinstance(p, GatheredLater) for p in it.parameters())
+        )
+        for net in nets:
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            with nullcontext() if options else net.join():
+                for step in range(3 if options else 2 + 2 * dist.get_rank()):
+                    inputs, target = batch(step, dist.get_rank())
+                    optimizer.zero_grad()
+                    loss_of(net(inputs), target).backward()
+                    optimizer.step()
+        torch.testing.assert_close(*(net.state_dict() for net in nets), rtol=1e-2, atol=1e-3)
+        assert late
+        assert not any(late), "threads would wait for the same parameter at the same time"
+        for net in nets:
+            net.close()
+
+
+@both_ways
+def test_replicas_train_as_one_device_with_other_options(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(2, in_other_ways, share)
+
+
+def in_fp32(share: bool) -> None:
+    module = build("mlp").to(torch.bfloat16)
+    plain = copy.deepcopy(module)
+    net = replicated(module, share, grad_dtype=torch.float32, master_params=False)
+    totals = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in plain.named_parameters()}
+    for step in range(2):
+        inputs, target = (it.bfloat16() for it in batch(step, 0))
+        with net.no_sync() if step == 0 else nullcontext():
+            loss_of(net(inputs), target).backward()
+        for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
+            plain.zero_grad()
+            (loss_of(plain(part), goal) / 2).backward()
+            for name, param in plain.named_parameters():
+                totals[name] += param.grad
+    assert_grads(module, totals, rtol=1e-6, atol=1e-7)
+    assert max(float((total - total.bfloat16()).abs().max()) for total in totals.values()) > 1e-5, "bf16 would do"
+    net.close()
+
+
+@both_ways
+def test_gradients_of_replicas_are_added_up_in_fp32(run_ranks: RunRanks, share: bool) -> None:
+    run_ranks(1, in_fp32, share)
+
+
+# -- arguments and errors ----------------------------------------------------------------------------
+
+
+class Columns(nn.Module):
+    """Takes its batch along dimension 1, by keyword, and returns it there; without a batch makes its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, label: str = "", columns: Tensor | None = None) -> dict[str, Tensor]:
+        columns = torch.ones(8, 3) if columns is None else columns
+        self.seen.append(tuple(columns.shape))
+        return {"out": self.linear(columns.T).T, "loss": columns.mean()}
+
+
+def along_another_dimension() -> None:
+    module = Columns()
+    plain = copy.deepcopy(module)
+    net = replicated(module, dim=1, output_device="cpu")
+    inputs, _ = batch(0, 0)
+    found, expected = net(columns=inputs.T), plain(columns=inputs.T)
+    torch.testing.assert_close(found["out"], expected["out"])
+    assert found["loss"].shape == (2,)
+    for output in (found, expected):
+        output["out"].sum().backward()
+    assert_grads(module, grads(plain))
+    net("label")
+    assert module.seen == [(8, 2), (8, 2), (8, 3)]
+    net.close()
+
+
+def test_keywords_another_dimension_and_nothing_to_split(run_ranks: RunRanks) -> None:
+    run_ranks(1, along_another_dimension)
+
+
+class RefusesSome(Mlp):
+    """Raises at rows that begin with a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x[:, 0] > 99).any()):
+            raise ArithmeticError("a row that I do not like")
+        return super().forward(x)
+
+
+def raises_in_one_replica() -> tuple[str, list[str]]:
+    net = replicated(RefusesSome())
+    inputs, target = batch(0, dist.get_rank())
+    loss_of(net(inputs), target).backward()
+    if dist.get_rank() == 1:
+        inputs[-1, 0] = 100.0
+
+    def step() -> None:
+        try:
+            loss_of(net(inputs), target).backward()
+        except ArithmeticError as problem:
+            net.publish_failure(problem)  # as a Trainer does
+            raise
+
+    with pytest.raises((ArithmeticError, PeerFailureError)) as error:
+        step()
+    assert error.traceback[-1].name == "forward" or dist.get_rank() == 0
+    return str(error.value), getattr(error.value, "__notes__", ["replica 1"])
+
+
+def test_an_error_in_one_replica_reaches_the_other_ranks(run_ranks: RunRanks) -> None:
+    (theirs, _), (own, notes) = run_ranks(2, raises_in_one_replica, fresh=True)
+    assert own == "a row that I do not like"
+    assert any("replica 1" in note for note in notes)
+    assert "rank 1 raised ArithmeticError: a row that I do not like" in theirs
+
+
+def refused() -> None:
+    class OnMeta(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("elsewhere", torch.empty(2, device="meta"))
+
+    compiled, twice = Mlp(), {"device_ids": ["cpu"] * 2}
+    compiled.compile()
+    for module, arguments, kind, words in [
+        (Mlp(), {"device_ids": ["cpu", "meta"]}, ValueError, "device_ids to name devices that compute, found 'meta'"),
+        (Mlp(), {"device_ids": ["cpu", "moon:1"]}, ValueError, "expected device_ids to name devices, found 'moon:1'"),
+        (Mlp(), {"device_ids": ["cpu", "cuda:99"]}, ValueError, "device_ids to name devices, found 'cuda:99'"),
+        (Mlp(), {"device_ids": ["cpu", 99]}, ValueError, "device_ids to name devices, found 99: "),
+        (Mlp(), {"device_ids": [-1, "cpu"]}, ValueError, "device_ids to name devices, found -1: "),
+        (Mlp(), {"device_ids": ["cpu", True]}, TypeError, "device_ids to name devices, found True"),
+        (Mlp(), {"device_ids": ["cpu", None]}, TypeError, "device_ids to name devices, found None"),
+        (Mlp(), {**twice, "output_device": 1.5}, TypeError, "output_device to name devices, found 1.5"),
+        (Mlp(), {**twice, "dim": "0"}, TypeError, "dim to be the number of a dimension, found '0'"),
+        (Mlp(), {"device_ids": ["cpu"]}, ValueError, "no device_ids and no output_device"),
+        (compiled, twice, TypeError, "modules that are not compiled"),
+        (OnMeta(), {**twice, "init_sync": False}, ValueError, "module buffer 'elsewhere' on meta"),
+        (convert_sync_batchnorm(ConvBatchNorm()), twice, ValueError, "collectives of their own.* SyncBatchNorm 'norm'"),
+    ]:
+        with pytest.raises(kind, match=words):
+            BucketDDP(module, **arguments)
+    with pytest.warns(UserWarning, match="one process per device is faster") as caught:
+        BucketDDP(Mlp(), **twice).close()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_arguments_that_make_no_sense_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(1, refused)
+    with pytest.warns(UserWarning, match="device_ids has 5 entries"):
+        warn_of_replicas(5)

@@ -1,0 +1,198 @@
+"""Batches are split as torch.chunk splits them, in whatever they are nested, and put together again."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_bucketddp.replicas.nested import move_to, tensors_in
+from lightning_bucketddp.replicas.replicas import Replicas, gather, scatter
+from lightning_bucketddp.replicas.scatter_gather import as_device
+
+PACKED = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    image: Tensor
+    label: str
+
+
+def flattened(value: Any) -> list[Any]:
+    """List the leaves in order, tensors as lists, with the types of containers."""
+    if isinstance(value, Tensor):
+        return [value.tolist()]
+    if isinstance(value, dict):
+        return [type(value), *(leaf for key, item in value.items() for leaf in [key, *flattened(item)])]
+    if isinstance(value, list | tuple):
+        return [type(value), *(leaf for item in value for leaf in flattened(item))]
+    if isinstance(value, Frozen):
+        return [Frozen, *flattened(value.image), value.label]
+    return [value]
+
+
+def nested(x: Tensor) -> Any:
+    inner = [x + 10, {"a": x + 20, "n": 3}]
+    return x, inner, OrderedDict(b=(x + 30,)), Pair(x + 40, None), Frozen(x + 50, "label"), (), {}
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_are_split_as_chunk_splits_them_and_come_back(dim: int) -> None:
+    for samples in (0, 1, 2, 3, 5, 6, 7):
+        whole = torch.arange(2.0 * 3 * samples)[: samples * (3 if dim == 0 else 2)]
+        whole = whole.view((samples, 3) if dim == 0 else (2, samples))
+        parts = scatter(whole, ["cpu"] * 3, dim)
+        torch.testing.assert_close(parts, list(whole.chunk(3, dim)))
+        torch.testing.assert_close(gather(parts, "cpu", dim), whole)
+
+
+def test_containers_are_rebuilt_around_the_chunks() -> None:
+    x = torch.arange(4.0)
+    parts = scatter(nested(x), ["cpu", "cpu"])
+    assert [flattened(part) for part in parts] == [flattened(nested(chunk)) for chunk in (x[:2], x[2:])]
+    assert flattened(gather(parts, "cpu")) == flattened(nested(x))
+
+
+def test_what_cannot_be_split_goes_to_every_device() -> None:
+    marker, scale = object(), torch.tensor(2.0, requires_grad=True)
+    parts = scatter((torch.ones(5, 2), scale, marker, torch.ones(0, 4)), ["cpu"] * 4)
+    assert [len(x) for x, *_ in parts] == [2, 2, 1], "5 samples on 4 devices"
+    assert all(part[2] is marker and part[3].shape == (0, 4) for part in parts)
+    sum((x * s).sum() for x, s, *_ in parts).backward()
+    assert scale.grad == 10.0
+    assert scatter("text", ["cpu"] * 2) == ["text", "text"]
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        ((torch.ones(4, 3), torch.ones(1, 2)), {}, r"\(1, 2\) and \(4, 3\), which make 1 and 2 chunks for 2 devices"),
+        (torch.ones(4), {"dim": 1}, r"dimension 1, found one of shape \(4,\)"),
+        (([PACKED],), {}, "found a PackedSequence, whose samples lie interleaved"),
+        (torch.ones(4), {"devices": []}, "at least one device, found none; pass some"),
+        (torch.ones(4), {"devices": ["moon"]}, "expected devices to name devices, found 'moon': "),
+    ],
+)
+def test_batches_that_cannot_be_split_are_an_error(value: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scatter(value, **{"devices": ["cpu"] * 2, **options})
+
+
+def test_gradients_flow_through_scatter_and_gather_twice() -> None:
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        parts = scatter(x, ["cpu"] * 3)
+        return gather([part.sin() * (index + 1) for index, part in enumerate(parts)], "cpu")
+
+    assert torch.autograd.gradcheck(there_and_back, (x,))
+    assert torch.autograd.gradgradcheck(there_and_back, (x,))
+
+
+def test_replicas_may_change_their_parts_in_place() -> None:
+    parts = scatter((torch.ones(6, 8), torch.tensor(1.0)), ["cpu", "cpu"])
+    output = nn.Linear(8, 4)(parts[0][0])  # saves it for backward
+    for tensor in parts[1]:
+        tensor.sub_(1.0)
+    output.sum().backward()  # raises if the parts counted changes together
+    assert [(float(x.sum()), float(scalar)) for x, scalar in parts] == [(24.0, 1.0), (0.0, 0.0)]
+
+
+def test_losses_become_a_vector_without_a_warning() -> None:
+    losses = [torch.tensor(float(value), requires_grad=True) for value in (1, 2, 3)]
+    vector = gather(losses, "cpu")
+    assert vector.tolist() == [1.0, 2.0, 3.0]
+    vector.mean().backward()
+    assert [float(loss.grad) for loss in losses] == [pytest.approx(1 / 3)] * 3
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"output: expected the same set of keys .*'a'.*'b'"),
+        ([[torch.ones(1)], [torch.ones(1)] * 2], "same length from every replica, found 1 in replica 0 and 2 in rep"),
+        ([{"a": (1,)}, {"a": (2,)}], r"output\['a'\]\[0\]: expected the same value .*found 1 in replica 0 and 2"),
+        ([torch.ones(1), None], "same type"),
+        ([PACKED, PACKED.to("meta")], "same value"),
+        ([torch.ones(2), torch.ones(2).double()], r"dtype .*torch.float32 in replica 0 and torch.float64 in replica 1"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], r"shape but for dimension 0 .*\(-1, 3\) in replica 0 and \(-1, 4\)"),
+        ([], "at least one output"),
+    ],
+)
+def test_outputs_that_do_not_fit_together_are_an_error(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs, "cpu")
+
+
+def test_devices_compare_equal_to_those_of_tensors() -> None:
+    assert as_device("cpu:0") == as_device(torch.device("cpu")) == torch.ones(1).device
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        assert as_device(kind.type) == as_device(0) == torch.ones(1, device=kind).device
+
+
+def test_packed_sequences_move_and_show_their_tensor() -> None:
+    (moved,) = move_to((PACKED,), torch.device("meta"))
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"
+    assert list(tensors_in([moved])) == [moved.data]
+
+
+class Transfers(TorchDispatchMode):
+    """Notes where copies between devices go, and whether the host waits for them. Meta tensors stand for a device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        copies = func is torch.ops.aten.copy_.default
+        if not copies and func is not torch.ops.aten._to_copy.default:
+            return func(*args, **kwargs)
+        source, target = (args[1], args[0].device) if copies else (args[0], kwargs.get("device", args[0].device))
+        if source.device == target:
+            return func(*args, **kwargs)
+        goes_on = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        self.found.add((target.type, "goes on" if goes_on else "waits"))
+        if target.type == "meta":
+            return func(*args, **kwargs)
+        return args[0] if copies else torch.zeros_like(source, **kwargs)
+
+
+def backward_on(device: torch.device, home: torch.device) -> None:
+    (replica,) = Replicas(nn.Linear(2, 2, device=home), [device]).refresh()
+    replica(torch.ones(2, 2, device=device)).sum().backward()
+
+
+MOVES: dict[str, Callable[[torch.device, torch.device], Any]] = {
+    "move_to": lambda there, here: move_to({"x": [torch.ones(4, device=here)]}, there),
+    "scatter": lambda there, here: scatter(torch.ones(4, device=here), [there] * 2),
+    "scatter with gradients": lambda there, here: scatter(torch.ones(4, device=here, requires_grad=True), [there] * 2),
+    "gather": lambda there, here: gather([torch.ones(4, device=here)] * 2, there),
+    "replicas": lambda there, here: Replicas(nn.BatchNorm1d(2, device=here), [there] * 2).refresh(),
+    "gradients": backward_on,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_the_host_waits_for_copies_to_the_cpu_alone(move: str) -> None:
+    cpu, device = torch.device("cpu"), torch.device("meta")
+    for there, here, way in ((device, cpu, ("meta", "goes on")), (cpu, device, ("cpu", "waits"))):
+        with Transfers() as transfers:
+            MOVES[move](there, here)
+        assert way in transfers.found
+        assert move == "gradients" or transfers.found == {way}
+        assert ("cpu", "goes on") not in transfers.found

@@ -1,0 +1,436 @@
+"""What ``strategy="bucketdp"`` makes of outputs, logged values, metrics and batches, and what it refuses by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics.classification import BinaryAccuracy, MulticlassAUROC
+
+from lightning_bucketddp import BucketDPStrategy
+from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.trainer.dp.batch_division import divide
+from lightning_bucketddp.trainer.dp.merging import merge
+from lightning_bucketddp.trainer.dp.metrics import StepMetrics
+from tests.dp import Digits, Plain, digits, fit, one_process, replicas, samples
+from tests.lightning_models import Memory, PoolEnvironment, close_to
+
+CPU = torch.device("cpu")
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Uses(Plain):
+    """Gives what each validation step has to a function, with the module."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Any], metric: Metric | MetricCollection | None = None) -> None:
+        super().__init__()
+        self.metric = metric
+        self.calls: list[str] = []
+        self.use = [use]  # in a list, as it is no method
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(name)
+        super().log(name, *args, **kwargs)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.use[0](self, batch[0])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.use[0](self, batch[0])
+
+
+def validate(module: pl.LightningModule, devices: int = 2, count: int = 5, **options: Any) -> Any:
+    return one_process(devices, **options).validate(module, samples((8,), count=count), verbose=False)
+
+
+# -- outputs -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    rows: Tensor
+    loss: Any
+    nothing: None = None
+
+
+def test_outputs_are_merged_item_by_item() -> None:
+    x = torch.arange(10.0, requires_grad=True).reshape(5, 2)
+    outputs = [
+        {"o": Output(part, part.mean()), "l": [part[:, 0].long(), (part.mean().item(),)], "none": None}
+        for part in (x[:3], x[3:])
+    ]
+    found = merge(outputs, [3, 2], CPU, "predict_step")
+    assert found["none"] is found["o"].nothing is None
+    close([found["o"].rows, found["o"].loss], [x, x.mean()])
+    close(torch.autograd.grad(found["o"].loss, [x])[0], torch.full((5, 2), 0.1))
+    close(found["l"][0], x[:, 0].long())
+    assert found["l"][1] == (pytest.approx(x.mean().item()),)
+    there = [torch.ones(rows, device="meta") for rows in (2, 1)]
+    assert merge(there, [2, 1], CPU, "predict_step").device.type == "meta", "where the step has put it"
+
+
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "an int": (lambda rows: {"n": 1}, r"what predict_step returned\['n'\] .* found a int in replica 0"),
+    "a string": (lambda rows: ["a"], r"returned\[0\] .* found a str in replica 0"),
+    "an integer scalar": (lambda rows: torch.tensor(3), r"shape \(\) and torch.int64 in replica 0"),
+    "rows of no sample": (lambda rows: torch.ones(4), r"one row per sample \(3, 2\).* \(4,\) and torch.float32 in rep"),
+    "other items": (lambda rows: [torch.ones(rows)] * rows, "expected the same length .* 3 in replica 0 and 2 in rep"),
+    "other keys": (lambda rows: {str(rows): None}, "expected the same set of keys"),
+    "other types": (lambda rows: None if rows == 2 else torch.ones(3), "None in replica 1"),
+    "other widths": (lambda rows: torch.ones(rows, rows), r"cannot join output: expected the same shape"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_outputs_that_cannot_be_merged_are_named(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        one_process(2).predict(Uses(lambda _, x: make(len(x))), samples((8,), count=5))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_none_of_all_replicas_skips_a_step() -> None:
+    class Skipping(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else output
+
+    models = [Skipping(), Skipping()]
+    for devices, model in enumerate(models, start=1):
+        assert fit(model, devices, max_epochs=1).global_step == 4
+    close_to(models[1], models[0])
+
+
+# -- self.log ----------------------------------------------------------------------------------------
+
+LOGGED: dict[str, Callable[[Any, Tensor], None]] = {
+    "a mean": lambda module, x: module.log("v", x.mean()),
+    "a float": lambda module, x: module.log("v", x.mean().item(), on_step=True),
+    "of one element": lambda module, x: module.log("v", x.mean().reshape(1)),
+    "by batch_size": lambda module, x: module.log("v", x[x > 0].mean(), batch_size=int((x > 0).sum())),
+    "a sum": lambda module, x: module.log("v", float(len(x)), reduce_fx="sum"),
+    "a minimum": lambda module, x: module.log("v", x.min(), reduce_fx=torch.min),
+    "a maximum": lambda module, x: module.log("v", x.max(), False, True, reduce_fx="MAX"),
+    "twice": lambda module, x: [module.log("v", value) for value in (x.mean(), x.mean() * 2)],  # type: ignore[dict-item]
+    "a dict": lambda module, x: module.log_dict({"v": x.mean(), "w": x.square().mean()}),
+}
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_logged_values_are_those_of_one_device(case: str) -> None:
+    found, models = [], []
+    for devices in (1, 2):
+        model, logger = Uses(LOGGED[case]), Memory()
+        found.append((validate(model, devices, 17, logger=logger), logger.logged))
+        models.append(model)
+    close(found[1], found[0])
+    assert found[0][0][0]
+    assert models[1].calls == models[0].calls, "each is logged once"
+
+
+@pytest.mark.filterwarnings("ignore:You called `self.log.* and the value is floating")
+@pytest.mark.filterwarnings("ignore:You called `self.log.* but the value needs to be floating")
+def test_integers_are_logged_with_a_reduction() -> None:
+    def write(module: Any, x: Tensor) -> None:
+        module.log("int", len(x), reduce_fx="sum")
+        module.log("tensor", (x > 0).sum(), reduce_fx="sum")
+        module.log("largest", len(x), reduce_fx="max")
+
+    found = [validate(Uses(write), devices, 17)[0] for devices in (1, 2)]
+    assert [it.pop("largest") for it in found] == [6, 3]
+    assert found[1] == found[0]
+    assert found[0]["int"] == 17
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda module, x: module.log("n", len(x)), r'self\.log\(\'n\'\) in validation_step, .*found 3, 2; .*"sum"'),
+        (lambda module, x: module.log("n", (x > 0).sum()), r"self\.log\('n'\) .* found tensor"),
+        (lambda module, x: module.log("n", x), r"self\.log\('n'\) .* found tensor"),
+        (lambda module, x: len(x) == 3 or module.log("n", 1.0), r"same names .* found \[None, 'n'\]; log in every rep"),
+    ],
+)
+def test_values_that_cannot_be_logged_are_named(write: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validate(Uses(write))
+
+
+# -- metrics -----------------------------------------------------------------------------------------
+
+
+class Measures(Digits):
+    """Uses metrics in every way that replicas allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curve, self.loss, self.sometimes = MulticlassAUROC(4), MeanMetric(), BinaryAccuracy()
+        self.all = [self.curve]
+        self.so_far: list[Tensor] = []
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        predictions = self(batch[0])
+        self.log_dict(self.scores["valid"](predictions, batch[1]), batch_size=len(batch[0]), on_step=True)
+        self.all[0].update(predictions, batch[1])
+        self.log("curve", self.curve)
+        losses = nn.functional.cross_entropy(predictions, batch[1], reduction="none")
+        self.log("loss", self.loss(losses) and self.loss, on_step=True, on_epoch=True)
+        if batch[0][0, 0] > 0:
+            self.sometimes(batch[0][:, 0], batch[1] > 1)
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        self.so_far.append(self.loss.compute())
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({"scores": self.scores["valid"].compute()["MulticlassAccuracy"]})
+
+
+@replicas
+def test_metrics_have_the_states_and_values_of_one_device(share: bool) -> None:
+    values: list[dict[str, Any]] = []
+    logged = []
+    for devices in (1, 2):
+        model, logger = Measures(), Memory()
+        trainer = one_process(devices, share, logger=logger)
+        trainer.test(model, digits(batch_size=4), verbose=False)
+        logged.append([*(values["loss_step"] for _, values in logger.logged if "loss_step" in values), *model.so_far])
+        values.append({key: value for key, value in trainer.callback_metrics.items() if "Multiclass" not in key})
+        assert model.sometimes.update_count > 0
+    close(values[1], values[0])
+    close(logged[1], logged[0])
+    assert len(logged[0]) == 12
+    assert {"curve", "loss_epoch", "scores"} <= values[0].keys()
+
+
+class Overall(Metric):
+    """Has not said whether its state can be merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), "sum")
+
+    def update(self, x: Tensor) -> None:
+        self.total = self.total + x.sum()
+
+    def compute(self) -> Any:
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (MaxMetric(), r"found 'metric', a MaxMetric: .*full_state_update"),
+        (Overall(), r"found 'metric', a Overall: .*; set full_state_update=False in a class of your own"),
+        (MetricCollection([MaxMetric()]), r"found 'metric\.MaxMetric', a MaxMetric"),
+        (MinMaxMetric(MeanMetric()), "found 'metric', a MinMaxMetric: it is made of other metrics"),
+    ],
+)
+def test_metrics_that_cannot_be_merged_are_named(metric: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        validate(Uses(lambda module, x: module.metric.update(x[:, 0]), metric))
+
+
+@pytest.mark.parametrize("call", ["compute", "reset"])
+def test_metrics_that_a_step_computes_or_resets_are_named(call: str) -> None:
+    def use(module: Any, x: Tensor) -> None:
+        module.metric.update(x[:, 0])
+        getattr(module.metric, call)()
+
+    with pytest.raises(RuntimeError, match=r"expected validation_step to update, call or log the metric 'metric'"):
+        validate(Uses(use, MeanMetric()))
+
+
+def test_collections_that_share_states_go_on_from_a_step() -> None:
+    """A collection that was updated itself shares states between metrics that have the same."""
+    model, expected = Digits(), Digits().scores["valid"]
+    scores: Any = model.scores["valid"]
+    batches = [(model(x).detach(), y) for x, y in digits()]
+    for number, (predictions, y) in enumerate(batches):
+        expected.update(predictions, y)
+        if number < 2:
+            scores.update(predictions, y)
+            continue
+        assert scores.compute_groups == {0: ["MulticlassAccuracy", "MulticlassF1Score"]}
+        replicas_of: list[Any] = Replicas(model, ["cpu", "cpu"]).refresh()
+        metrics = StepMetrics(model, replicas_of, CPU, "validation_step")
+        for replica, rows in zip(replicas_of, (slice(0, 3), slice(3, 6)), strict=True):
+            replica.scores["valid"].update(predictions[rows], y[rows])
+        metrics.merge()
+    close(scores.compute(), expected.compute())
+    for net in (scores, expected):
+        net.update(*batches[0])
+    close(scores.compute(), expected.compute())
+
+
+# -- batches -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_split_by_samples_and_constants_go_everywhere() -> None:
+    x = torch.arange(5)
+    batch = {"x": x, "names": list("abcde"), "both": (x * 2, 7), "scale": torch.tensor(2.0), "size": torch.Size([3])}
+    shards = divide(batch, [CPU, CPU])
+    assert [size for _, size in shards] == [3, 2]
+    for (shard, _), rows in zip(shards, (slice(0, 3), slice(3, 5)), strict=True):
+        close([shard["x"], shard["both"][0]], [x[rows], x[rows] * 2])
+        rest = (shard["names"], shard["both"][1], shard["scale"].item(), shard["size"])
+        assert rest == (list("abcde")[rows], 7, 2.0, torch.Size([3]))
+    assert divide(["a"], [CPU, CPU]) == [(["a"], 1)]
+    assert [size for _, size in divide(x[:1], [CPU, CPU])] == [1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (torch.ones(4), r"for each of the 5 samples, found 4 in batch\['extra'\]"),
+        ([1, 2], r"for each of the 5 samples, found 2 in batch\['extra'\]"),
+        ({"y": object()}, r"found a object in batch\['extra'\]\['y'\]; pass BucketDPStrategy\(scatter_batch"),
+        (pack_sequence([torch.ones(5)]), "found a PackedSequence"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_an_error_that_says_where(extra: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        divide({"x": torch.ones(5), "extra": extra}, [CPU, CPU])
+
+
+def test_a_function_splits_batches_of_another_kind() -> None:
+    class Graphs(Plain):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch.rows)
+
+        def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
+            return batch
+
+    def scatter_batch(batch: Any, count: int) -> list[tuple[Any, int]]:
+        return [(SimpleNamespace(rows=part), len(part)) for part in batch.rows.chunk(count)]
+
+    loader = DataLoader(list(torch.ones(11, 8)), 4, collate_fn=lambda rows: SimpleNamespace(rows=torch.stack(rows)))
+    found = one_process(2, strategy=BucketDPStrategy(scatter_batch=scatter_batch)).predict(Graphs(), loader)
+    close(found, one_process().predict(Graphs(), loader))
+    with pytest.raises(ValueError, match=r"1 to 2 pairs of a shard and its number of samples, .* found 1 with \[0\]"):
+        divide(None, [CPU, CPU], lambda *_: [(None, 0)])
+
+
+# -- steps that change what replicas share -----------------------------------------------------------
+
+
+class Changes(Plain):
+    """Changes parameters in a step."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.target = nn.Linear(8, 1).requires_grad_(False)
+        self.change = [change]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.net(batch[0]) - self.target(batch[0])).square().mean()
+        self.change[0](self)
+        return loss + self.net(batch[0]).mean()
+
+
+def soft_update(module: Any) -> None:
+    for target, param in zip(module.target.parameters(), module.net.parameters(), strict=True):
+        target.data.mul_(0.9).add_(param.data, alpha=0.1)
+
+
+def soft_update_late(module: Any) -> None:
+    if module.global_step > 5:
+        with torch.no_grad():
+            module.target.weight.lerp_(module.net.weight, 0.1)
+
+
+def optimizer_step(module: Any) -> None:
+    module.net.weight.grad = torch.ones_like(module.net.weight)
+    module.trainer.optimizers[0].step()
+
+
+def learning_rate(module: Any) -> None:
+    for group in module.optimizers().param_groups:
+        group["lr"] *= 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "share"),
+    [
+        (soft_update, "'target.weight', 'target.bias'", True),
+        (soft_update, "'target.weight', 'target.bias'", False),
+        (soft_update_late, "'target.weight'", True),
+        (soft_update_late, "'target.weight'", False),
+        (optimizer_step, "'net.weight'", True),
+        (learning_rate, "learning rates", False),
+    ],
+)
+def test_steps_that_change_parameters_are_an_error(change: Any, named: str, share: bool) -> None:
+    message = f"expected training_step to leave .* found that it changes {named}; change them in on_train_batch_end"
+    with pytest.raises(RuntimeError, match=message):
+        fit(Changes(change), 2, share, samples((8,)))
+
+
+# -- before training ---------------------------------------------------------------------------------
+
+
+class OfTwo(PoolEnvironment):
+    def world_size(self) -> int:
+        return 2
+
+
+class Manual(Plain):
+    automatic_optimization = False
+
+
+class Started(Plain):
+    def on_fit_start(self) -> None:
+        pytest.fail("training has started")
+
+
+def with_norm() -> Plain:
+    return Started(nn.Sequential(nn.SyncBatchNorm(8), nn.Linear(8, 1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Manual, {}, r'found automatic_optimization=False in Manual; .*strategy="bucketddp_notebook"'),
+        (Started, {"num_nodes": 2}, r"expected one node with strategy=\"bucketdp\".*found num_nodes=2"),
+        (Started, {"plugins": [OfTwo()]}, "expected one process .* found 2 in OfTwo"),
+        (Started, {"sync_batchnorm": True}, r"expected Trainer\(sync_batchnorm=False\)"),
+        (with_norm, {}, r"found SyncBatchNorm 'net\.0'"),
+        (lambda: Started(torch.compile(nn.Linear(8, 1), backend="eager")), {}, "found that submodule 'net' is"),
+        (lambda: Started(nn.LazyLinear(1)), {}, "found 'net.weight' that waits for its first batch"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_the_first_batch(model: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        fit(model(), 2, loader=samples((8,)), **options)
+
+
+def test_modules_for_manual_optimisation_may_be_evaluated() -> None:
+    model = Uses(lambda module, x: module.metric.update(x[:, 0]), MeanMetric())
+    model.automatic_optimization = False
+    validate(model)
+    assert model.metric is not None
+    assert model.metric.update_count == 2
+    model.predict_step = lambda batch, batch_idx: model.net(batch[0])  # type: ignore[method-assign]
+    assert len(one_process(2).predict(model, samples((8,), count=5))[0]) == 5
+
+
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, of its own use by Lightning
+def test_the_lightning_cli_takes_the_class_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
+    monkeypatch.setattr("sys.argv", ["script"])
+    args = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false", "--seed_everything=0"]
+    strategy = "--trainer.strategy.class_path=lightning_bucketddp.BucketDPStrategy"
+    cli = LightningCLI(Digits, run=False, save_config_callback=None, args=[*args, strategy])
+    assert isinstance(cli.trainer.strategy, BucketDPStrategy)
+    assert cli.trainer.strategy.root_device == CPU
+    assert cli.trainer.num_devices == 2

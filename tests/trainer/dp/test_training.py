@@ -1,0 +1,275 @@
+"""``strategy="bucketdp"``: a Trainer with several devices in one process does what it does with one device."""
+
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_bucketddp import BucketDPStrategy
+from tests.dp import Digits, Plain, digits, fit, one_process, replicas, samples
+from tests.lightning_models import Memory, close_to
+
+
+def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def trained(devices: int, share: bool, module: Callable[[], Digits] = Digits, **options: Any) -> tuple[Any, pl.Trainer]:
+    options = {key: option() if callable(option) else option for key, option in options.items()}
+    model = module()
+    return model, fit(model, devices, share, logger=Memory(), log_every_n_steps=1, **options)
+
+
+class Lbfgs(Digits):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Scheduled(Digits):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
+
+
+class Alone(Digits):
+    """Returns the loss alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+def thaw() -> BackboneFinetuning:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)
+
+
+CASES: dict[str, tuple[bool, Callable[[], Digits], dict[str, Any]]] = {
+    "shared": (True, Digits, {}),
+    "copies": (False, Digits, {}),
+    "loss alone": (True, Alone, {}),
+    "accumulation, clipping": (False, Digits, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+    "overfit": (True, Digits, {"overfit_batches": 2, "num_sanity_val_steps": 0}),
+    "averaged": (False, Digits, {"callbacks": lambda: [EMAWeightAveraging(decay=0.8), LearningRateMonitor()]}),
+    "finetuned, stopped": (
+        False,
+        Digits,
+        {"callbacks": lambda: [thaw(), EarlyStopping("valid", patience=0, min_delta=10.0)], "max_epochs": 4},
+    ),
+    "LBFGS": (True, Lbfgs, {"precision": "64-true"}),
+    "scheduled": (False, Scheduled, {"limit_val_batches": 1, "val_check_interval": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_as_on_one_device(case: str) -> None:
+    share, module, options = CASES[case]
+    expected, expected_trainer = trained(1, share, module, **options)
+    found, trainer = trained(2, share, module, **options)
+    close_to(found, expected)
+    assert trainer.global_step == expected_trainer.global_step > 0
+    close(trainer.logger.logged, expected_trainer.logger.logged)
+    assert any("f1_step" in metrics for _, metrics in trainer.logger.logged)
+    assert any("MulticlassF1Score" in metrics for _, metrics in trainer.logger.logged)
+    close(trainer.callback_metrics, expected_trainer.callback_metrics)
+    close(found.seen, expected.seen)
+    close(found.kept, expected.kept)
+    assert found.kept
+    assert module is Alone or any("ratio" in outputs for outputs in found.seen)
+
+
+@replicas
+def test_evaluation_and_prediction_are_as_on_one_device(share: bool) -> None:
+    model = Digits()
+    expected, found = one_process(), one_process(3, share)
+    close(found.validate(model, digits(), verbose=False), expected.validate(model, digits(), verbose=False))
+    close(found.test(model, digits(), verbose=False), expected.test(model, digits(), verbose=False))
+    predictions = found.predict(model, digits())
+    close(predictions, expected.predict(model, digits()))
+    assert [len(batch["class"]) for batch in predictions] == [6, 6, 6, 5]
+    other = Digits(1e-3)  # the same Trainer with another module
+    nn.init.constant_(other.head.bias, 0.5)
+    close(found.predict(other, digits()), expected.predict(other, digits()))
+
+
+class Watched(Digits):
+    """Notes the dtypes of its predictions, in a class attribute as replicas have their own of others."""
+
+    dtypes: list[torch.dtype]
+
+    def forward(self, x: Tensor) -> Tensor:
+        predictions = super().forward(x)
+        self.dtypes.append(predictions.dtype)
+        return predictions.float()
+
+
+@pytest.mark.parametrize(("precision", "share"), [("bf16-mixed", True), ("bf16-true", False)])
+def test_lower_precision_reaches_all_replicas(precision: Any, share: bool) -> None:
+    Watched.dtypes = []
+    expected, _ = trained(1, share, Watched, precision=precision)
+    of_one = len(Watched.dtypes)
+    found, _ = trained(2, share, Watched, precision=precision)
+    assert len(Watched.dtypes) == of_one + 2 * of_one - 2  # in two epochs, the last validation batch has one sample
+    for value, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert value.dtype is other.dtype
+        close(value, other, rtol=0.1, atol=0.03)
+    for stage in ("validate", "test", "predict"):
+        getattr(one_process(2, precision=precision), stage)(Watched(), digits())
+    assert set(Watched.dtypes) == {torch.bfloat16}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from digits().dataset
+
+
+def test_data_and_devices_of_other_kinds() -> None:
+    expected, single = Digits(), Digits()
+    fit(expected)
+    fit(single, loader=digits(batch_size=1))
+    for devices, loader, wanted in (
+        (2, DataLoader(Stream(), batch_size=6), expected),
+        (1, digits(), expected),
+        (5, digits(), expected),
+        (2, digits(batch_size=1), single),  # nothing to split
+    ):
+        model = Digits()
+        trainer = fit(model, devices, loader=loader, strategy="bucketdp")
+        assert isinstance(trainer.strategy, BucketDPStrategy)
+        close_to(model, wanted)
+
+
+def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
+    def saved(devices: int, name: str, resume: Path | None = None, **options: Any) -> tuple[Digits, Path]:
+        model = Digits()
+        callback = ModelCheckpoint(tmp_path / "checkpoints", filename=name)
+        trainer = one_process(devices, False, enable_checkpointing=True, callbacks=[callback], **options)
+        trainer.fit(model, digits(), digits(count=13), ckpt_path=resume, weights_only=False)
+        return model, Path(shutil.move(callback.best_model_path, tmp_path))
+
+    expected, whole = saved(1, "one device")
+    _, half_of_one = saved(1, "first half on one", max_epochs=1)
+    _, half_of_two = saved(2, "first half on two", max_epochs=1)
+    on_two, of_both = saved(2, "second half on two", half_of_one)
+    on_one, _ = saved(1, "second half on one", half_of_two)
+    close_to(on_two, expected)
+    close_to(on_one, expected)
+    of_one, of_two = (torch.load(path, weights_only=False) for path in (whole, of_both))
+    close(of_two["state_dict"], of_one["state_dict"])
+    close(of_two["optimizer_states"], of_one["optimizer_states"])
+    assert of_two.keys() == of_one.keys()
+
+
+@replicas
+def test_module_buffers_are_the_first_replicas_and_attributes_are_gone(share: bool) -> None:
+    class Normed(Plain):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)))
+            self.register_buffer("center", torch.zeros(8))
+            self.count = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.count += 1
+            self.last = batch[0]
+            self.center = self.center * 0.5 + batch[0].mean(0)
+            return super().training_step(batch, batch_idx)
+
+    loader = samples((8,), count=12)
+    model = Normed()
+    fit(model, 2, share, loader, max_epochs=1)
+    reference, center = nn.BatchNorm1d(8), torch.zeros(8)
+    for (batch,) in loader:
+        reference(batch[:3])
+        center = center * 0.5 + batch[:3].mean(0)
+    close(dict(model.net[0].named_buffers()), dict(reference.named_buffers()))
+    close(model.center, center)
+    assert model.count == 0
+    assert not hasattr(model, "last")
+
+
+def test_replicas_of_another_device_run_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Placed(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.add((threading.current_thread() is threading.main_thread(), self.device))
+            return super().training_step(batch, batch_idx)
+
+    seen: set[tuple[bool, torch.device]] = set()
+    expected, expected_trainer = trained(1, True)
+    for file in ("scatter_gather", "apply"):  # which take the second for the first else
+        monkeypatch.setattr(f"lightning_bucketddp.replicas.{file}.as_device", torch.device)
+    home, other = torch.device("cpu"), torch.device("cpu", 0)
+    found, trainer = trained(2, True, Placed, strategy=BucketDPStrategy(parallel_devices=[home, other]))
+    assert seen == {(True, home), (False, other)}
+    close_to(found, expected)
+    close(trainer.callback_metrics, expected_trainer.callback_metrics)
+
+
+def test_there_is_one_rank_and_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talking(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            modules.append(self)
+            self.print(f"batch {batch_idx}")
+            return super().training_step(batch, batch_idx)
+
+    before = threading.active_count()
+    modules: list[Any] = []
+    model = Talking()
+    trainer = one_process(2, strategy="bucketdp", max_epochs=1)
+    assert (trainer.world_size, trainer.global_rank, trainer.num_devices) == (1, 0, 2)
+    assert trainer.is_global_zero
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    trainer.fit(model, digits(), digits(count=13))
+    assert threading.active_count() == before
+    assert not dist.is_initialized()
+    assert trainer.strategy.launcher is None
+    assert not vars(model).keys() & {"log", "log_dict", "print", "all_gather"}, "the module is left as it was"
+    assert type(model.f1) is type(Digits().f1)
+    assert len({id(module) for module in modules}) == 2, "replicas are kept between steps"
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch")]
+    assert printed == [f"batch {index}" for index in range(4)], "once each"
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, digits(), digits(count=13))
+    assert len(modules) == 16
+
+
+@replicas
+def test_steps_that_have_ended_are_let_go_without_garbage_collection(share: bool) -> None:
+    class Counted(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            alive.append(sum(ref() is not None for ref in shards))
+            output = super().training_step(batch, batch_idx)
+            shards.extend(map(weakref.ref, (batch[0], output["loss"])))
+            return output["loss"]
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            left.extend(ref() for ref in shards)
+
+    shards: list[Any] = []
+    alive: list[int] = []
+    left: list[Any] = []
+    gc.collect()
+    gc.disable()
+    try:
+        fit(Counted(), 2, share, digits(count=36), max_epochs=1)
+    finally:
+        gc.enable()
+    assert len(alive) == 12
+    assert max(alive) <= 2, alive
+    assert left
+    assert set(left) == {None}

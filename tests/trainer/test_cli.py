@@ -1,0 +1,171 @@
+"""``python -m lightning_bucketddp``, and the strategy's options on the command line and in YAML."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lightning_bucketddp import BucketDDPStrategy, Options, __version__
+from lightning_bucketddp.cli import main
+from lightning_bucketddp.trainer.common import REGISTERED
+from tests.trainer.cli_models import Model
+
+ROOT = Path(__file__).parent.parent.parent
+CLASS = "lightning_bucketddp.BucketDDPStrategy"
+
+
+@pytest.fixture(autouse=True)
+def _own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
+
+
+# -- python -m lightning_bucketddp -------------------------------------------------------------------
+
+
+def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    entries = re.findall(r"^(\S+) +((?:.|\n +)+)$", capsys.readouterr().out, re.MULTILINE)
+    found = {name: " ".join(value.split()) for name, value in entries}
+    assert found["Fabric(strategy=...)"] == ", ".join(REGISTERED)
+    assert found["Trainer(strategy=...)"] == ", ".join([*REGISTERED, "bucketdp"])
+    versions = [found[name] for name in ("lightning_bucketddp", "torch", "lightning")]
+    assert versions == [__version__, torch.__version__, lightning.__version__]
+    assert "gloo" in found["backends"]
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.split() == ["lightning_bucketddp", __version__]
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m lightning_bucketddp")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["fitt", "--model", "x"], "expected one of fit, validate, test, predict, found 'fitt'"),
+        ([__file__], "put `import lightning_bucketddp` into yours, which registers the strategies, and start it as"),
+        (["-m", "tests.trainer.launch_script"], "found '-m'. Scripts and modules are not run"),
+    ],
+)
+def test_what_is_no_subcommand_is_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert problem in errors
+    assert "usage: python -m lightning_bucketddp" in errors
+
+
+def own_classes(folder: Path, **options: Any) -> list[str]:
+    """Arguments for training a module of a file in a folder on two ranks."""
+    (folder / "mine.py").write_text((Path(__file__).parent / "cli_models.py").read_text())
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, **options}
+    trainer |= dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    (folder / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
+    return ["fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2"]
+
+
+def assert_trained(output: str) -> None:
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank"))
+    assert [line.split(", weight")[0] for line in lines] == [f"rank {rank}: 4 passes, lr 0.2" for rank in (0, 1)]
+    assert len({line.split("weight")[1] for line in lines}) == 1
+
+
+def run_main(folder: str, arguments: list[str]) -> str:
+    """What the command prints; in a process that is not used again."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = ["program", *arguments]
+    printed = Path(f"printed by rank {dist.get_rank()}")
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    assert main(arguments) == 0
+    return printed.read_text()
+
+
+def test_a_cli_trains_classes_of_the_current_folder(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    arguments = own_classes(tmp_path, plugins=[{"class_path": "tests.lightning_models.PoolEnvironment"}])
+    assert_trained("".join(run_ranks(2, run_main, str(tmp_path), arguments, fresh=True)))
+
+
+@pytest.mark.slow
+def test_a_cli_starts_the_ranks_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_bucketddp", *own_classes(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_trained(done.stdout)
+
+
+# -- the strategy's options --------------------------------------------------------------------------
+
+
+def cli(*arguments: str) -> LightningCLI:
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false", *arguments]
+    return LightningCLI(Model, run=False, args=options, save_config_callback=None, seed_everything_default=False)
+
+
+OPTIONS = {
+    "bucket_cap_mb": ("4", 4.0),
+    "grad_dtype": ('{"net.*": "float32"}', {"net.*": "float32"}),
+    "timeout": ("0:10:00", timedelta(minutes=10)),
+    "module_buffers": ("mean", "mean"),
+    "max_abs_grad": (".inf", float("inf")),
+    "sparse_parameters": ("[net.weight]", ["net.weight"]),
+    "find_unused_parameters": ("true", True),
+    "shard_optimizer": ("true", True),
+}
+
+
+def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
+    assert type(cli("--trainer.strategy=bucketddp").trainer.strategy) is BucketDDPStrategy
+    saved = tmp_path / "config.yaml"
+    first = cli(f"--trainer.strategy={CLASS}", *(f"--trainer.strategy.{k}={v}" for k, (v, _) in OPTIONS.items()))
+    saved.write_text(first.parser.dump(first.config))
+    assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["class_path"] == CLASS
+    second = cli(f"--config={saved}")
+    assert second.parser.dump(second.config) == saved.read_text()
+    expected = Options(**{name: value for name, (_, value) in OPTIONS.items()})
+    for strategy in (first.trainer.strategy, second.trainer.strategy):
+        assert strategy._options == expected
+        assert strategy._timeout == strategy._options.timeout == expected.timeout
+
+
+@pytest.mark.parametrize(
+    ("option", "found"),
+    [
+        ("grad_dtype=torch.float32", torch.float32),
+        ("wire_dtype=bf16", torch.bfloat16),
+        ("gradient_divide_by=tokens", "tokens"),
+        ("gradient_divide_by=3", 3),
+        ("comm_hook=bf16", "bf16"),
+        (f"comm_hook={fp16_compress_hook.__module__}.{fp16_compress_hook.__name__}", fp16_compress_hook),
+        ("broadcast_buffers=false", False),
+        ("uneven_inputs=active_ranks", "active_ranks"),
+    ],
+)
+def test_an_option_on_the_command_line(option: str, found: Any) -> None:
+    strategy = cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}").trainer.strategy
+    name = option.split("=")[0]
+    assert ({**vars(strategy._options), "uneven_inputs": strategy._uneven_inputs}[name]) == found
+
+
+@pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "bucket_cap_mb=much", "nothing=1"])
+def test_a_wrong_option_is_refused_by_the_parser(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}")
+    assert option.split("=")[0] in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""Training with ``BucketDDPStrategy`` and with ``ddp``: the same weights, gradients and logged values.
+
+A row combines things that do not touch one another. Where ``ddp`` needs help, the row says which.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_bucketddp import BucketDDPStrategy
+from tests.lightning_models import Citizen, Memory, data, ddp, ours, trainer
+from tests.models import Mlp
+from tests.reference import largest_difference_between_ranks
+
+RunRanks = Callable[..., list[Any]]
+NETS = ("net", "critic")
+
+
+class LateNet(Citizen):
+    """Makes its network in ``configure_model``, and clips by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Mlp()
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.02 * (1 + self.current_epoch), "norm")
+
+
+class Rough(Citizen):
+    """In the fourth batch the gradient is infinite: on all ranks, or on one of them."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (float("inf") if batch_idx == 3 and self.global_rank in self.ranks else 1.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+
+class Manual(Citizen):
+    """Manual optimisation, gradients accumulated over two batches; ``ddp`` knows the first way alone."""
+
+    def __init__(self, backward: str = "manual_backward", local: str = "", clip: bool = False) -> None:
+        super().__init__(schedule="epoch")
+        self.automatic_optimization = False
+        self.backward_by, self.local, self.clip = backward, local, clip
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)["loss"]
+        last = batch_idx % 2 == 1
+        alone: Any = nullcontext()
+        if not last and self.local:
+            owner = self.trainer.strategy if self.local == "block_backward_sync" else self.trainer.model
+            alone = getattr(owner, self.local)()
+        with alone:
+            if self.backward_by == "manual_backward":
+                self.manual_backward(loss)
+            else:
+                loss.backward()
+        if last:
+            if self.clip:
+                self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+
+
+class Adversaries(Citizen):
+    """Two optimizers in turns; the other network is toggled off, or not."""
+
+    def __init__(self, toggle: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggle = toggle
+        self.critic = nn.Linear(4, 1)
+        self.reached: list[set[str]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for index, optimizer in enumerate(self.optimizers()):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            fake = self.net(batch[0])
+            if index == 1 and not self.toggle:
+                fake = fake.detach()
+            loss = -self.critic(fake).mean() if index == 0 else (self.critic(fake) - self.critic(batch[1])).mean()
+            self.log(f"loss {index}", loss, on_step=True, on_epoch=True, sync_dist=True)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if isinstance(self.trainer.strategy, BucketDDPStrategy):
+                record = self.trainer.strategy.bucket_ddp.last_pass()
+                self.reached.append({name for bucket in record.buckets for name in bucket.parameters})
+            optimizer.step()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=1e-2) for net in map(self.get_submodule, NETS)]
+
+
+class Contrast(Citizen):
+    """The loss of a rank depends on the outputs of all."""
+
+    def loss(self, batch: Any) -> Tensor:
+        everybody = self.all_gather(self.net(batch[0]), sync_grads=self.training)
+        return nn.functional.mse_loss(everybody.mean(0), batch[1]) + everybody.square().mean()
+
+
+class Penalty(Citizen):
+    """Activations are computed again in backward, and a penalty on gradients is a backward through a backward."""
+
+    def __init__(self, recompute: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.recompute = recompute
+
+    def loss(self, batch: Any) -> Tensor:
+        if not self.training:
+            return super().loss(batch)
+        inputs = batch[0].clone().requires_grad_()
+        if self.recompute:
+            return nn.functional.mse_loss(checkpoint(self.net, inputs, use_reentrant=True), batch[1])
+        (grad,) = torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)
+        return super().loss(batch) + (grad.norm(dim=1) - 1).square().mean()
+
+
+class Stream(IterableDataset[Any]):
+    """As many samples for each rank, of unknown number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(14):
+            yield torch.randn(8, generator=generator), torch.randn(4, generator=generator)
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(Stream(), 4)
+
+
+def indivisible() -> DataLoader[Any]:
+    """19 samples in batches of 4, over two ranks."""
+    generator = torch.Generator().manual_seed(11)
+    dataset = TensorDataset(torch.randn(19, 8, generator=generator), torch.randn(19, 4, generator=generator))
+    return DataLoader(dataset, 4, shuffle=True)
+
+
+def two_loaders() -> dict[str, DataLoader[Any]]:
+    return {"first": data(), "second": data(4, 2)}
+
+
+@dataclass
+class Row:
+    """What differs from an ordinary run: two epochs of six batches.
+
+    Lists in ``options`` hold factories, as callbacks and plugins belong to one Trainer. ``passes`` is the number of
+    reductions, in rows where that is not once a step.
+    """
+
+    name: str
+    module: Callable[[], Citizen] = Citizen
+    options: dict[str, Any] = field(default_factory=dict)
+    data: Callable[[], Any] = data
+    ddp: dict[str, Any] = field(default_factory=dict)
+    ddp_module: Callable[[], Citizen] | None = None
+    passes: int | None = None
+
+
+def scaler() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+FP16 = {"plugins": [scaler]}
+UNUSED = {"find_unused_parameters": True}
+LOOPS = [
+    Row(
+        "limits, accumulation", options={"accumulate_grad_batches": 4, "limit_val_batches": 2, "limit_test_batches": 1}
+    ),
+    Row(
+        "scheduled accumulation, sanity check",
+        options={"callbacks": [partial(GradientAccumulationScheduler, {0: 1, 1: 3})], "num_sanity_val_steps": 2},
+    ),
+    Row("overfit_batches", options={"overfit_batches": 2}),
+    Row("fast_dev_run", options={"fast_dev_run": 2}),
+    Row("reloaded data", options={"val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 1}),
+    Row(
+        "max_steps within an epoch",
+        options={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 8, "max_epochs": -1},
+    ),
+    Row("iterable dataset", data=stream),
+    Row("indivisible length, shuffled", data=indivisible, options={"use_distributed_sampler": True}),
+    Row(
+        "several loaders, profiled",
+        data=two_loaders,
+        options={"profiler": "simple", "detect_anomaly": True, "inference_mode": False},
+    ),
+]
+OPTIMISATION = [
+    Row("all_gather, clipped by norm", Contrast, {"gradient_clip_val": 0.05}),
+    Row("gradient penalty, scheduler by step", partial(Penalty, False, schedule="step")),
+    Row(
+        "re-entrant checkpointing, clipped by value",
+        partial(Penalty, True),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    Row("configure_model, own clipping", LateNet),
+    Row("scheduler by plateau", partial(Citizen, schedule="plateau"), {"max_epochs": 3}),
+    Row("manual, plain backward", partial(Manual, "backward"), ddp_module=Manual, passes=12),
+    Row("manual, blocked", partial(Manual, local="block_backward_sync"), passes=6),
+    Row("manual, plain backward, no_sync", partial(Manual, "backward", "no_sync"), ddp_module=Manual, passes=6),
+    Row("adversaries", partial(Adversaries, False), ddp=UNUSED, passes=24),
+    Row("toggled adversaries", partial(Adversaries, True), ddp=UNUSED, passes=24),
+]
+PRECISION = [
+    *(Row(precision, options={"precision": precision}) for precision in ("bf16-mixed", "bf16-true", "16-true")),
+    Row("16-mixed, clipped", options=FP16 | {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    Row("16-mixed, manual and clipped", partial(Manual, clip=True), FP16, passes=12),
+    Row("16-mixed, infinite on all", partial(Rough, (0, 1)), FP16),
+    Row("16-mixed, infinite on one", partial(Rough, (1,)), FP16),
+]
+ROWS = {row.name: row for row in LOOPS + OPTIMISATION + PRECISION}
+
+
+def outcome(row: Row, strategy: Any, module: Callable[[], Citizen]) -> tuple[Citizen, dict[str, Any]]:
+    """The trained module, and the values to compare."""
+    logger = Memory()
+    options = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **row.options}
+    made = {key: [make() for make in value] if isinstance(value, list) else value for key, value in options.items()}
+    pl.seed_everything(3)
+    model = module()
+    runs = trainer(strategy, **made)
+    runs.fit(model, row.data(), row.data())
+    values: dict[str, Any] = {
+        "steps": runs.global_step,
+        "fit": dict(runs.callback_metrics),
+        "optimizers": [optimizer.state_dict() for optimizer in runs.optimizers],
+        "gradients": model.before_step,
+    }
+    assert largest_difference_between_ranks(model) == 0
+    if row in LOOPS:
+        values["validate"] = runs.validate(model, row.data(), verbose=False)
+        values["test"] = runs.test(model, row.data(), verbose=False)
+        values["predict"] = runs.predict(model, row.data())
+    values["logger"] = logger.logged
+    values["weights"] = dict(model.named_parameters())
+    return model, values
+
+
+def both(name: str) -> None:
+    row = ROWS[name]
+    reference, expected = outcome(row, ddp(**row.ddp), row.ddp_module or row.module)
+    model, found = outcome(row, ours(), row.module)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], equal_nan=True, msg=lambda m, k=key: f"{k}: {m}")
+    if isinstance(model, Rough):
+        assert model.scales == reference.scales
+        assert model.scales[3] == model.scales[2] / 2, "the scaler skipped the step"
+    if isinstance(model, Adversaries) and model.toggle:
+        nets = [{f"{net}.{name}" for name, _ in model.get_submodule(net).named_parameters()} for net in NETS]
+        assert model.reached == nets * 12, "each backward reduces the gradients of its own network"
+    assert model.passes == (row.passes or found["steps"]) > 0
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_training_is_that_of_ddp(run_ranks: RunRanks, name: str) -> None:
+    run_ranks(2, both, name)

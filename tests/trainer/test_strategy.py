@@ -1,0 +1,240 @@
+"""The strategies' arguments and calls: all reach the wrapper, and what cannot be honoured is refused early."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import lightning.fabric.strategies.ddp
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors import signal_connector
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
+from tests.inside import comm_hook_of
+from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
+from tests.models import Mlp, batch
+from tests.trainer.cases import case
+from tests.trainer.test_fabric import start
+
+RunRanks = Callable[..., list[Any]]
+
+# -- arguments ---------------------------------------------------------------------------------------
+
+_EXPERIMENTAL = {
+    "mixed_precision",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "bucket_cap_mb_list",
+}
+_LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
+"""What Lightning passes itself, or fixes by having one device per process."""
+
+
+def names(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("kwargs", "options")]
+
+
+def test_everything_that_ddp_takes_is_an_argument() -> None:
+    options = {each.name: each.default for each in fields(Options)}
+    for strategy, theirs in (
+        (BucketDDPStrategy, DDPStrategy),
+        (BucketDDPFabricStrategy, lightning.fabric.strategies.ddp.DDPStrategy),
+    ):
+        assert names(strategy)[: len(names(theirs))] == names(theirs)
+    assert set(names(DistributedDataParallel)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options.keys()
+    wrappers = inspect.signature(BucketDDP).parameters
+    assert set(names(BucketDDP)) - _LIGHTNINGS_OWN <= options.keys()
+    for name in wrappers.keys() & options.keys():
+        assert wrappers[name].default == options[name], name
+
+
+def test_options_made_from_options_are_the_same() -> None:
+    for given in [
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": False},
+        {"module_buffers": "mean", "broadcast_buffers": True},
+        {"accumulate_allreduce_grads_in_fp32": True},
+        {"grad_dtype": {"a.*": "bf16"}, "master_params": False, "wire_dtype": "fp16", "sparse_parameters": ["a"]},
+    ]:
+        once = Options(**given)
+        assert vars(Options(**vars(once))) == vars(once) != vars(Options())
+
+
+OPTIONS: dict[str, Any] = {
+    "bucket_cap_mb": 3,
+    "init_sync": False,
+    "find_unused_parameters": True,
+    "grad_dtype": {"0.*": "float32"},
+    "master_params": False,
+    "overlap": False,
+    "gradient_divide_by": 3,
+    "max_abs_grad": 2.0,
+    "pad_buckets_to": 64,
+    "wire_dtype": "bfloat16",
+    "shard_optimizer": True,
+}
+
+
+def wrapped(**options: Any) -> BucketDDP:
+    strategy = BucketDDPStrategy(parallel_devices=[torch.device("cpu")], **options)
+    return strategy._setup_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16())
+
+
+def all_options_arrive() -> None:
+    arrived = dict(wrapped(**OPTIONS)._options.described())
+    expected = {**OPTIONS, "grad_dtype": {"0.*": torch.float32}, "wire_dtype": torch.bfloat16}
+    assert {name: arrived[name] for name in expected} == {name: repr(value) for name, value in expected.items()}
+    assert comm_hook_of(wrapped(comm_hook="bf16")).name.endswith("bf16_compress_hook")
+    hook = {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}
+    assert "fp16_compress_wrapper" in comm_hook_of(wrapped(**hook)).name
+
+
+def test_options_arrive_in_the_wrapper(run_ranks: RunRanks) -> None:
+    run_ranks(1, all_options_arrive)
+
+
+AVERAGING = {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGDState(None, None, 2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"broadcast_buffers": True, "module_buffers": "off"}, "expected one choice for module buffers"),
+        ({"comm_hook": "bf16", "ddp_comm_hook": post_localSGD_hook}, "comm_hook or ddp_comm_hook, found both"),
+        (
+            {"comm_hook": post_localSGD_hook, "comm_hook_state": 3, "ddp_comm_state": 3},
+            "comm_hook_state or ddp_comm_state, found both",
+        ),
+        ({"comm_hook": "bf16", "wire_dtype": "bfloat16"}, "expected either comm_hook or wire_dtype"),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "found None; to wrap a plain all-reduce"),
+        ({"ddp_comm_state": 3}, "expected a communication hook for the given state"),
+        ({"model_averaging_period": 4}, "together with a PostLocalSGDState"),
+        (AVERAGING, "expected model_averaging_period together with"),
+        (
+            {**AVERAGING, "model_averaging_period": 2, "shard_optimizer": True},
+            "expected model averaging or shard_optimizer=True, found both",
+        ),
+        (
+            {**AVERAGING, "model_averaging_period": 2, "grad_dtype": "float32"},
+            "expected model averaging or master_params=True, found both",
+        ),
+        ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
+        ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
+        ({"mixed_precision": True}, "mixed_precision"),
+    ],
+)
+def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        BucketDDPStrategy(**options)
+
+
+# -- calls -------------------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "count_tokens": (4,),
+    "last_pass": (),
+    "full_grad": (torch.zeros(1),),
+    "clip_grad_norm_": (1.0,),
+    "clip_grad_value_": (1.0,),
+}
+
+
+class Clipped(Regression):
+    """Sums its loss and counts tokens, and clips in two ways; with ``ddp`` it does so with torch's utilities."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, BucketDDPStrategy):
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        strategy.count_tokens(batch[1].numel())
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
+
+    def on_after_backward(self) -> None:
+        """Not looked at: gradients may be sharded."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy, params = self.trainer.strategy, dict(self.named_parameters())
+        if isinstance(strategy, BucketDDPStrategy):
+            self.before_step.append({name: strategy.full_grad(param) for name, param in params.items()})
+            norm = strategy.clip_grad_norm_(0.05)
+            strategy.clip_grad_value_(0.01)
+            assert strategy.last_pass().number + 1 == len(self.before_step)
+        else:
+            self.before_step.append(self._grads())
+            norm = nn.utils.clip_grad_norm_(params.values(), 0.05)
+            nn.utils.clip_grad_value_(params.values(), 0.01)
+        assert norm > 0.05
+
+
+def said(strategy: Any) -> list[str]:
+    messages = []
+    for name, arguments in CALLS.items():
+        with pytest.raises(RuntimeError) as error:
+            getattr(strategy, name)(*arguments)
+        messages.append(str(error.value))
+    return messages
+
+
+def calls_in_a_trainer() -> None:
+    expected = Clipped()
+    trainer(ddp()).fit(expected, data())
+    for sharded in (False, True):
+        with case(sharded):
+            model, runs = Clipped(), trainer(ours(gradient_divide_by="tokens", shard_optimizer=sharded))
+            runs.fit(model, data())
+            assert len(model.before_step) == 6
+            torch.testing.assert_close(model.before_step, expected.before_step)
+            close_to(model, expected)
+    after = [f"expected {name}() to be called during fit, found no wrapped module" for name in CALLS]
+    assert said(runs.strategy) == after
+
+
+def calls_in_fabric() -> None:
+    fabric = start(gradient_divide_by="tokens")
+    strategy = fabric.strategy
+    torch.manual_seed(5)
+    plain, whole = Mlp(), Mlp()
+    whole.load_state_dict(plain.state_dict())
+    model = fabric.setup(plain)
+    inputs, target = batch(0, fabric.global_rank)
+    strategy.count_tokens(target.numel())
+    fabric.backward(nn.functional.mse_loss(model(inputs), target, reduction="sum"))
+    both = [torch.cat(parts) for parts in zip(batch(0, 0), batch(0, 1), strict=True)]
+    nn.functional.mse_loss(whole(both[0]), both[1]).backward()
+    for param, reference in zip(plain.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(strategy.full_grad(param), reference.grad)
+    assert strategy.last_pass().number == 0
+    torch.testing.assert_close(strategy.grad_norm(model), nn.utils.get_total_norm([p.grad for p in whole.parameters()]))
+    norm = strategy.clip_grad_norm_(0.01)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01))
+    strategy.clip_grad_value_(0.001)
+    nn.utils.clip_grad_value_(whole.parameters(), 0.001)
+    torch.testing.assert_close([p.grad for p in plain.parameters()], [p.grad for p in whole.parameters()])
+    kept = [model, fabric.setup(Mlp())]  # the strategy forgets a module that nobody holds
+    for name, message in zip(CALLS, said(strategy), strict=True):
+        assert f"where {name}() is called, found {len(kept)}" in message
+        assert f"strategy.wrapper_of(module).{name}()" in message
+
+
+def test_the_strategies_count_clip_and_show_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(2, calls_in_a_trainer)
+    run_ranks(2, calls_in_fabric)
+    for strategy in (BucketDDPStrategy, BucketDDPFabricStrategy):
+        for name in CALLS:
+            assert inspect.signature(getattr(strategy, name)) == inspect.signature(getattr(BucketDDP, name))
+
+
+def test_private_api_of_the_trainer_is_still_there() -> None:
+    connector = pl.Trainer(accelerator="cpu", devices=1, logger=False)._signal_connector
+    assert isinstance(connector, signal_connector._SignalConnector)
+    assert callable(connector._sigterm_notifier_fn)
+    assert connector.received_sigterm is False

@@ -1,0 +1,296 @@
+"""The arguments of torch's ``DistributedDataParallel`` are accepted, and mean the same."""
+
+import copy
+import inspect
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP, PeerFailureError
+from tests.models import ConvBatchNorm, Mlp, batch
+from tests.reference import assert_grads, mean_over_ranks
+from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+
+ARGUMENTS: dict[str, Any] = {
+    "device_ids": None,
+    "output_device": None,
+    "dim": 0,
+    "broadcast_buffers": True,
+    "init_sync": True,
+    "process_group": None,
+    "bucket_cap_mb": 0,
+    "find_unused_parameters": True,
+    "check_reduction": True,
+    "gradient_as_bucket_view": False,
+    "static_graph": True,
+}
+
+
+def every_argument() -> None:
+    module = Mlp()
+    plain = copy.deepcopy(module)
+    BucketDDP(Mlp(), **ARGUMENTS).close()
+    ours = BucketDDP(module, *ARGUMENTS.values())
+    ours._set_static_graph()
+    for step in range(2):
+        for model in (plain, ours):
+            model.zero_grad()
+            backward(model, step)
+        assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
+    assert_grads(module, mean_over_ranks(plain))
+    assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
+    ours.close()
+    BucketDDP(Mlp(), device_ids=[]).close()  # torch takes it for None
+
+
+def test_every_argument_by_name_and_by_position(run_ranks: RunRanks) -> None:
+    theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters)[2 : 2 + len(ARGUMENTS)]
+    assert theirs == list(ARGUMENTS), "torch has changed the order of its arguments"
+    run_ranks(2, every_argument)
+
+
+MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first, and in a later forward
+    "default": [{}, 1.0, 1.0],
+    "off in torch's words": [{"broadcast_buffers": False}, 2.0, 2.0],
+    "off in forward, in torch's newer words": [{"forward_sync_buffers": False}, 1.0, 2.0],
+    "on, in torch's newer words": [{"forward_sync_buffers": True}, 1.0, 1.0],
+    "off": [{"module_buffers": "off"}, 1.0, 2.0],
+    "mean": [{"module_buffers": "mean"}, 1.0, 1.5],
+    "not at first": [{"init_sync": False}, 2.0, 1.0],
+}
+
+
+def module_buffers_after(arguments: dict[str, Any], first: float, later: float) -> None:
+    module = ConvBatchNorm()
+    module.norm.momentum = 0.0
+    rank = dist.get_rank()
+    module.norm.running_mean.fill_(float(rank + 1))
+    ours = BucketDDP(module, **arguments)
+    assert rank == 0 or module.norm.running_mean.eq(first).all()
+    backward(ours)
+    module.norm.running_mean.fill_(float(rank + 1))
+    backward(ours)
+    assert rank == 0 or module.norm.running_mean.eq(later).all()
+    ours.close()
+
+
+def all_choices_for_module_buffers() -> None:
+    check_each(MODULE_BUFFERS, module_buffers_after)
+
+
+def test_each_choice_for_module_buffers(run_ranks: RunRanks) -> None:
+    run_ranks(2, all_choices_for_module_buffers)
+
+
+# -- refused -----------------------------------------------------------------------------------------
+
+
+def refused_arguments() -> None:
+    plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    both = {"process_group": dist.group.WORLD, "device_mesh": plane["inner"]}
+    sharded = nn.Linear(4, 4)
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    for module, arguments, words in [
+        (Mlp(), {"broadcast_buffers": True, "module_buffers": "off"}, "one choice for module buffers"),
+        (Mlp(), {"broadcast_buffers": False, "forward_sync_buffers": True}, "one choice for module buffers"),
+        (Mlp(), {"device_ids": [0]}, r"no device_ids .* found device_ids=\[0\].* parameters on \['cpu'\]"),
+        (Mlp(), {"output_device": 0}, "no device_ids and no output_device"),
+        (Mlp(), both, "found both"),
+        (Mlp(), {"device_mesh": plane}, "one dimension"),
+        (nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()), {}, "module 'norm' is torch's SyncBatchNorm"),
+        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, r"found \['cpu', 'meta'\]"),
+        (sharded, {}, "parameter 'weight' is a DTensor"),
+        (Mlp().requires_grad_(False), {}, "at least one parameter that requires grad"),
+    ]:
+        with pytest.raises(ValueError, match=words) as error:
+            BucketDDP(module, **arguments)
+        if words in ("found both", "one dimension", "at least one parameter that requires grad"):
+            with pytest.raises((RuntimeError, ValueError)) as theirs:
+                DistributedDataParallel(module, **arguments)
+            assert isinstance(error.value, theirs.type), "code that catches torch's error catches ours"
+
+
+def test_arguments_that_cannot_be_honoured_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(2, refused_arguments, fresh=True)
+
+
+def one_rank_asks_for_devices() -> str:
+    with pytest.raises((ValueError, PeerFailureError)) as error:
+        BucketDDP(Mlp(), device_ids=[0] if dist.get_rank() == 1 else None)
+    return f"{error.typename}: {error.value}"
+
+
+def test_a_bad_argument_on_one_rank_raises_on_all(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(2, one_rank_asks_for_devices)
+    assert second.startswith("ValueError: expected no device_ids")
+    assert first.startswith("PeerFailureError")
+    assert "rank 1 cannot go on" in first
+
+
+# -- which ranks, and which tensors ------------------------------------------------------------------
+
+
+def over_a_slice_of_a_mesh() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "dp"))
+    torch.manual_seed(dist.get_rank())
+    module = Mlp()
+    ours = BucketDDP(module, device_mesh=mesh["dp"])
+    assert ours.process_group is mesh["dp"].get_group()
+    backward(ours)
+    ours.close()
+    return float(module.head.weight.grad.sum())
+
+
+def test_one_dimension_of_a_device_mesh(run_ranks: RunRanks) -> None:
+    sums = run_ranks(4, over_a_slice_of_a_mesh)
+    assert sums[0] == sums[1] != sums[2] == sums[3], "equal in a row, different between the rows"
+
+
+def some_left_alone() -> None:
+    own = dist.get_rank() + 1.0
+    module = ConvBatchNorm()
+    ignored = ["conv2.weight", "norm.running_mean"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    with torch.no_grad():
+        for tensor in (module.conv1.weight, module.conv2.weight, module.norm.running_mean):
+            tensor.fill_(own)
+    ours = BucketDDP(module)
+    assert module.conv1.weight.eq(1.0).all()
+    plain = copy.deepcopy(module)
+    for model in (plain, ours):
+        backward(model)
+    expected = mean_over_ranks(plain) | {"conv2.weight": plain.conv2.weight.grad}  # this rank's alone
+    assert_grads(module, expected)
+    assert "conv2.weight" not in [slot.spec.name for slot in ours.layout.slots]
+    module.norm.running_mean.fill_(own)
+    module.norm.running_var.fill_(own)
+    ours.synchronise_module_buffers()
+    ours.broadcast_params()
+    assert module.norm.running_var.eq(1.0).all()
+    assert all(tensor.eq(own).all() for tensor in (module.conv2.weight, module.norm.running_mean))
+    ours.close()
+
+
+def test_parameters_and_module_buffers_to_ignore(run_ranks: RunRanks) -> None:
+    run_ranks(2, some_left_alone)
+
+
+# -- copies ------------------------------------------------------------------------------------------
+
+
+def pickled(ours: BucketDDP) -> BucketDDP:
+    memory = io.BytesIO()
+    torch.save(ours, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+def a_copy(copied: Any) -> None:
+    torch.manual_seed(1)
+    module = Mlp()
+    ours = BucketDDP(module, bucket_cap_mb=TINY, grad_dtype=torch.float64)
+    backward(ours)
+    other, plain = copied(ours), copy.deepcopy(module)
+    before = module.head.weight.grad.clone()
+    if dist.get_rank() == 0:  # a copy that does not train asks nothing of other ranks
+        with torch.no_grad():
+            torch.testing.assert_close(other(batch(3, 0)[0]), module(batch(3, 0)[0]))
+    other.zero_grad()
+    for model in (plain, other):
+        backward(model, 1)
+    assert_grads(other.module, {name: mean.double() for name, mean in mean_over_ranks(plain).items()})
+    assert torch.equal(module.head.weight.grad, before), "the copy has touched the original"
+    assert len(other.layout.buckets) == len(ours.layout.buckets) > 1
+    backward(ours, 2)
+    for wrapper in (ours, other):
+        wrapper.close()
+    again = copy.deepcopy(ours)
+    backward(again)  # closed: forwards only
+    assert again.module.head.weight.grad is not None
+
+
+def copies() -> None:
+    check_each({"deepcopy": [copy.deepcopy], "pickle": [pickled]}, a_copy)
+    ours = BucketDDP(Mlp(), process_group=dist.new_group([0, 1]))
+    for copied in (copy.deepcopy, pickled):
+        with pytest.raises(RuntimeError, match="the default process group where a BucketDDP is copied or pickled"):
+            copied(ours)
+    backward(ours)
+    assert ours.passes == 1
+    ours.close()
+
+
+def test_copies_and_pickles_train(run_ranks: RunRanks) -> None:
+    run_ranks(2, copies)
+
+
+# -- what torch's has besides ------------------------------------------------------------------------
+
+
+def by_attribute() -> None:
+    module = Mlp()
+    plain = copy.deepcopy(module)
+    ours = BucketDDP(module)
+    for step in range(2):
+        ours.require_backward_grad_sync = step == 1
+        backward(ours, step)
+        backward(plain, step)
+        assert ours.passes == step
+    assert_grads(module, mean_over_ranks(plain))
+    with ours.no_sync():
+        with ours.no_sync():
+            pass
+        assert not ours.require_backward_grad_sync
+    assert ours.require_backward_grad_sync
+    ours.close()
+
+
+def test_the_attribute_of_no_sync_may_be_set_directly(run_ranks: RunRanks) -> None:
+    run_ranks(2, by_attribute)
+
+
+def skipped_backward() -> list[str]:
+    """Rank 1 runs a forward without its backward, in a loop that says nothing of steps."""
+    ours = BucketDDP(Mlp())
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            with torch.no_grad():
+                for _ in range(rank):
+                    ours(batch(step, rank)[0])
+            if step == 1 and rank == 1:
+                ours(batch(step, rank)[0])
+            backward(ours, step)
+    ours.close()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_rank_that_skips_a_backward_is_noticed_once(run_ranks: RunRanks) -> None:
+    for rank, (message,) in enumerate(run_ranks(2, skipped_backward)):
+        assert "ranks met in pass 1 after different numbers of training forwards" in message
+        assert f"{[2, 3][rank]} on this rank" in message
+
+
+def forward_to_the_device() -> None:
+    """The CPU refuses ``device_ids``; the device that they lead to is used alike."""
+    ours = BucketDDP(Mlp())
+    seen: list[Tensor] = []
+    ours.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    ours._input_device = torch.device("cpu")
+    inputs, _ = batch(0, 0)
+    ours(inputs)
+    assert seen[0] is inputs
+    ours.close()
+
+
+def test_inputs_that_are_in_place_are_not_copied(run_ranks: RunRanks) -> None:
+    run_ranks(1, forward_to_the_device)

@@ -1,0 +1,285 @@
+"""Parameters that are added, replaced or re-typed after wrapping, and ones swapped in for a call."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from tests.lightning_models import Regression, close_to, data, ours, trainer
+from tests.models import Mlp, batch, loss_of
+from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
+from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+
+
+class Looked(nn.Module):
+    """An embedding whose gradient is sparse, and a layer with module buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 16, sparse=True)
+        self.norm = nn.BatchNorm1d(16)
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table((x.abs() * 3).long().clamp(max=4)[:, 0])
+        return self.out(self.norm(x) + rows)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "replace head": lambda module: setattr(module, "head", nn.Linear(16, 4)),
+    "replace head by another kind": lambda module: setattr(module, "head", Looked()),
+    "add layer": lambda module: module.layers.append(nn.Linear(16, 16)),
+    "remove layer": lambda module: delattr(module.layers, "1"),
+    "replace parameter": lambda module: setattr(module.head, "weight", nn.Parameter(module.head.weight.detach() * 2)),
+    "add unused copy": lambda module: setattr(module, "average", copy.deepcopy(module.head)),
+    "to double": lambda module: module.double(),
+    "assign": lambda module: module.load_state_dict({n: 2 * v for n, v in module.state_dict().items()}, assign=True),
+    "nothing": lambda module: None,
+}
+
+
+def change_between_passes(change: str, options: dict[str, Any], local: set[int]) -> None:
+    """Five passes, those in ``local`` inside ``no_sync``, and a change before the third."""
+    torch.manual_seed(1)
+    plain = Mlp(depth=3)
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=TINY, **options)
+    for number in range(5):
+        if number == 2:
+            for module in (plain, ours.module):
+                torch.manual_seed(2)
+                CHANGES[change](module)
+        dtype = next(plain.parameters()).dtype
+        if number - 1 not in local:
+            plain.zero_grad()
+            ours.zero_grad()
+        backward(plain, number, dtype)
+        with ours.no_sync() if number in local else nullcontext():
+            backward(ours, number, dtype)
+        if number not in local:
+            tolerance = {"rtol": 2e-3, "atol": 1e-3} if "comm_hook" in options else {}
+            assert_grads(ours.module, mean_over_ranks(plain), **tolerance)
+    assert ours.passes == 5 - len(local)
+    dense = {name for name, param in ours.module.named_parameters() if not name.endswith("table.weight")}
+    assert {slot.spec.name for slot in ours.layout.slots} == dense
+    assert {slot.spec.dtype for slot in ours.layout.slots} == {dtype}
+    ours.synchronise_module_buffers()
+    torch.optim.SGD(ours.module.parameters(), lr=0.1).step()
+    assert largest_difference_between_ranks(ours.module) == 0
+    ours.close()
+    assert not any(param._post_accumulate_grad_hooks for param in ours.module.parameters())
+
+
+def all_changes() -> None:
+    coalesced, fp16 = {"use_contiguous_buffers": False}, {"comm_hook": "fp16"}
+    ways = [
+        ({}, set()),
+        (coalesced, {1}),
+        (fp16, set()),
+        ({}, {1, 2}),
+        (coalesced, set()),
+        ({}, {1}),
+        (coalesced, {1, 2}),
+    ]
+    names = list(CHANGES)[:-1]
+    cases = {f"{name}, way {n % 7}": [name, *ways[n % 7]] for m, name in enumerate(names) for n in (m, m + 3)}
+    check_each(cases, change_between_passes)
+
+
+def test_changed_parameters_are_taken_in(run_ranks: RunRanks) -> None:
+    run_ranks(2, all_changes)
+
+
+def different_values() -> None:
+    """Each rank makes a head of its own values; rank 0's hold from the first step on."""
+    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
+    backward(ours)
+    torch.manual_seed(dist.get_rank())
+    CHANGES["replace head by another kind"](ours.module)
+    for number in range(2):
+        ours.zero_grad()
+        backward(ours, number)
+        torch.optim.SGD(ours.module.parameters(), lr=0.1).step()
+    ours.synchronise_module_buffers()
+    assert largest_difference_between_ranks(ours.module) == 0
+    ours.close()
+
+
+def replaced_between_forward_and_backward(with_root: bool) -> None:
+    """The gradient of a parameter that was replaced since forward is its own."""
+    module = Mlp()
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    backward(ours)
+    ours.zero_grad()
+    inputs, target = batch(1, dist.get_rank())
+    loss = loss_of((ours if with_root else module)(inputs), target)
+    old = module.head.weight
+    CHANGES["replace head"](module)
+    loss.backward()
+    assert old.grad is not None
+    assert module.head.weight.grad is None
+    assert module.layers[0].weight.grad is not None
+    ours.zero_grad()
+    plain = copy.deepcopy(module)
+    for model in (plain, ours):
+        backward(model, 2)
+    assert_grads(module, mean_over_ranks(plain))
+    ours.close()
+
+
+def swapped_in(prefix: str) -> None:
+    torch.manual_seed(1)
+    module = Mlp()
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    inputs, target = batch(1, dist.get_rank())
+    others = {name: param.detach().clone().requires_grad_() for name, param in module.named_parameters()}
+    output = functional_call(ours, {prefix + name: value for name, value in others.items()}, (inputs,))
+    loss_of(output, target).backward()
+    expected = {name: value.detach().clone().requires_grad_() for name, value in others.items()}
+    loss_of(functional_call(module, expected, (inputs,)), target).backward()
+    for name, value in others.items():
+        torch.testing.assert_close(value.grad, expected[name].grad)
+    assert all(param.grad is None for param in module.parameters())
+    mixed = {prefix + name: others[name] for name in ("head.weight", "head.bias")}
+    mixed |= {prefix + "layers.0.weight": module.layers[0].weight}  # the module's own counts as its own
+    loss_of(functional_call(ours, mixed, (inputs,)), target).backward()
+    reference = copy.deepcopy(module)
+    backward(reference, 1)
+    means = mean_over_ranks(reference)
+    assert_grads(module, means | {"head.weight": None, "head.bias": None})
+    ours.zero_grad()
+    backward(ours, 1)
+    assert_grads(module, means)
+    ours.close()
+
+
+def swapped_in_at_the_top() -> None:
+    module = nn.Linear(8, 4)
+    ours = BucketDDP(module)
+    others = {name: nn.Parameter(param.detach() * 2) for name, param in module.named_parameters()}
+    inputs, own = batch(0, 0)[0], [id(param) for param in module.parameters()]
+    torch.testing.assert_close(functional_call(ours, others, (inputs,)), 2 * module(inputs))
+    assert [id(param) for param in module.parameters()] == own
+    assert not {"weight", "bias"} & {*vars(ours), *ours._parameters}
+    ours.close()
+
+
+def swapped_and_replaced() -> None:
+    different_values()
+    check_each({"by a root": [True], "without": [False]}, replaced_between_forward_and_backward)
+    check_each({"with the prefix": ["module."], "without": [""]}, swapped_in)
+    swapped_in_at_the_top()
+
+
+def test_swapped_and_replaced_parameters_have_their_own_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(2, swapped_and_replaced)
+
+
+# -- errors and warnings -----------------------------------------------------------------------------
+
+
+def change_on_one_rank(other: str) -> str:
+    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
+    backward(ours)
+    CHANGES[["replace head", other][dist.get_rank()]](ours.module)
+    with pytest.raises((RankMismatchError, PeerFailureError)) as error:
+        backward(ours, 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [("nothing", "the parameters of pass 1"), ("replace head by another kind", "parameter 'head")],
+)
+def test_ranks_that_change_alone_are_an_error_on_all(run_ranks: RunRanks, other: str, words: str) -> None:
+    for message in run_ranks(2, change_on_one_rank, other, fresh=True):
+        assert words in message
+
+
+def stale_optimizer(options: dict[str, Any], dtype: torch.dtype) -> str:
+    module = Mlp().to(dtype)
+    ours = BucketDDP(module, **options)
+    optimizer = torch.optim.AdamW(module.parameters())
+    ours.prepare_optimizer(optimizer)
+    backward(ours, 0, dtype)
+    optimizer.step()
+    ours.zero_grad()
+    module.head = nn.Linear(16, 4, dtype=dtype)
+    if not options:
+        with pytest.warns(UserWarning, match="parameters were replaced after the module was wrapped") as found:
+            backward(ours, 1, dtype)
+        backward(ours, 2, dtype)  # and is said once
+        ours.close()
+        return str(found[0].message)
+    with pytest.raises(RuntimeError) as error:
+        backward(ours, 1, dtype)
+    ours.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "words"),
+    [
+        ({}, torch.float32, "AdamW still holds the old ones ('head.weight', 'head.bias'): make a new optimizer, or"),
+        (
+            {"grad_dtype": torch.float32},
+            torch.bfloat16,
+            "AdamW has fp32 masters of the old ones ('head.weight', 'head.bias'); make a new",
+        ),
+        ({"shard_optimizer": True}, torch.float32, "shards of the old ones ('head.weight', 'head.bias'); close() the"),
+    ],
+    ids=["plain", "masters", "shards"],
+)
+def test_an_optimizer_of_the_old_parameters_is_named(
+    run_ranks: RunRanks, options: dict[str, Any], dtype: torch.dtype, words: str
+) -> None:
+    for message in run_ranks(2, stale_optimizer, options, dtype, fresh=True):
+        assert words in message
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------
+
+
+class Unfreeze(pl.Callback):
+    """Unfreezes the head when training starts, the rest before batch 2, and replaces the head before batch 4."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Regression) -> None:
+        module.net.head.requires_grad_(True)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Regression, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            module.requires_grad_(True)
+        if batch_idx == 4:
+            torch.manual_seed(3)
+            module.net.head = nn.Linear(16, 4)
+            trainer.optimizers = [module.configure_optimizers()]
+
+
+def fit_frozen() -> float:
+    """A fit that starts with all parameters frozen, and the same by hand in one process on the full batches."""
+    fitted, alone = Regression().requires_grad_(False), Regression().requires_grad_(False)
+    unfreeze, loader = Unfreeze(), data()
+    trainer(ours(), callbacks=[unfreeze]).fit(fitted, loader)
+    by_hand: Any = SimpleNamespace(optimizers=[alone.configure_optimizers()])
+    unfreeze.on_train_start(by_hand, alone)
+    for index in range(len(loader)):
+        unfreeze.on_train_batch_start(by_hand, alone, None, index)
+        inputs, target = loader.dataset[8 * index : 8 * (index + 1)]
+        by_hand.optimizers[0].zero_grad()
+        nn.functional.mse_loss(alone.net(inputs), target).backward()
+        by_hand.optimizers[0].step()
+    close_to(fitted, alone)
+    return largest_difference_between_ranks(fitted)
+
+
+@pytest.mark.filterwarnings("ignore:.*still holds the old ones")
+def test_a_trainer_unfreezes_and_replaces_parameters(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, fit_frozen) == [0.0, 0.0]

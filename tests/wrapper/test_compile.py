@@ -1,0 +1,165 @@
+"""``torch.compile`` with the wrapper and with a Trainer: parity, no tracing of hooks, graphs cut at buckets."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
+from tests.lightning_models import Regression, close_to, data, ours, trainer
+from tests.models import Blocks, ConvBatchNorm, batch, loss_of
+from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.wrapper.cases import TINY, RunRanks, backward
+
+EAGER = "aot_eager"
+
+
+@contextmanager
+def fresh_compiler(**config: Any) -> Iterator[None]:
+    """Nothing compiled before and nothing left behind, in processes that are kept."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(**{"error_on_recompile": False, **config}):
+        yield
+    torch._dynamo.reset()
+
+
+# -- parity ------------------------------------------------------------------------------------------
+
+
+def wrap(module: nn.Module, where: str) -> tuple[nn.Module, BucketDDP]:
+    """The module wrapped and compiled; what to call, and the wrapper."""
+    if where == "module":
+        module = torch.compile(module, backend=EAGER)
+    elif where == "module.compile()":
+        module.compile(backend=EAGER)
+    elif where == "blocks":
+        for block in module.blocks:
+            block.compile(backend=EAGER)
+    wrapper = BucketDDP(module, bucket_cap_mb=TINY)
+    return (torch.compile(wrapper, backend=EAGER) if where == "wrapper" else wrapper), wrapper
+
+
+def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
+    loss_of(model(inputs), target).backward()
+
+
+def same_gradients(where: str) -> None:
+    torch.manual_seed(2)
+    plain = Blocks()
+    with fresh_compiler():
+        model, wrapper = wrap(copy.deepcopy(plain), where)
+        original = getattr(wrapper.module, "_orig_mod", wrapper.module)
+        step = torch.compile(train, backend=EAGER) if where == "step" else train
+        for number in range(4):
+            plain.zero_grad()
+            model.zero_grad()
+            if number == 2:  # an accumulated batch
+                train(plain, *batch(10, dist.get_rank()))
+                with wrapper.no_sync():
+                    step(model, *batch(10, dist.get_rank()))
+            train(plain, *batch(number, dist.get_rank()))
+            step(model, *batch(number, dist.get_rank()))
+            assert_grads(original, mean_over_ranks(plain))
+            if number == 1:
+                torch._dynamo.config.error_on_recompile = True  # taken back with the patch
+        graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
+        assert len(breaks) == {"wrapper": 1, "step": 2}.get(where, 0), breaks  # our forward, and backward()
+        assert graphs == {"blocks": 2, "step": 2}.get(where, 1)  # the first block's input needs no gradient; the loss
+        wrapper.close()
+
+
+def synchronised_statistics() -> None:
+    with fresh_compiler():
+        eager = convert_sync_batchnorm(ConvBatchNorm())
+        compiled = copy.deepcopy(eager)
+        compiled.compile(backend=EAGER)
+        for number in range(2):
+            for module in (eager, compiled):
+                module.zero_grad()
+                backward(module, number)
+            assert_grads(compiled, grads(eager))
+        close_to(compiled, eager)
+        assert counters["stats"]["unique_graphs"] > 1, "one before and one after the layer"
+
+
+@pytest.mark.parametrize("where", ["module", "module.compile()", "blocks", "wrapper", "step"])
+def test_gradients_are_the_same_wherever_it_is_compiled(run_ranks: RunRanks, where: str) -> None:
+    run_ranks(2, same_gradients, where)
+
+
+def test_statistics_are_synchronised_in_compiled_modules(run_ranks: RunRanks) -> None:
+    run_ranks(2, synchronised_statistics)
+
+
+# -- cuts --------------------------------------------------------------------------------------------
+
+
+def events_of_a_pass(**options: Any) -> list[str]:
+    """In which order the compiled pieces of a backward run and reductions are started."""
+    events: list[str] = []
+
+    def compile_backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(lambda *args: (events.append("compute"), graph(*args))[1])
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        events.append("reduce")
+        return reduce(*args, **kwargs)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=compile_backward)
+    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each: torch cuts no smaller pieces
+    model = BucketDDP(torch.compile(module, backend=backend), bucket_cap_mb=1, **options)
+    reduce, dist.all_reduce = dist.all_reduce, all_reduce
+    try:
+        for _ in range(3):  # the first pass learns the order
+            events.clear()
+            model(torch.ones(1, 512)).sum().backward()
+    finally:
+        dist.all_reduce = reduce
+    model.close()
+    assert torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
+    return events
+
+
+def cut_and_whole() -> None:
+    with fresh_compiler():
+        events = events_of_a_pass()
+        assert events.count("compute") == 3
+        assert events.index("reduce") < len(events) - 1 - events[::-1].index("compute"), events
+    for config, options in (({}, {"overlap": False}), ({"optimize_ddp": False}, {})):
+        with fresh_compiler(**config):
+            events = events_of_a_pass(**options)
+            assert events.count("compute") == 1
+            assert events[0] == "compute"
+
+
+def test_graphs_are_cut_where_buckets_are_full(run_ranks: RunRanks) -> None:
+    run_ranks(2, cut_and_whole)
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------
+
+
+def fit_compiled() -> float:
+    eager, compiled = Regression("mlp"), Regression("mlp")
+    trainer(ours(), accumulate_grad_batches=2).fit(eager, data())
+    with fresh_compiler():
+        runs = trainer(ours(), accumulate_grad_batches=2)
+        runs.fit(torch.compile(compiled, backend=EAGER), data())
+        assert counters["stats"]["unique_graphs"] > 0
+    close_to(compiled, eager)
+    assert runs.strategy.model is compiled, "unwrapped after fit"
+    return largest_difference_between_ranks(compiled)
+
+
+def test_a_trainer_takes_a_compiled_module(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, fit_compiled) == [0.0, 0.0]

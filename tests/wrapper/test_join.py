@@ -1,0 +1,214 @@
+"""Ranks with different numbers of batches: torch's join protocol."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP
+from tests.models import Branches, ConvBatchNorm, Mlp, batch
+from tests.reference import assert_grads, grads, largest_difference_between_ranks
+from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+
+BATCHES = [3, 6, 4]  # by rank
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def same_values(module: nn.Module, other: nn.Module) -> None:
+    for (name, value), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, expected, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def as_torch_ddp(kind: type[nn.Module], by_initial: bool) -> None:
+    torch.manual_seed(1)
+    module, rank = kind(), dist.get_rank()
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    for wrapped in (reference, ours):
+        optimizer = sgd(wrapped)
+        with wrapped.join(divide_by_initial_world_size=by_initial):
+            for step in range(BATCHES[rank]):
+                if wrapped is ours:
+                    with torch.no_grad():  # asks nothing of ranks that have joined
+                        ours.eval()(batch(step, rank)[0])
+                    ours.train()
+                optimizer.zero_grad()
+                backward(wrapped, step)
+                optimizer.step()
+    same_values(module, reference.module)
+    assert ours.passes == max(BATCHES[: dist.get_world_size()])
+    assert largest_difference_between_ranks(module) == 0
+    if rank == 0:  # outside of join a forward is nobody else's business
+        with torch.no_grad():
+            ours.eval()(batch(9, 0)[0])
+            ours.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wrapped in (ours, reference):  # and on as before
+            wrapped.zero_grad()
+            backward(wrapped, 9)
+    assert_grads(module, grads(reference.module))
+    ours.close()
+
+
+def one_process(by_initial: bool) -> None:
+    """Accumulation, a branch that only some ranks take, and unused parameters."""
+    torch.manual_seed(1)
+    module = Branches()
+    alone = copy.deepcopy(module)
+    rank, takes = dist.get_rank(), ["left", "right", "none"]
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    optimizer = sgd(module)
+    with ours.join(divide_by_initial_world_size=by_initial):
+        for step in range(BATCHES[rank]):
+            with ours.no_sync() if step % 2 == 0 else nullcontext():
+                ours(batch(step, rank)[0], take=takes[rank]).square().mean().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    full = sgd(alone)
+    for cycle in range(3):  # a rank that runs out before the synchronised pass has accumulated in vain
+        active = [r for r in range(3) if BATCHES[r] > 2 * cycle + 1]
+        for r in active:
+            for step in (2 * cycle, 2 * cycle + 1):
+                loss = alone(batch(step, r)[0], take=takes[r]).square().mean()
+                (loss / (3 if by_initial else len(active))).backward()
+        full.step()
+        full.zero_grad()
+    same_values(module, alone)
+    ours.close()
+
+
+def with_zero_redundancy() -> None:
+    """The shard of a rank without data is stepped with the others' gradients: one process shows the truth."""
+    torch.manual_seed(1)
+    module = Mlp()
+    alone = copy.deepcopy(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.05)
+    with Join([ours, optimizer]):
+        for step in range(BATCHES[rank]):
+            backward(ours, step)
+            optimizer.step()
+            ours.zero_grad()
+    full = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(max(BATCHES)):
+        full.zero_grad()
+        for r in range(world):
+            if step < BATCHES[r]:
+                backward(alone, step, rank=r)
+        for param in alone.parameters():
+            param.grad /= world
+        full.step()
+    same_values(module, alone)
+    ours.close()
+
+
+def mean_of_module_buffers() -> None:
+    module = ConvBatchNorm()
+    ours = BucketDDP(module, module_buffers="mean")
+    module.norm.momentum = 0.0
+    rank, seen = dist.get_rank(), []
+    with ours.join():
+        for step in range([1, 3, 3][rank]):
+            module.norm.running_mean.fill_([100.0, 1.0, 3.0][rank])
+            backward(ours, step)
+            seen.append(float(module.norm.running_mean[0]))
+    ours.close()
+    assert seen == [pytest.approx(104 / 3), 2.0, 2.0][: len(seen)], "only ranks with data count"
+
+
+def on_three_ranks() -> None:
+    check_each({"module buffers": [ConvBatchNorm, True], "by ranks with data": [Mlp, False]}, as_torch_ddp)
+    check_each({"initial": [True], "active": [False]}, one_process)
+    with_zero_redundancy()
+    mean_of_module_buffers()
+
+
+def test_uneven_inputs_end_as_in_one_process(run_ranks: RunRanks) -> None:
+    run_ranks(3, on_three_ranks)
+
+
+# -- two ranks ---------------------------------------------------------------------------------------
+
+
+def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
+    """``.grad`` behind a join that rank 0 leaves first, and behind the first pass of another one."""
+    torch.manual_seed(1)
+    module = nn.Linear(1, 1, bias=False)
+    wrapped = make(module)
+    rank = dist.get_rank()
+    seen: list[Any] = []
+    for batches in ([2, 4], [1, 1]):
+        with wrapped.join():
+            for step in range(batches[rank]):
+                wrapped(torch.full((1, 1), 10.0 * (rank + 1) + step)).sum().backward()
+                last = module.weight.grad.item()
+                if cleared:
+                    wrapped.zero_grad()
+        seen += [last, None if module.weight.grad is None else module.weight.grad.item()]
+    return seen
+
+
+def a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
+    ours = gradients_around_two_joins(BucketDDP, cleared)
+    assert dist.get_rank() == 1 or ours[1] == (None if cleared else ours[0])
+    assert ours == gradients_around_two_joins(DistributedDataParallel, cleared)
+
+
+def tokens_without_a_backward() -> None:
+    """Rank 0 counts a batch that it does not train on, and leaves its loop."""
+    torch.manual_seed(1)
+    module = Mlp()
+    alone = copy.deepcopy(module)
+    ours = BucketDDP(module, gradient_divide_by="tokens")
+    inputs, target = batch(0, 1)
+    with ours.join():
+        if dist.get_rank() == 0:
+            ours.count_tokens(1000)
+        else:
+            ours.count_tokens(4)
+            (ours(inputs) - target).square().sum().backward()
+    (alone(inputs) - target).square().sum().div(4).backward()
+    assert_grads(module, grads(alone) if dist.get_rank() else dict.fromkeys(grads(alone)))
+    ours.close()
+
+
+def refused() -> None:
+    """On every rank that has data, before anything is sent that ranks without data would not answer."""
+    ours = BucketDDP(Mlp())
+    with ours.join():
+        with ours.no_sync():
+            backward(ours)
+        with pytest.raises(RuntimeError, match="found a reduction by hand"):
+            ours.allreduce_gradients()
+    ours.allreduce_gradients()
+    assert ours.passes == 1
+    ours.close()
+    ours = BucketDDP(Mlp(), gradient_divide_by=1)
+    with pytest.raises(ValueError, match="divide_by_initial_world_size=False, found gradient_divide_by=1"):
+        with ours.join(divide_by_initial_world_size=False):
+            pass
+    ours.close()
+
+
+def on_two_ranks() -> None:
+    check_each({"cleared": [True], "kept": [False]}, a_joined_rank_keeps_its_gradients)
+    tokens_without_a_backward()
+    refused()
+
+
+def test_joined_ranks_keep_gradients_and_count_nothing(run_ranks: RunRanks) -> None:
+    run_ranks(2, on_two_ranks)

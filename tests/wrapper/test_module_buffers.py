@@ -1,0 +1,155 @@
+"""First synchronisation, and module buffers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm import broadcast as broadcast_file
+from tests.models import ConvBatchNorm, batch
+from tests.reference import largest_difference_between_ranks
+from tests.wrapper.cases import RunRanks, backward
+
+
+class ManyKinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = ConvBatchNorm()
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.transposed = nn.Parameter(torch.ones(4, 3).t())
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("ids", torch.arange(3))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+
+
+def first_synchronisation(init_sync: bool) -> float:
+    module = ManyKinds()
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.copy_(tensor + dist.get_rank() if tensor.dtype is not torch.bool else tensor ^ bool(dist.get_rank()))
+    strides = module.transposed.stride()
+    broadcast_file._CHUNK_BYTES, before = 100, broadcast_file._CHUNK_BYTES  # several chunks
+    BucketDDP(module, init_sync=init_sync).close()
+    broadcast_file._CHUNK_BYTES = before
+    assert module.transposed.stride() == strides
+    if init_sync:
+        assert (module.scalar.item(), module.flags.tolist(), module.ids.tolist()) == (1, [True, False], [0, 1, 2])
+    return largest_difference_between_ranks(module)
+
+
+def test_everything_starts_as_rank_0_has_it(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, first_synchronisation, True) == [0.0, 0.0, 0.0]
+    assert min(run_ranks(3, first_synchronisation, False)) > 0
+
+
+class Scaled(nn.Module):
+    """A linear layer times a module buffer, which every forward adds one to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = float(self.scale)
+        self.scale = self.scale + 1
+        return self.layer(x) * self.scale
+
+
+def module_buffers_in_forwards(mode: str | None) -> list[float]:
+    """What forwards of many kinds see of a module buffer that is 10 times the rank. Without a mode: in torch DDP."""
+    rank, seen = dist.get_rank(), []
+    module = Scaled()
+    wrapper = BucketDDP(module, module_buffers=mode) if mode else nn.parallel.DistributedDataParallel(module)
+
+    def look(times: int = 2, backward: bool = True) -> None:
+        for _ in range(times):
+            module.scale = torch.tensor(10.0 * rank)
+            output = wrapper(batch(0, rank)[0])
+            if backward:
+                output.sum().backward()
+            seen.append(module.seen)
+
+    look()
+    look(backward=False)  # nothing reduced in between
+    wrapper.eval()  # Lightning leaves a wrapper like this behind validation
+    look(1)
+    wrapper.train()
+    with wrapper.no_sync():
+        look()
+    look()
+    return seen
+
+
+@pytest.mark.parametrize(("mode", "synchronised"), [(None, 0.0), ("broadcast", 0.0), ("off", 10.0), ("mean", 5.0)])
+def test_forward_synchronises_module_buffers_as_torch_does(
+    run_ranks: RunRanks, mode: str | None, synchronised: float
+) -> None:
+    own = 10.0
+    assert run_ranks(2, module_buffers_in_forwards, mode)[1] == [*[synchronised] * 6, own, own, synchronised]
+
+
+def evaluates_alone() -> None:
+    """Rank 1 evaluates between two steps, in training mode too, without any other rank."""
+    module = ConvBatchNorm()
+    ours = BucketDDP(module)
+    inputs, _ = batch(0, dist.get_rank())
+    backward(ours)
+    own = module.norm.running_mean.clone()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            ours.eval()(inputs)
+            ours.train()
+    assert torch.equal(module.norm.running_mean, own)
+    ours.eval()(inputs).sum().backward()  # in eval mode BatchNorm leaves its statistics alone
+    assert largest_difference_between_ranks(module) == 0
+    module.norm.running_mean = torch.full((6,), float(dist.get_rank()))  # replaced, not written to
+    ours.synchronise_module_buffers()
+    assert module.norm.running_mean.eq(0).all()
+    ours.close()
+
+
+class UsesBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale  # saves the buffer for backward
+
+
+def version_counters() -> None:
+    ours = BucketDDP(UsesBuffer())
+    inputs, _ = batch(0, dist.get_rank())
+    ours(inputs).sum().backward()
+    version = ours.module.scale._version
+    kept = ours.module(inputs).sum()
+    ours(inputs).sum()  # broadcasts
+    assert ours.module.scale._version == version
+    kept.backward()
+    ours.close()
+
+
+def one_collective_per_dtype() -> None:
+    ours = BucketDDP(ConvBatchNorm())
+    backward(ours)
+    collectives, calls = ours._runtime.collectives, []
+    start = collectives.broadcast
+    collectives.broadcast = lambda tensor, *args: (calls.append(tensor.dtype), start(tensor, *args))[1]
+    ours(batch(0, 0)[0])
+    assert calls == [torch.float32, torch.int64]
+    ours.close()
+
+
+def module_buffers_between_passes() -> None:
+    evaluates_alone()
+    version_counters()
+    one_collective_per_dtype()
+
+
+def test_module_buffers_may_be_looked_at_and_replaced(run_ranks: RunRanks) -> None:
+    run_ranks(2, module_buffers_between_passes)
