@@ -2,10 +2,8 @@
 
 import ctypes
 import gc
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,30 +23,6 @@ from tests.models import MODELS, batch, build, loss_of
 PARAMETERS = 24
 ELEMENTS = 1024 * 1024  # of fp32: 4 MiB each
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
-ROOT = Path(__file__).parent.parent.parent
-
-
-def run_processes(commands: list[list[str]], **environment: str) -> list[tuple[str, str]]:
-    """Runs the commands at once; all must end well. Returns what each wrote to stdout and stderr."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return outputs
 
 
 def train(name: str, rank: int) -> None:

@@ -62,7 +62,7 @@ def test_ranks_exchange_answers_and_clear_up(ranks: Callable[[int], list[Peers]]
             on_all(three, lambda it, topic=topic: it.exchange(topic, f"{topic} of {it.rank}"))
             == [[f"{topic} of {rank}" for rank in range(3)]] * 3
         )
-    assert not any(store.check([f"1/first/{what}"]) for what in (0, 1, 2, "said", "complete"))
+    assert not any(store.check([f"1/1/first/{what}"]) for what in (0, 1, 2, "said", "complete"))
 
 
 def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers]]) -> None:
