@@ -29,7 +29,7 @@ def _saves_nothing() -> Iterator[None]:
 def quick(script: str, *arguments: str) -> str:
     """What a benchmark prints in a quick run, which must end well."""
     command = [sys.executable, f"benchmarks/{script}", "--quick", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     if result.returncode and (reason := SKIPPED.match(result.stderr)):
         pytest.skip(reason[1])
     assert result.returncode == 0, result.stderr[-4000:]
