@@ -14,6 +14,7 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout
 
 NONE: frozenset[int] = frozenset()
+NO_WORK = Work()  # a default_factory would be called in a generated function, which Dynamo traces
 
 MAX_REMEMBERED_SETS = 64
 """Number of trainable sets with remembered buckets. Buckets of other sets are worked out again."""
@@ -43,7 +44,7 @@ class Bucket:
     missing: set[int] = field(default_factory=set)
     launched: bool = False
     launched_at: float = 0.0
-    work: Work = field(default_factory=Work)
+    work: Work = NO_WORK
 
 
 class Buckets:

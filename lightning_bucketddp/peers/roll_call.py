@@ -145,7 +145,7 @@ class RollCall:
         found = []
         for rank, value in enumerate(self._store.multi_get(keys)):
             answered, statuses = pickle.loads(value)
-            if len(statuses) >= wrapper:
+            if 0 < wrapper <= len(statuses):
                 found.append(replace(statuses[wrapper - 1], heard=answered >= call))
             elif answered < call:
                 found.append(Status(rank, heard=False))

@@ -40,7 +40,9 @@ _LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
 
 
 def names(function: Any) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name not in ("kwargs", "options")]
+    return [
+        name for name in inspect.signature(function).parameters if name not in ("kwargs", "options", "torch_options")
+    ]
 
 
 def test_everything_that_ddp_takes_is_an_argument() -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, GradientError, Options, PeerFailureError
-from lightning_bucketddp.grads import contiguous
 from tests.inside import reducer_of, views_of
 from tests.models import MODELS, Branches, Mlp, batch, build
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
@@ -122,7 +121,6 @@ def one_reduction_per_buffer() -> None:
 def packed_before_the_end() -> None:
     """Gradients do not pile up outside of a large bucket."""
     module = Mlp(depth=3)
-    before, contiguous.OUTSIDE_BYTES = contiguous.OUTSIDE_BYTES, 1
     ours = BucketDDP(module, overlap=False)
     seen: list[bool] = []
     views = views_of(ours)
@@ -130,7 +128,6 @@ def packed_before_the_end() -> None:
     for step in range(2):
         ours.zero_grad()
         backward(ours, step)
-    contiguous.OUTSIDE_BYTES = before
     assert seen == [True, True]
     ours.close()
 
