@@ -36,8 +36,3 @@ def comm_hook_of(net: BucketDDP) -> CommHook:
     reduction = reducer_of(net).reduction
     assert isinstance(reduction, HookReduce)
     return reduction._hook
-
-
-def learns_order(net: BucketDDP) -> bool:
-    """Whether its next pass teaches the order of gradients."""
-    return any(it.follows_gradients for it in reducer_of(net).participants)

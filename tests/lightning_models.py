@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -219,13 +218,3 @@ class Gan(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizers = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.critic)]
         return optimizers, [lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
-
-
-def with_nets_and_optimizers(rows: dict[str, dict[str, Any]]) -> list[Any]:
-    """Net, optimizer and options by turns, so that every pair of values comes, and not every three."""
-    pairs = [("mlp", "sgd"), ("conv", "adamw"), ("mlp", "adamw"), ("conv", "sgd")]
-    return [
-        pytest.param(*pair, options, id="-".join([name, *pair]))
-        for at, (name, options) in enumerate(rows.items())
-        for pair in (pairs[2:] if at % 2 else pairs[:2])
-    ]

@@ -179,27 +179,6 @@ class Towers(nn.Module):
         return sum((torch.tanh(tower(x)) for tower in towers), torch.zeros(()))
 
 
-class LateScale(nn.Module):
-    """A scale under re-entrant checkpoints, behind a layer and, on demand, before it too.
-
-    In backward the second gradient of the scale then comes after all others.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
-        x = x.requires_grad_()
-        if twice:
-            x = checkpoint(self._scaled, x, use_reentrant=True)
-        return checkpoint(self._scaled, torch.tanh(self.layer(x)), use_reentrant=True)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 class RaiseInBackward(torch.autograd.Function):
     """The identity, whose backward raises."""
 
