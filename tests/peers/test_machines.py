@@ -21,7 +21,7 @@ SHARED, APART = [12], [4, 4, 4]
 
 
 @pytest.mark.parametrize(("started_here", "machine"), [(None, HOST), ("4", HOST), ("8", HOST), ("?", HOST), ("2", "")])
-def test_a_launcher_that_started_fewer_ranks_here_knows_of_other_machines(
+def test_a_launcher_of_fewer_ranks_knows_of_other_machines(
     started_here: str | None, machine: str
 ) -> None:
     assert machine_of_all(4, {} if started_here is None else {"LOCAL_WORLD_SIZE": started_here}) == machine
@@ -52,7 +52,7 @@ def default_buckets(started_here: list[str | None], hosts: list[str]) -> list[in
         ([None, "1"], ["a", "a"], APART),
     ],
 )
-def test_default_buckets_are_those_of_one_machine_only_if_all_ranks_say_so(
+def test_default_buckets_follow_from_all_ranks_sharing_one_machine(
     run_ranks: RunRanks, started_here: list[str | None], hosts: list[str], expected: list[int]
 ) -> None:
     assert run_ranks(2, default_buckets, started_here, hosts, fresh=True) == [expected] * 2

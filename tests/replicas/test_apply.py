@@ -69,7 +69,7 @@ def test_counts_are_checked(name: str) -> None:
         parallel_apply(each(2, int), **given)
 
 
-def test_modules_run_at_the_same_time_the_first_in_the_callers_thread() -> None:
+def test_the_first_module_runs_in_the_callers_thread() -> None:
     barrier = threading.Barrier(3, timeout=30)
     found = parallel_apply(each(3, lambda _: (barrier.wait(), threading.get_ident())[1]), [0, 1, 2])
     assert len(set(found)) == 3
@@ -119,7 +119,7 @@ def test_the_callers_state_holds_in_every_thread(context: Callable[[], AbstractC
 # -- errors ------------------------------------------------------------------------------------------
 
 
-def test_the_first_error_by_place_is_raised_when_all_have_ended() -> None:
+def test_the_first_error_is_raised_when_all_have_ended() -> None:
     second_failed, ended = threading.Event(), []
 
     def the_line_that_fails(index: int) -> None:

@@ -486,7 +486,7 @@ class Columns(nn.Module):
         return torch.ones(2) if x is None else self.weight @ x
 
 
-def test_arguments_come_by_place_by_name_along_a_dimension_or_not_at_all() -> None:
+def test_arguments_are_split_by_place_by_name_or_not() -> None:
     module, x = Branches().double(), data()[0]
     assert_same(data_parallel(module, (x, "left"), THREE), module(x, "left"))
     assert_same(data_parallel(module, (x,), THREE, module_kwargs={"take": "right"}), module(x, take="right"))
@@ -547,7 +547,7 @@ def test_module_buffers_on_none_of_the_devices_are_brought_home(monkeypatch: pyt
     assert_same_state(module, after_training)
 
 
-def test_replicas_are_kept_for_the_next_call_and_go_with_the_module() -> None:
+def test_replicas_are_kept_as_long_as_the_module() -> None:
     module = Mlp()
     seen: set[int] = set()
     hook = module.register_forward_pre_hook(lambda replica, _: seen.add(id(replica)))

@@ -180,7 +180,7 @@ def fit_with_own_optimizers() -> tuple[float, dict[str, Any]]:
     return runs.optimizers[0].seen, {name: float(value) for name, value in runs.callback_metrics.items()}
 
 
-def test_optimizers_see_the_loss_of_all_ranks_and_logs_the_ranks_own(run_ranks: RunRanks) -> None:
+def test_optimizers_see_the_mean_loss_and_logs_the_own(run_ranks: RunRanks) -> None:
     (seen, first), (seen_by_other, second) = run_ranks(2, fit_with_own_optimizers)
     assert seen == seen_by_other == pytest.approx((first["mine"] + second["mine"]) / 2)
     assert first["mine"] != second["mine"]

@@ -358,7 +358,7 @@ def no_batch_at_all() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_never_had_a_batch_is_an_error_on_all(run_ranks: RunRanks) -> None:
+def test_a_rank_without_any_batch_fails_on_all(run_ranks: RunRanks) -> None:
     for rank, message in enumerate(run_ranks(2, no_batch_at_all)):
         assert f"rank {rank}: expected at least one training batch on each rank, found none on rank 0" in message
 
