@@ -21,9 +21,7 @@ SHARED, APART = [12], [4, 4, 4]
 
 
 @pytest.mark.parametrize(("started_here", "machine"), [(None, HOST), ("4", HOST), ("8", HOST), ("?", HOST), ("2", "")])
-def test_a_launcher_of_fewer_ranks_knows_of_other_machines(
-    started_here: str | None, machine: str
-) -> None:
+def test_a_launcher_of_fewer_ranks_knows_of_other_machines(started_here: str | None, machine: str) -> None:
     assert machine_of_all(4, {} if started_here is None else {"LOCAL_WORLD_SIZE": started_here}) == machine
 
 

@@ -200,6 +200,7 @@ def fit(divide_by: str, kind: str, loader: str, accumulate: int) -> tuple[float,
         (2, "active_ranks", "automatic", "sized", 1),
         (2, "world_size", "automatic", "stream", 2),
         (2, "active_ranks", "automatic", "sized", 2),
+        (2, "active_ranks", "automatic", "sized", 5),
         (2, "world_size", "manual", "sized", 1),
     ],
 )
@@ -207,7 +208,7 @@ def test_ranks_that_run_out_do_not_count(
     run_ranks: RunRanks, world_size: int, divide_by: str, kind: str, loader: str, accumulate: int
 ) -> None:
     """A rank that runs out within a cycle of accumulation counts in that cycle."""
-    steps = 10 if accumulate == 1 else 6
+    steps = {1: 10, 2: 6, 5: 2}[accumulate]
     assert run_ranks(world_size, fit, divide_by, kind, loader, accumulate) == [(0.0, steps)] * world_size
 
 

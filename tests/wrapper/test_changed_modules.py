@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import Mlp, batch, loss_of
-from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
+from tests.models import Branches, Mlp, batch, loss_of
+from tests.reference import Twins, assert_grads, largest_difference_between_ranks, mean_over_ranks
 from tests.wrapper.cases import TINY, RunRanks, backward, check_each
 
 
@@ -96,6 +96,24 @@ def all_changes() -> None:
 
 def test_changed_parameters_are_taken_in(run_ranks: RunRanks) -> None:
     run_ranks(2, all_changes)
+
+
+def changed_after_a_local_pass() -> None:
+    """The synchronised pass does not use the parameters of the local one."""
+    torch.manual_seed(1)
+    twins = Twins(Branches())
+    inputs = batch(0, dist.get_rank())[0]
+    twins.backward(lambda net: net(inputs, "left").square().mean(), local=True)
+    for module in twins.modules:
+        module.extra = nn.Linear(2, 2)
+    twins.backward(lambda net: net(inputs, "right").square().mean())
+    assert twins.plain.left.weight.grad is not None
+    twins.check()
+    twins.ours.close()
+
+
+def test_a_change_keeps_the_gradients_of_local_passes(run_ranks: RunRanks) -> None:
+    run_ranks(2, changed_after_a_local_pass)
 
 
 def different_values() -> None:
