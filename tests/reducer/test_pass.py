@@ -408,6 +408,22 @@ def test_two_wrappers_in_one_graph(run_ranks: RunRanks) -> None:
     run_ranks(2, two_wrappers)
 
 
+def context_without_backward() -> int:
+    first, second = BucketDDP(seeded(Mlp)), BucketDDP(seeded(lambda: Mlp(depth=6)), bucket_cap_mb=TINY)
+    mse(0)(second).backward()
+    with first.backward_pass(torch.zeros((), requires_grad=True)):
+        pass
+    mse(1)(second).backward()
+    early = second.early_launches
+    first.close()
+    second.close()
+    return early
+
+
+def test_a_context_without_backward_holds_no_other_wrapper_up(run_ranks: RunRanks) -> None:
+    assert min(run_ranks(2, context_without_backward)) > 0
+
+
 # -- values --------------------------------------------------------------------------------------------------
 
 
