@@ -14,7 +14,7 @@ Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n
     heard/<fit>/<rank>           the rank has heard of the failure
     end                          the rank that may serve the store ends: stop listening
     closed/<fit>/<rank>          the rank has stopped listening
-    <wrapper>/failed             the last pass that failed on some rank, and why
+    failed                       by wrapper, the last pass that failed on some rank, and why
     <wrapper>/<topic>/<rank>     a rank's answer on a topic; everyone reads everyone's
     <wrapper>/<topic>/said       how many ranks have answered
     <wrapper>/<topic>/complete   all ranks have answered

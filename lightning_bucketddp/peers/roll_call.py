@@ -51,7 +51,7 @@ class RollCall:
         self.rank = rank
         self.world_size = world_size
         self._statuses: list[Status] = []  # of all wrappers, closed ones too: others may still ask for them
-        self._failed: dict[int, FailedPass] = {}  # by wrapper, as far as is known here
+        self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
         self._call, self._called_at = "", 0.0  # the last call, as far as is known here
 
     def enter(self, status: Status) -> int:
@@ -70,9 +70,7 @@ class RollCall:
         Args:
             store: The connection to use.
         """
-        for wrapper in range(1, len(self._statuses) + 1):
-            if found := read(store, f"{wrapper}/failed"):
-                self._failed[wrapper] = FailedPass(*json.loads(found))
+        self._failed = _failed_in(read(store, "failed"))
         call = read(store, "call")
         if call != self._call:
             self._call, self._called_at = call, time.monotonic()
@@ -82,17 +80,20 @@ class RollCall:
 
     def failed_pass(self, wrapper: int) -> FailedPass:
         """The last pass of a wrapper that failed on some rank, as far as is known here."""
-        return self._failed.get(wrapper, FailedPass())
+        return self._failed.get(str(wrapper), FailedPass())
 
     def publish_failed(self, wrapper: int, failed: FailedPass) -> None:
         """Tell all ranks of a failed pass. What happened first in a pass stays, and so does a failure for good."""
-        self.look(self._store)
-        known = self.failed_pass(wrapper)
-        if known.for_good:
-            return
-        if known.number == failed.number:
-            failed = failed._replace(text=known.text)
-        self._store.set(f"{wrapper}/failed", json.dumps(failed))
+        while True:
+            before = read(self._store, "failed")
+            self._failed = _failed_in(before)
+            first = self.failed_pass(wrapper)
+            if first.for_good:
+                return
+            text = first.text if first.number == failed.number else failed.text
+            after = json.dumps({**self._failed, str(wrapper): failed._replace(text=text)})
+            if self._store.compare_set("failed", before, after).decode() == after:  # no other rank came in between
+                break
         self.wake()
 
     # -- records -------------------------------------------------------------------------------------
@@ -150,6 +151,10 @@ class RollCall:
             elif answered < call:
                 found.append(Status(rank, heard=False))
         return found
+
+
+def _failed_in(written: str) -> dict[str, FailedPass]:
+    return {wrapper: FailedPass(*failed) for wrapper, failed in json.loads(written or "{}").items()}
 
 
 def _number(call: str) -> int:

@@ -13,7 +13,8 @@ from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers import peers as peers_file
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.peers.status import Phase
+from lightning_bucketddp.peers.roll_call import FailedPass, RollCall
+from lightning_bucketddp.peers.status import Phase, Status
 
 _numbers = itertools.count()
 
@@ -113,3 +114,29 @@ def test_silent_ranks_are_named(ranks: Callable[[int], list[Peers]], monkeypatch
     second._listener._closed.set()
     second._listener._thread.join(timeout=5)
     assert first._listener.ask_why(first.number) == "nothing is heard of rank(s) 1"
+
+
+class CountedStore:
+    """A store that counts requests."""
+
+    def __init__(self) -> None:
+        self._store, self.requests = HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def test_many_wrappers_ask_the_store_no_more_than_one() -> None:
+    asked = []
+    for wrappers in (1, 100):
+        store: Any = CountedStore()
+        roll_call = RollCall(store, 0, 1)
+        for _ in range(wrappers):
+            roll_call.enter(Status(0))
+        roll_call.publish_failed(wrappers, FailedPass(3, False, "rank 0 raised"))
+        store.requests = 0
+        roll_call.look(store)
+        assert roll_call.failed_pass(wrappers).text == "rank 0 raised"
+        asked.append(store.requests)
+    assert asked[0] == asked[1]
