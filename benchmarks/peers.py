@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -162,7 +163,17 @@ def peers() -> list[Peer]:
         Peer("ddp + ZeroRedundancyOptimizer", _ddp(gradient_as_bucket_view=True, bucket_cap_mb=2), _zero),
         Peer("bucketddp", _ours()),
         Peer("bucketddp_sharded", _ours(shard_optimizer=True)),
+        *_low_precision_peers(),
         *_plain_peers(),
+    ]
+
+
+def _low_precision_peers() -> list[Peer]:
+    """Peers that send 16 bits per element. Lightning's ``ddp`` ignores communication hooks on the CPU."""
+    return [
+        *(Peer(f"bucketddp, {hook} hook", _ours(comm_hook=hook)) for hook in ("fp16", "bf16")),
+        Peer("bucketddp, bf16 wire", _ours(wire_dtype="bfloat16")),
+        Peer("bucketddp_sharded, bf16 wire", _ours(shard_optimizer=True, wire_dtype="bfloat16")),
     ]
 
 
@@ -171,6 +182,14 @@ def _plain_peers() -> list[Peer]:
 
     def torch_ddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: DistributedDataParallel(net, **options))
+
+    def torch_ddp_with(hook: Callable[..., Any], **options: Any) -> Wrap:
+        def wrapper(net: nn.Sequential) -> nn.Module:
+            module = DistributedDataParallel(net, **options)
+            module.register_comm_hook(None, hook)
+            return module
+
+        return _wrapped(wrapper)
 
     def bucketddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: BucketDDP(net, **options))
@@ -182,12 +201,23 @@ def _plain_peers() -> list[Peer]:
             Peer(f"torch DDP, best flags, {cap} MiB", None, wrap=torch_ddp(**_BEST_FLAGS, bucket_cap_mb=cap))
             for cap in (1, 2, 4)
         ),
+        *(
+            Peer(
+                f"torch DDP, {hook} hook, {cap} MiB",
+                None,
+                wrap=torch_ddp_with(function, gradient_as_bucket_view=True, bucket_cap_mb=cap),
+            )
+            for hook, function in (("fp16", fp16_compress_hook), ("bf16", bf16_compress_hook))
+            for cap in (1, 2, 4, 8)
+        ),
         Peer("FSDP2", None, wrap=_fsdp2(reshard=True)),
         Peer("FSDP2, reshard_after_forward=False", None, wrap=_fsdp2(reshard=False)),
         Peer("FairScale ShardedDDP + OSS", None, wrap=_fairscale(), needs="fairscale"),
         Peer("FairScale, reduce_buffer_size=0", None, wrap=_fairscale(reduce_buffer_size=0), needs="fairscale"),
         Peer("BucketDDP", None, wrap=bucketddp()),
         Peer("BucketDDP, sharded", None, wrap=bucketddp(shard_optimizer=True)),
+        *(Peer(f"BucketDDP, {hook} hook", None, wrap=bucketddp(comm_hook=hook)) for hook in ("fp16", "bf16")),
+        Peer("BucketDDP, bf16 wire", None, wrap=bucketddp(wire_dtype="bfloat16")),
     ]
     return [replace(peer, name=f"{peer.name} (plain loop)") for peer in found]
 

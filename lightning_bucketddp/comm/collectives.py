@@ -160,7 +160,13 @@ class Collectives:
             return None
         return self.world_size if dtype in (torch.float32, torch.float64) else None
 
-    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
+    def all_reduce_mean(
+        self,
+        flat: Tensor,
+        wire_dtype: torch.dtype | None = None,
+        divided: bool = False,
+        gathering: Collectives | None = None,
+    ) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         Args:
@@ -169,6 +175,7 @@ class Collectives:
                 shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
                 less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
+            gathering: A second group of the same ranks, for the all-gather; else this group.
         """
         if self._nothing_to_do(flat):
             return Work()
@@ -177,7 +184,8 @@ class Collectives:
             sent = wire.padded(flat, self._shard_length(flat) * self.world_size, wire_dtype)
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
+            gather = partial(self._gather_means, received, sent, flat, gathering or self)
+            return self._started(handle, None, flat).then(gather)
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
         return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), None, flat)
 
@@ -191,12 +199,14 @@ class Collectives:
         flat.mul_(1.0 / self.world_size)
         return dist.ReduceOp.SUM
 
-    def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor) -> Work:
+    def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor, gathering: Collectives) -> Work:
         """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
         shard = self.shard(sent)
+        if received.device.type != "cpu":  # on a stream of its own; it has no further use for the memory
+            received.record_stream(torch.accelerator.current_stream(received.device))
         wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
-        handle = getattr(dist, _ALL_GATHER)(sent, shard, group=self.group, async_op=True)
-        return self._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
+        handle = getattr(dist, _ALL_GATHER)(sent, shard, group=gathering.group, async_op=True)
+        return gathering._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
 
     # -- shards --------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class ShardGroups:
     Args:
         collectives: The group of all ranks that train together.
         group_size: Among how many consecutive ranks shards are divided; all of them if None.
+        in_stages: Whether an all-reduce across groups has two stages, as with a low-precision wire.
 
     Attributes:
         inside: The ranks among which shards are divided.
@@ -45,7 +46,7 @@ class ShardGroups:
         index: This rank's shard.
     """
 
-    def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
+    def __init__(self, collectives: Collectives, group_size: int | None = None, in_stages: bool = False) -> None:
         ranks = collectives.world_size
         require_divides(group_size, ranks)
         size = group_size or ranks
@@ -53,10 +54,14 @@ class ShardGroups:
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.gathering = collectives if ranks == 1 else collectives.split(groups)
         self.across: Collectives | None = None
+        self._gathering_across: Collectives | None = None
         if size < ranks:
-            self.across = collectives.split([range(place, ranks, size) for place in range(size)])
+            same_shard = [range(place, ranks, size) for place in range(size)]
+            self.across = collectives.split(same_shard)
+            self._gathering_across = collectives.split(same_shard) if in_stages else None
         self.shards, self.index = self.inside.world_size, self.inside.rank
-        self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
+        groups_made = (self.gathering, self.across, self._gathering_across, self.inside)
+        self._all = [group for group in groups_made if group is not None]
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
@@ -67,7 +72,7 @@ class ShardGroups:
         work = self.inside.reduce_scatter_mean(flat, wire_dtype)
         across = self.across
         if across is not None:
-            work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype), early=True)
+            work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype, gathering=self._gathering_across))
         return work
 
     def leave_behind(self, why: str) -> None:

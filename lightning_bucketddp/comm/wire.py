@@ -41,8 +41,11 @@ def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
         world_size: The number of ranks.
         out: Where to: 1-D, of a part's length or, without the padding, less.
     """
-    dtype = torch.promote_types(received.dtype, torch.float32)
-    out.copy_(received.view(world_size, -1)[:, : out.numel()].sum(0, dtype=dtype).mul_(1.0 / world_size))
+    first, *others = received.view(world_size, -1)[:, : out.numel()]
+    total = first.to(torch.promote_types(received.dtype, torch.float32), copy=True)
+    for part in others:
+        total.add_(part)
+    out.copy_(total.mul_(1.0 / world_size))
 
 
 def parts_for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 POLL_SECONDS = 0.5
 """How often a rank polls while it waits for a collective."""
@@ -26,19 +26,18 @@ class Work:
 
     A gradient's bucket with ``shard_group_size`` and ``wire_dtype``, for example, has three::
 
-        all-to-all inside, sum  ->  all-to-all across (early), sum  ->  all-gather across, copy
+        all-to-all inside, sum  ->  all-to-all across, sum  ->  all-gather across, copy
 
     The completion of a stage does not start the next one: collectives complete in another order on each rank. The
-    program starts it. All ranks call :meth:`proceed` or :meth:`wait` at the same point among their collectives. Early
-    stages may start sooner, see :meth:`then`.
+    program starts it. All ranks start the stages on one process group in the same order.
 
     Args:
         handle: What torch returned for the first stage; None if there is nothing to wait for (one rank).
         finish: Called once, on the waiting thread, when the stage has completed.
         on_host: Whether the host waits for the stage (CPU tensors). On accelerators the current stream waits.
         left_behind: Called with the error when a wait raises. The collective is still under way then.
-        sends_more: Whether it may start further collectives by itself. :meth:`proceed` waits for it then, so that no
-            other collective comes in between.
+        sends_more: Whether it may start further collectives by itself. :meth:`start_next` waits for it then, so that
+            no other collective comes in between.
     """
 
     def __init__(
@@ -51,57 +50,55 @@ class Work:
     ) -> None:
         self._handle, self._finish, self._on_host = handle, finish, on_host
         self._left_behind, self._sends_more = left_behind, sends_more
-        self._later: list[_Stage] = []
+        self._later: list[Callable[[], Work]] = []
 
-    def then(self, start: Callable[[], Work], early: bool = False) -> Work:
-        """Add a stage.
+    def then(self, start: Callable[[], Work]) -> Work:
+        """Add a stage, and return this work.
 
         Args:
             start: Starts it; called when the stage before has completed. The work that it returns may have stages too.
-            early: Whether it may start before backward has ended. Its group must carry nothing else until all buckets
-                have started theirs, in index order.
-
-        Returns:
-            This work.
         """
-        self._later.append(_Stage(start, early))
+        self._later.append(start)
         return self
 
     def done(self) -> bool:
         """Whether nothing is left to start or to wait for."""
-        return not self._later and self._stage_done()
+        return not self._later and (self._handle is None or self._handle.is_completed())
 
-    def try_proceed(self) -> bool:
-        """Start the early stages that need no wait.
-
-        Call it for one bucket after the other, in index order, up to the first that returns False.
-
-        Returns:
-            Whether no early stage is left to start.
-        """
-        while self._later and self._later[0].early:
-            if not self._stage_done():
-                return False
-            self._start_next(None)
-        return True
-
-    def proceed(self, poll: Callable[[], None] | None = None, early_only: bool = False) -> None:
-        """Start all stages, and wait for all but the last. Other collectives may start then.
-
-        All ranks must call it at the same point among their collectives.
+    def start_next(self, poll: Callable[[], None] | None = None) -> bool:
+        """Wait for the present stage and start the next one, if there is one.
 
         Args:
             poll: As for :meth:`wait`.
-            early_only: Whether to stop at the first stage that is not early. Buckets share the early stages' group. So
-                call this for all of them before the call that starts the rest.
+
+        Returns:
+            Whether it has started one.
 
         Raises:
             RuntimeError: As :meth:`wait`.
         """
-        while self._later and (self._later[0].early or not early_only):
-            self._start_next(poll)
+        if self._later:
+            self._complete(poll)
+            started = self._later[0]()
+            self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
+            self._left_behind, self._sends_more = started._left_behind, started._sends_more
+            self._later[:1] = started._later
+            return True
         if self._sends_more:
             self._complete(poll)
+        return False
+
+    def proceed(self, poll: Callable[[], None] | None = None) -> None:
+        """Start all stages, and wait for all but the last. Other collectives may start then.
+
+        Args:
+            poll: As for :meth:`wait`.
+
+        Raises:
+            RuntimeError: As :meth:`wait`.
+        """
+        while self.start_next(poll):
+            pass
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
         """Wait for all stages: on the host, or on the current stream for an accelerator.
@@ -132,17 +129,6 @@ class Work:
             return False
         return True
 
-    def _stage_done(self) -> bool:
-        return self._handle is None or self._handle.is_completed()
-
-    def _start_next(self, poll: Callable[[], None] | None) -> None:
-        """Complete the present stage and start the next one."""
-        self._complete(poll)
-        started = self._later[0].start()
-        self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
-        self._left_behind, self._sends_more = started._left_behind, started._sends_more
-        self._later[:1] = started._later
-
     def _complete(self, poll: Callable[[], None] | None) -> None:
         """Wait for the present stage and finish it."""
         if self._handle is not None:
@@ -157,11 +143,6 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
-
-
-class _Stage(NamedTuple):
-    start: Callable[[], Work]
-    early: bool
 
 
 def _poll_until_completed(handle: Handle, poll: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -56,6 +57,7 @@ class Setting:
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks: each device has its autograd thread.
+        gathering: A second group of the same ranks, for the second stages of a low-precision wire.
     """
 
     def __init__(
@@ -75,6 +77,11 @@ class Setting:
         self.recorder = PassRecorder(collectives)
         self.checks = ControlChecks(peers)
         self.queue = WrapperQueue(collectives.group)
+        self.gathering: Collectives | None = None
+        on_cpu = all(param.device.type == "cpu" for _, param in params.named)
+        if options.wire_dtype is not None and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
+            self.gathering = collectives.split([range(collectives.world_size)])
+            weakref.finalize(self, self.gathering.end).atexit = False
         self.lock = threading.RLock()
 
 
@@ -135,7 +142,7 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
     options, collectives = setting.options, setting.collectives
     layout = planner.plan()
     if options.shard_optimizer:
-        groups = ShardGroups(collectives, options.shard_group_size)
+        groups = ShardGroups(collectives, options.shard_group_size, options.wire_dtype is not None)
         return Sharded(table, buckets, layout, groups, options.scatter_every_pass)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
@@ -153,4 +160,5 @@ def reduction_of(
         return HookReduce(hook, buckets, table, storage)
     if isinstance(storage, Sharded):
         return ReduceScatter(storage.groups, buckets, wire_dtype)
-    return AllReduce(setting.collectives, buckets, wire_dtype, scales=setting.options.use_contiguous_buffers)
+    scales = setting.options.use_contiguous_buffers
+    return AllReduce(setting.collectives, buckets, wire_dtype, scales, setting.gathering)

@@ -242,7 +242,6 @@ class Reducer:
             while (bucket := self.buckets.next()) is not None:
                 self.reduction.make_free(self.peers.poll)
                 self.launch(bucket)
-                self.reduction.advance()
 
     def backward_ended(self) -> None:
         """End the pass, after the last gradient and before ``backward()`` returns."""

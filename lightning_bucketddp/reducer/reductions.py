@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
 from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.comm.stage_thread import StageThread
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.slots import SlotTable
@@ -20,6 +22,7 @@ class Reduction(Protocol):
     """Reduces buckets. All ranks start the same buckets in the same order."""
 
     _buckets: Buckets
+    _thread: StageThread | None = None
 
     def scale(self, bucket: Bucket) -> float | None:
         """The factor that packing applies, so that the collective need not divide; None for none."""
@@ -41,13 +44,21 @@ class Reduction(Protocol):
         return
 
     def advance(self) -> None:
-        """Start later stages of launched buckets, as far as that needs no wait."""
-        return
+        """Hand the bucket that was launched last to the stage thread, if there is one."""
+        bucket = self._buckets.active[self._buckets.launched - 1]
+        if self._thread is not None and bucket.flat.device.type == "cpu":
+            bucket.work = self._thread.take(bucket.work)
 
     def proceed(self, poll: Callable[[], None]) -> None:
-        """Start all stages of all buckets, so that other collectives may follow."""
-        for bucket in self._buckets.awaiting():
-            bucket.work.proceed(poll)
+        """Start all stages of all buckets, so that other collectives may follow.
+
+        Stage by stage: a process group then carries one stage of the buckets, in their order.
+        """
+        started = True
+        while started:
+            started = False
+            for bucket in self._buckets.awaiting():
+                started |= bucket.work.start_next(poll)
 
     def forget(self, slot: int | None = None) -> None:
         """Forget the memory of a slot that no rank used; of all buckets if None, as they change."""
@@ -62,12 +73,22 @@ class AllReduce(Reduction):
         buckets: The buckets.
         wire_dtype: The dtype in which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
         scales: Whether packing may divide.
+        gathering: With a ``wire_dtype`` on the CPU, a second group of the same ranks. A thread starts the second stages
+            there. On accelerators the second stage of a bucket follows the launch of the next bucket.
     """
 
     def __init__(
-        self, collectives: Collectives, buckets: Buckets, wire_dtype: torch.dtype | None, scales: bool
+        self,
+        collectives: Collectives,
+        buckets: Buckets,
+        wire_dtype: torch.dtype | None,
+        scales: bool,
+        gathering: Collectives | None = None,
     ) -> None:
         self._buckets, self._collectives, self._wire_dtype, self._scales = buckets, collectives, wire_dtype, scales
+        self._gathering = gathering
+        self._thread = None if gathering is None else StageThread()
+        self._last = Work()
 
     def scale(self, bucket: Bucket) -> float | None:
         """One over the world size, where that saves a walk through memory."""
@@ -84,7 +105,13 @@ class AllReduce(Reduction):
         """Start the all-reduce."""
         scaled = self.scale(bucket) is not None
         flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
-        return self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
+        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled, self._gathering)
+        if self._wire_dtype is not None and self._gathering is None:
+            # In a stream of its own: backward must not wait for the first stage.
+            with torch.Stream(flat.device) if flat.device.type != "cpu" else nullcontext():
+                self._last.proceed()
+            self._last = work
+        return work
 
 
 class ReduceScatter(Reduction):
@@ -100,27 +127,11 @@ class ReduceScatter(Reduction):
 
     def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
         self._buckets, self._groups, self._wire_dtype = buckets, groups, wire_dtype
+        self._thread = StageThread()
 
     def start(self, bucket: Bucket) -> Work:
         """Start the reduce-scatter."""
         return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
-
-    def advance(self) -> None:
-        """Start all-reduces across groups in bucket order, and sum shards that are there, which frees memory.
-
-        Not on an accelerator, where the compute stream would have to wait.
-        """
-        for bucket in self._buckets.active[: self._buckets.launched]:
-            if bucket.flat.device.type != "cpu" or not bucket.work.try_proceed():
-                return
-            if not bucket.work.settle() and self._groups.across is None:
-                return
-
-    def proceed(self, poll: Callable[[], None]) -> None:
-        """Start the all-reduces across groups, then the second stages of a low-precision wire."""
-        for early_only in (True, False):
-            for bucket in self._buckets.awaiting():
-                bucket.work.proceed(poll, early_only)
 
 
 class HookReduce(Reduction):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.reducer.reductions import AllReduce
 from tests.models import Mlp, batch, loss_of
 from tests.reference import grads
 
@@ -197,3 +200,58 @@ def test_bytes_on_the_wire(run_ranks: RunRanks, world_size: int) -> None:
         assert really == pytest.approx(plain[1] / 2, rel=0.05)
     assert power_sgd[0] < plain[0] / 30
     assert power_sgd[1] < plain[1] / 10 or plain[1] == 0
+
+
+def launched_in_turn() -> tuple[list[str], list[Tensor]]:
+    """Reduce three buckets as on an accelerator, where the second stages have no group of their own."""
+    collectives, buckets = Collectives(None), Buckets.__new__(Buckets)
+    rank = dist.get_rank()
+    flats = [torch.full((10,), 1.0 + index + rank) for index in range(3)]
+    buckets.active = [Bucket(index, (), False, flat) for index, flat in enumerate(flats)]
+    reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
+    with recorded() as calls:
+        for bucket in buckets.active:
+            bucket.work = reduction.start(bucket)
+        reduction.proceed(lambda: None)
+    for bucket in buckets.active:
+        bucket.work.wait()
+    return [name for name, _ in calls], flats
+
+
+def test_on_accelerators_second_stages_have_a_fixed_place(run_ranks: RunRanks) -> None:
+    for names, flats in run_ranks(2, launched_in_turn):
+        to_all, gather = "all_to_all_single", "all_gather"
+        assert [name[:10] if gather in name else name for name in names] == [
+            to_all,
+            to_all,
+            gather,
+            to_all,
+            *[gather] * 2,
+        ]
+        for index, flat in enumerate(flats):
+            assert torch.equal(flat, torch.full((10,), 1.5 + index))
+
+
+def gathered_before_backward_ended() -> bool:
+    torch.manual_seed(0)
+    ours = BucketDDP(Mlp(depth=3), wire_dtype=torch.bfloat16, bucket_cap_mb=TINY)
+    inputs, target = batch(0, dist.get_rank())
+    inputs.requires_grad_()
+    seen = False
+
+    def wait_for_a_gather(_: Tensor) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 20
+        while not (seen := any("all_gather" in name for name, _ in calls)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    loss_of(ours(inputs), target).backward()  # teaches the order
+    inputs.register_hook(wait_for_a_gather)  # the last gradient of all
+    with recorded() as calls:
+        loss_of(ours(inputs), target).backward()
+    ours.close()
+    return seen
+
+
+def test_second_stages_start_during_backward(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, gathered_before_backward_ended) == [True, True]

@@ -43,11 +43,11 @@ class Chain:
         options = {"on_host": True, "left_behind": lambda why: self.log.append(f"left {name} behind: {why}"), **options}
         return Work(handle, lambda: self.log.append(f"finished {name}"), **options)
 
-    def of(self, *names: str, early: str = "") -> Work:
+    def of(self, *names: str) -> Work:
         """A work of several stages; the first is started."""
         first = self.start(names[0])
         for name in names[1:]:
-            first.then(lambda name=name: self.start(name), early=name == early)
+            first.then(lambda name=name: self.start(name))
         return first
 
     def started(self) -> list[str]:
@@ -77,22 +77,11 @@ def test_proceed_does_not_wait_for_the_last_stage(chain: Chain) -> None:
     assert three.done()
 
 
-def test_early_stages_start_without_a_wait(chain: Chain) -> None:
-    three = chain.of("a", "b", "c", early="b")
-    assert not three.try_proceed()
-    assert chain.started() == ["a"]
-    for name in "ab":
-        chain.handles[name].completed = True
-        assert three.try_proceed()
-        assert chain.started() == ["a", "b"], "c is not an early stage: its place is the end of backward"
-
-
-def test_early_stages_of_all_buckets_come_first(chain: Chain) -> None:
-    buckets = [chain.of(f"{name}1", f"{name}2", f"{name}3", early=f"{name}2") for name in "ab"]
-    for early_only in (True, False):
-        for each in buckets:
-            each.proceed(early_only=early_only)
-    assert chain.started() == ["a1", "b1", "a2", "b2", "a3", "b3"]
+def test_stages_start_one_by_one(chain: Chain) -> None:
+    two = chain.of("a", "b")
+    assert two.start_next()
+    assert chain.started() == ["a", "b"]
+    assert not two.start_next()
 
 
 def test_stages_of_a_stage_come_before_the_next(chain: Chain) -> None:
@@ -101,7 +90,7 @@ def test_stages_of_a_stage_come_before_the_next(chain: Chain) -> None:
 
 
 def test_settle_finishes_completed_stages_on_the_host_alone(chain: Chain) -> None:
-    on_host, on_device, several = chain.start("h"), chain.start("d", on_host=False), chain.of("a", "b", early="b")
+    on_host, on_device, several = chain.start("h"), chain.start("d", on_host=False), chain.of("a", "b")
     assert not any(each.settle() for each in (on_host, on_device, several))
     for name in "hda":
         chain.handles[name].completed = True

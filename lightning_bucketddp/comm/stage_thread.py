@@ -1,0 +1,107 @@
+"""A thread that carries collectives on while backward runs: it starts their second stages, and ends them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+
+from lightning_bucketddp.comm.work import Work
+
+
+class StageThread:
+    """Completes the first stages of collectives, and starts the second ones; first in, first out.
+
+    Every rank hands its works over in the same order. So the second stages start in the same order on every rank, if
+    their group carries nothing else. The thread starts when the first work comes, and ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._queue = SimpleQueue[_Taken | None]()
+        self._ended = threading.Event()
+        self._started = False
+
+    def take(self, work: Work) -> Work:
+        """Take a work over.
+
+        Args:
+            work: On the host. The caller must not use it again.
+
+        Returns:
+            The work to wait for instead.
+        """
+        if not self._started:
+            self._started = True
+            # The thread must not keep this object alive.
+            threading.Thread(target=_run, args=(self._queue,), name="bucketddp-stages", daemon=True).start()
+            weakref.finalize(self, _end, self._queue, self._ended)
+        taken = _Taken(work, self._ended)
+        self._queue.put(taken)
+        return Work(taken, on_host=True).then(taken.give_back)
+
+
+def _run(queue: SimpleQueue[_Taken | None]) -> None:
+    started = deque[_Taken]()
+    with torch.no_grad():
+        while (taken := queue.get()) is not None:
+            taken.start_second()
+            started.append(taken)
+            while started and started[0].settle():
+                started.popleft()
+
+
+def _end(queue: SimpleQueue[_Taken | None], ended: threading.Event) -> None:
+    ended.set()
+    queue.put(None)
+
+
+class _Taken:
+    """A work in the hands of the thread, with the methods of a ``dist.Work`` that :class:`Work` needs."""
+
+    def __init__(self, work: Work, ended: threading.Event) -> None:
+        self._work, self._ended = work, ended
+        self._lock = threading.Lock()
+        self._given_back = False
+        self._has_started = threading.Event()
+        self._error: BaseException | None = None
+
+    # -- called by the thread ------------------------------------------------------------------------
+
+    def start_second(self) -> None:
+        """Wait for the first stage, and start the second one, if there is one."""
+        try:
+            if not self._work.start_next(self._raise_if_ended):
+                self._work.wait(self._raise_if_ended)
+        except BaseException as error:  # raised by every wait
+            self._error = error
+        self._has_started.set()
+
+    def settle(self) -> bool:
+        """Finish the last stage if it has completed. Return whether nothing is left to do here."""
+        with self._lock:
+            return self._given_back or self._error is not None or self._work.settle()
+
+    def _raise_if_ended(self) -> None:
+        if self._ended.is_set():
+            raise RuntimeError("the wrapper was closed")
+
+    # -- called by the main thread -------------------------------------------------------------------
+
+    def give_back(self) -> Work:
+        """Take the work away from the thread, when its second stage has started."""
+        with self._lock:
+            self._given_back = True
+            return self._work
+
+    def is_completed(self) -> bool:
+        return self._has_started.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self._has_started.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the time is up")
+        if self._error is not None:
+            raise self._error
