@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -77,7 +78,8 @@ class Buckets:
         self.settled: AbstractSet[int] = NONE
         self.marks_only = False
         self.in_order = False
-        self._expected: dict[TrainableSet, list[tuple[Bucket, frozenset[int]]]] = {}
+        self._expected: dict[TrainableSet, _Expected] = {}
+        self._active_slots: frozenset[int] = NONE
 
     def lay_out(self, layout: Layout, memory: list[Tensor], with_tail: Tensor | None = None) -> None:
         """Make the buckets of a layout.
@@ -117,7 +119,7 @@ class Buckets:
         """
         self.in_order = in_order and self._planner.overlap
         params = self._table.params
-        for bucket, slots in self._expect(trainable):
+        for bucket, slots in self._expect(trainable).slots:
             bucket.launched = False
             bucket.missing = (
                 set(slots) if reachable is None else {slot for slot in slots if id(params[slot]) in reachable}
@@ -125,7 +127,8 @@ class Buckets:
 
     def activate(self, trainable: TrainableSet) -> None:
         """Let this synchronised pass reduce the buckets with a parameter of the set."""
-        self.active = [bucket for bucket, slots in self._expect(trainable) if slots]
+        expected = self._expect(trainable)
+        self.active, self._active_slots = expected.active, expected.active_slots
         self.launched = 0
 
     def begin_marking(self, synchronised: bool, one_stream: bool) -> None:
@@ -146,7 +149,7 @@ class Buckets:
 
     def unused(self) -> set[int]:
         """The slots of active buckets that are not pending."""
-        return set[int]().union(*[bucket.slots for bucket in self.active]) - self.pending
+        return set() if self._active_slots <= self.pending else set(self._active_slots - self.pending)
 
     def next(self) -> Bucket | None:
         """The bucket to launch next; None if all were launched."""
@@ -171,13 +174,24 @@ class Buckets:
         """The slots without a gradient in this pass so far, in launch order."""
         return [slot for bucket in self.active for slot in sorted(bucket.missing)]
 
-    def _expect(self, trainable: TrainableSet) -> list[tuple[Bucket, frozenset[int]]]:
-        """Every bucket, and its slots in the trainable set."""
-        if trainable not in self._expected:
+    def _expect(self, trainable: TrainableSet) -> _Expected:
+        expected = self._expected.get(trainable)
+        if expected is None:
             if len(self._expected) >= MAX_REMEMBERED_SETS:
                 self._expected.clear()
-            self._expected[trainable] = [
+            slots = [
                 (bucket, frozenset(slot for slot in bucket.slots if self._table.is_in(slot, trainable)))
                 for bucket in self.all
             ]
-        return self._expected[trainable]
+            active = [bucket for bucket, own in slots if own]
+            expected = _Expected(slots, active, NONE.union(*[bucket.slots for bucket in active]))
+            self._expected[trainable] = expected
+        return expected
+
+
+class _Expected(NamedTuple):
+    """A trainable set's share of a layout: the slots of each bucket, the active buckets, and all slots of these."""
+
+    slots: list[tuple[Bucket, frozenset[int]]]
+    active: list[Bucket]
+    active_slots: frozenset[int]

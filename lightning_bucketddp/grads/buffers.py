@@ -71,7 +71,6 @@ class GradBuffers:
         self.views.clear()
         self.flats.clear()
 
-    @torch.no_grad()
     def pack(
         self, slots: Sequence[int], grads: Sequence[Tensor], scale: float | None = None, flat: Tensor | None = None
     ) -> None:

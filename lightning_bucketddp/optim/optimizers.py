@@ -134,7 +134,7 @@ class Optimizers:
 
     def restore(self) -> None:
         """Give sharded optimizers their parameters back if their last step raised."""
-        for _, swap in list(self._sharded.values()):
+        for _, swap in list(self._sharded.values()) if self._params is not None else ():
             swap.restore()
 
     # -- gradients -------------------------------------------------------------------------------------

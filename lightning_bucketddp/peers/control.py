@@ -17,11 +17,13 @@ The vector travels behind the gradients of the pass's last bucket, or in a colle
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +38,11 @@ HEADER = 30
 MAX_RANKS_IN_FP32 = 4096
 """Sums of limbs of 12 bits over more ranks are not exact in fp32."""
 
+_C_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+    torch.int64: ctypes.c_int64,
+}
 _TOKENS = slice(2, 6)
 _TOKEN_BITS, _LIMB_BITS = 12, 6
 
@@ -80,11 +87,16 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
-    vector[:HEADER] = torch.tensor(header, dtype=vector.dtype)
     everything = len(used) == len(vector) - HEADER
-    vector[HEADER:] = int(everything)
+    vector.fill_(int(everything))
+    _header_of(vector)[:] = header
     if used and not everything:
         vector[torch.tensor(list(used)) + HEADER] = 1
+
+
+def _header_of(vector: Tensor) -> ctypes.Array[Any]:
+    """The memory of a vector's header. In small steps torch's operations on it would take some percent of the time."""
+    return (_C_TYPES[vector.dtype] * HEADER).from_address(vector.data_ptr())
 
 
 def _limbs(number: Any, bits: int) -> list[Any]:
@@ -108,12 +120,17 @@ class Control:
     """
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
-        header = [int(number) for number in summed[:HEADER].tolist()]
+        header = [*map(int, _header_of(summed))]
         self.failed_ranks, self.ranks_out_of_data = header[:2]
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
-        self._used = summed[HEADER:] > 0  # the vector may lie in a bucket, which changes
+        self._summed = summed
+
+    @cached_property
+    def _used(self) -> Tensor:
+        # Made where a slot is unused on this rank, in that pass: the vector may lie in a bucket, which changes.
+        return self._summed[HEADER:] > 0
 
     def used_somewhere(self, slot: int) -> bool:
         """Whether any rank contributed to ``slot``."""

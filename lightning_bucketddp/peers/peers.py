@@ -245,18 +245,17 @@ class Peers:
         if cause is not None:
             self.publish_failure(cause)
 
-    @contextmanager
-    def giving_up_on_errors(self) -> Iterator[None]:
-        """Give up on errors after which the ranks are no longer in step."""
-        try:
-            yield
-        except (PeerFailureError, RankMismatchError) as error:  # the other ranks find it too
+    def giving_up_on_errors(self) -> GivingUp:
+        """A context that gives up on errors after which the ranks are no longer in step."""
+        return GivingUp(self)
+
+    def give_up_on(self, error: BaseException | None) -> None:
+        """Give up if the ranks are no longer in step after this error."""
+        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
             self.give_up(str(error))
-            raise
-        except CommHookError as error:  # nobody knows which collectives the hook has started
+        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
             cause = f"cannot go on in pass {self.position.pass_number}: {error}"
             self.give_up(f"rank {self.rank}: {error}", cause)
-            raise
 
     def cannot_complete(self, cause: str) -> str:
         """The message for a pass that cannot be completed.
@@ -281,6 +280,20 @@ class Peers:
             f"could not reduce {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error
+
+
+class GivingUp:
+    """See :meth:`Peers.giving_up_on_errors`. A class: contexts made of generators take several times as long."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._peers.give_up_on(error)
 
 
 def _wait_for(store: Store, key: str) -> bool:

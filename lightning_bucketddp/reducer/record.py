@@ -209,7 +209,7 @@ class PassRecorder(Participant):
 
         self.last = record
         self._layouts_before = layouts
-        if debug_level() == "DETAIL":
+        if logger.isEnabledFor(logging.INFO) and debug_level() == "DETAIL":
             logger.info("%s", record())
 
 

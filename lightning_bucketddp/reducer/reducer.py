@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
-from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.peers import GivingUp, Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.pass_control import PassControl
@@ -180,7 +179,7 @@ class Reducer:
             if bucket is None:
                 return
             if self.state is PassState.SYNCHRONISED and self.queue.is_first():
-                with self._launching():
+                with _Launching(self.peers):
                     while (full := self._next_full()) is not None:
                         self.launch(full)
                         self.reduction.advance()
@@ -238,7 +237,7 @@ class Reducer:
 
     def launch_rest(self) -> None:
         """Launch all remaining buckets. Parameters without a gradient contribute zeros."""
-        with self._launching():
+        with _Launching(self.peers):
             while (bucket := self.buckets.next()) is not None:
                 self.reduction.make_free(self.peers.poll)
                 self.launch(bucket)
@@ -259,8 +258,10 @@ class Reducer:
         """Launch the remaining buckets, wait, and publish the reduced gradients."""
         buckets, peers = self.buckets, self.peers
         self.launch_rest()
-        with self._launching():
-            report = None if self._control.exchange is not None else self._report()
+        report = None
+        if self._control.exchange is None:
+            with _Launching(peers):
+                report = self._report()
         with peers.waiting_for(self._describe_awaited, Phase.PASS):
             exchange = self._wait_for_all(report, peers.poll)
         unused = buckets.unused()
@@ -392,21 +393,21 @@ class Reducer:
                 participant.report(report)
         return report
 
-    @contextmanager
-    def _launching(self) -> Iterator[None]:
-        with self.peers.giving_up_on_errors():
-            try:
-                yield
-            except GradientError as error:  # tells the others the reason, not only that backward raised
-                self.peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
-                raise
-
     def _describe_awaited(self) -> str:
         bucket = self.buckets.awaited
         if bucket is None:
             return "the control vector"
         names = [self.table.specs[slot].name for slot in bucket.slots]
         return f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
+
+
+class _Launching(GivingUp):
+    """Tells the others why a bucket was not launched, and gives up if the ranks are no longer in step."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, GradientError):  # else they hear only that backward raised
+            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
+        super().__exit__(kind, error, traceback)
 
 
 def not_own_batch(rank: int, name: str) -> str:

@@ -21,7 +21,12 @@ class Upkeep:
         setting: The parts that stay.
         hook: The communication hook, if there is one.
         open_by_gradient: As for :class:`Reducer`.
+
+    Attributes:
+        reducer: The reducer of the present parameters.
     """
+
+    reducer: Reducer
 
     def __init__(
         self,
@@ -34,11 +39,6 @@ class Upkeep:
         self._cleared_before = -1  # the pass before which all gradients were set to zero
         self._open_by_gradient = open_by_gradient
         self._assemble()
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of the present parameters."""
-        return self._parts.reducer
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of a parameter in the module; None if the module does not have it."""
@@ -67,6 +67,7 @@ class Upkeep:
     def _assemble(self) -> None:
         setting = self.setting
         self._parts = Assembly(setting, self._hook, self._open_by_gradient)
+        self.reducer = self._parts.reducer
         setting.recorder.new_layout(self.reducer.storage.layout, setting.peers.position.pass_number)
 
     def note_trainable(self) -> None:

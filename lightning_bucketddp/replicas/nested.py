@@ -54,7 +54,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers and packed sequences."""
-    for leaf in leaves(value):
+    for leaf in [value] if isinstance(value, Tensor) else leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, PackedSequence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +48,19 @@ class ModuleParams:
         ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
         self._dtypes = [(param, param.dtype) for _, param in self.named]
-        self._members = [(owner, _members_of(owner)) for owner in self.module.modules()]
+        registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
+        self._members = [registry.values() for registry in registries]  # live views
+        self._member_ids = self._ids_of_members()
         self._buffers = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in self.module.named_modules()
             for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
             if f"{prefix}.{name}".lstrip(".") not in ignored
         }
+
+    def _ids_of_members(self) -> list[int]:
+        """The ids of all submodules and parameters. Every pass asks."""
+        return [*map(id, chain.from_iterable(self._members))]
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module buffers as they are now, each once, by name."""
@@ -107,7 +114,7 @@ class ModuleParams:
         """Whether parameters were added, removed, replaced or re-typed since the last look."""
         if any(param.dtype is not dtype for param, dtype in self._dtypes):
             return True
-        if all(_members_of(owner) == members for owner, members in self._members):
+        if self._ids_of_members() == self._member_ids:
             return False
         now = named_parameters(self.module)
         if [(name, id(param)) for name, param in now] != [(name, id(param)) for name, param in self.named]:
@@ -144,11 +151,6 @@ class ModuleParams:
         self._look_up()
         self.changes += 1
         self.prepare()
-
-
-def _members_of(owner: nn.Module) -> tuple[int, ...]:
-    """A module's own submodules and parameters, by id."""
-    return (*map(id, owner._modules.values()), *map(id, owner._parameters.values()))
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
@@ -92,7 +93,8 @@ class Runtime:
         self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
         if (handle := self.optimizers.prepare_at_first_step()) is not None:
             release.callback(handle.remove)
-        self._leaf_hooks = release.enter_context(ExitStack())
+        self._leaf_hooks: list[RemovableHandle] = []
+        release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
 
@@ -130,13 +132,14 @@ class Runtime:
 
     def hook_roots(self, output: object) -> None:
         """Let the reducer know when backward reaches one of the output's tensors."""
-        self._leaf_hooks.close()
+        if self._leaf_hooks:
+            _remove(self._leaf_hooks)
         on_root = partial(self.passes.on_root, self.passes.reduces)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 hook = tensor.register_hook(on_root)
                 if tensor.is_leaf:  # lives on after this pass, unlike a tensor with a graph
-                    self._leaf_hooks.callback(hook.remove)
+                    self._leaf_hooks.append(hook)
 
     def broadcast_params(self) -> None:
         """Give every rank the parameters of the group's rank 0."""
@@ -168,6 +171,11 @@ class Runtime:
         if isinstance(loss, Tensor) and loss.is_floating_point():
             return mean.to(loss.dtype)
         return mean.to(torch.get_default_dtype())
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def without_group(options: Options, runtime: Runtime | None) -> Options:
