@@ -1,4 +1,4 @@
-"""Entries that ranks compare to agree on something, and the errors of ranks that do not agree."""
+"""The errors of wrapping and of other ranks, and the entries that ranks compare to agree on something."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fingerprint(*parts: object) -> int:
 
 @dataclass
 class Report:
-    """What one rank says of its pass; participants add to it.
+    """What one rank says of its pass; the reducer's participants add to it.
 
     Attributes:
         fingerprint: :func:`fingerprint` of this rank's view of the pass.
@@ -113,7 +113,7 @@ class Control:
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
-        self._used = summed[HEADER:] > 0  # the vector may lie in a bucket, which changes
+        self._used = summed[HEADER:] > 0  # a copy: the vector may lie in a bucket, which the next pass uses
 
     def used_somewhere(self, slot: int) -> bool:
         """Whether any rank contributed to ``slot``."""
@@ -160,7 +160,7 @@ class ControlExchange:
         return cls(vector, collectives.world_size, collectives.all_reduce_sum(vector))
 
     def wait(self, poll: Callable[[], None]) -> None:
-        """Wait for the sum in the sense of the device, and start its copy to the host.
+        """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host.
 
         Args:
             poll: As for :meth:`Work.wait`.
