@@ -56,7 +56,7 @@ class Report:
         tokens: How many tokens this rank's gradients were summed over, as far as the host knows; below 2 ** 48.
         tokens_on_device: Further tokens, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
-        out_of_data: Whether this rank has joined.
+        joined: Whether this rank has joined.
     """
 
     fingerprint: int
@@ -65,7 +65,7 @@ class Report:
     tokens: int = 0
     tokens_on_device: Tensor | None = None
     failed: bool = False
-    out_of_data: bool = False
+    joined: bool = False
 
 
 def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
@@ -76,7 +76,7 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
         report: What this rank says of its pass.
         used: The slots to which this rank contributes.
     """
-    header = [int(report.failed), int(report.out_of_data), *_limbs(report.tokens, _TOKEN_BITS)]
+    header = [int(report.failed), int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
@@ -101,7 +101,7 @@ class Control:
 
     Attributes:
         failed_ranks: On how many ranks backward raised.
-        ranks_out_of_data: How many ranks have joined.
+        joined_ranks: How many ranks have joined.
         agreed: All ranks had the same fingerprint.
         in_step: All ranks have begun the same number of steps.
         same_forwards: All ranks have run the same number of training forwards.
@@ -109,7 +109,7 @@ class Control:
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
         header = [int(number) for number in summed[:HEADER].tolist()]
-        self.failed_ranks, self.ranks_out_of_data = header[:2]
+        self.failed_ranks, self.joined_ranks = header[:2]
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
@@ -220,9 +220,10 @@ class ControlChecks:
             if not control.agreed:
                 raise RankMismatchError(
                     f"{here} took pass {number} for different things: passes of different models, or with different "
-                    "trainable parameters, or after different steps of sharded optimizers"
+                    "trainable parameters, or after different steps of sharded optimizers. Run the "
+                    "same program on every rank"
                 )
-            if control.ranks_out_of_data:  # a joined rank counts neither steps nor forwards
+            if control.joined_ranks:  # a joined rank counts neither steps nor forwards
                 return control
             if not control.in_step:
                 raise RankMismatchError(

@@ -277,8 +277,8 @@ class Peers:
         told = self._listener.ask_why(self.number, self.here.names)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         self.give_up(
-            f"rank {self.rank}: reducing {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
-            f"could not reduce {awaited}: {error}; {cause}",
+            f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
+            f"failed while it waited for {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error
 

@@ -132,7 +132,7 @@ class GradientDivisor(Participant):
             return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
-        if self._joining.divides_by_active and (joined := exchange.read().ranks_out_of_data):
+        if self._joining.divides_by_active and (joined := exchange.read().joined_ranks):
             return self._world_size / (self._world_size - joined)
         return None
 
