@@ -111,8 +111,8 @@ class UnevenInputs(JoinHook):
 
     # -- torch's join ----------------------------------------------------------------------------------
 
-    def require_nobody_misses_a_rank(self) -> None:
-        """Require that the others can go on without a rank that has left its loop.
+    def require_ranks_may_leave(self) -> None:
+        """Require that a rank may leave its loop, and the others go on without its data.
 
         Raises:
             ValueError: If a ``SyncBatchNorm`` or a sharded optimizer needs it.
