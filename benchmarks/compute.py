@@ -192,9 +192,8 @@ def agreement_of_losses(of_ranks: list[dict[str, Any]]) -> float:
     """The largest relative difference of a loss between peers that synchronise, over all ranks and passes.
 
     Raises:
-        AssertionError: If peers do not train alike; or if the unwrapped module's losses, which see no other rank's
-            gradients, are the same as theirs, so that the comparison would not notice a peer that does not
-            synchronise.
+        AssertionError: If peers do not train alike. Or if the unwrapped module's losses are the same as theirs: the
+            comparison would then not notice a peer that does not synchronise.
     """
     largest, without = 0.0, 0.0
     for one in of_ranks:

@@ -12,8 +12,8 @@ because peers run different operators. There the largest size of the unwrapped m
 subtracted. That makes a lower bound, too low by at most the activations and the largest gradient. For FSDP2 the figure
 includes gathered parameters.
 
-For comparison, the allocator's own count shows memory that no tensor holds (the collectives' scratch, Python's
-objects), and the largest size of the process is shown as a ratio to the unwrapped module's.
+Two other figures are for comparison. The allocator's own count shows memory that no tensor holds (the collectives'
+scratch, Python's objects). The largest size of the process is shown as a ratio to the unwrapped module's.
 
 The bound for BucketDDP: at no point do gradients take more than their size and one bucket.
 """

@@ -7,9 +7,9 @@ after the other while the others wait: they share the machine's memory bandwidth
 not.
 
 The update is the optimizer's own ``step``. The whole step of a sharded optimizer also swaps shards in for parameters
-and starts the all-gather of new parameters, whose threads compete with the step on the last rank. Another column shows
-how long it takes after the step until all parameters have arrived, over loopback, with all ranks stepping at once. A
-step begins only when the parameters of the last one have arrived.
+and starts the all-gather of new parameters. On the last rank the all-gather's threads compete with the step. Another
+column shows how long it takes after the step until all parameters have arrived, over loopback, with all ranks stepping
+at once. A step begins only when the parameters of the last one have arrived.
 
 Ratios compare with the unsharded step of the same round, on the slowest rank; perfect division would give 1/N.
 """
