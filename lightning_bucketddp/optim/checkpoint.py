@@ -147,7 +147,7 @@ class ShardedCheckpoint:
 
         def make_room() -> tuple[dict[str, Any], dict[str, Any]]:
             if not path.is_dir():
-                raise RuntimeError(f"expected a directory, found none: {path}")
+                raise RuntimeError(f"expected a directory that save_sharded() has written, found none: {path}")
             metadata = reader.read_metadata()
             paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
             if FORMAT_KEY not in paths:
@@ -171,7 +171,7 @@ class ShardedCheckpoint:
         for what, names in (("without", sorted(present - saved)), ("with unknown", sorted(saved - present))):
             if strict and names:
                 listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
-                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
+                raise ValueError(f"expected the names of the module in the checkpoint, found one {what} {listed}")
         groups = paths[FORMAT_KEY]["groups"]
         if optimizers and len(groups) != len(optimizers):
             raise ValueError(

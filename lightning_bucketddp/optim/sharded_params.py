@@ -206,7 +206,7 @@ class ShardedParams(Parts):
                 self.wait()
                 self._storage.groups.gathering.end()
         except Exception as error:  # ranks have failed, which other errors tell
-            _log.warning("rank %d: parameters are not those of the last step: %s", self._peers.rank, error)
+            _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()

@@ -219,9 +219,8 @@ class ControlChecks:
                 raise PeerFailureError(peers.cannot_complete(cause))
             if not control.agreed:
                 raise RankMismatchError(
-                    f"{here} took pass {number} for different things: passes of different models, or with different "
-                    "trainable parameters, or after different steps of sharded optimizers. Run the "
-                    "same program on every rank"
+                    f"{here} met in pass {number}, but in passes of different models, or with different trainable "
+                    "parameters, or after different optimizer steps; run the same program on every rank"
                 )
             if control.joined_ranks:  # a joined rank counts neither steps nor forwards
                 return control

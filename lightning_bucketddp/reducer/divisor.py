@@ -48,8 +48,8 @@ class GradientDivisor(Participant):
         """
         if self._divide_by != "tokens":
             raise RuntimeError(
-                'expected gradient_divide_by="tokens" where tokens are counted, found '
-                f"gradient_divide_by={self._divide_by!r}"
+                'expected gradient_divide_by="tokens" where count_tokens() is called, found '
+                f"gradient_divide_by={self._divide_by!r}; leave out the call, or change the option"
             )
         if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
             self._tokens = _sum(self._tokens, tokens.detach().to(torch.int64, copy=True).reshape(()))
@@ -101,9 +101,9 @@ class GradientDivisor(Participant):
         """
         if self.rescales:
             raise RuntimeError(
-                f"rank {self._rank}: expected a backward through what forward returned, or inside backward_pass(), "
-                f"with gradient_divide_by={self._divide_by!r}; found one through neither, in which parameter {name!r} "
-                "got a gradient"
+                f"rank {self._rank}: expected a backward from an output of forward, or inside backward_pass(), with "
+                f"gradient_divide_by={self._divide_by!r}; found neither for the gradient of parameter {name!r}. Use "
+                "backward_pass()"
             )
 
     def backward_ended(self, raised: bool) -> None:

@@ -105,8 +105,8 @@ class UnevenInputs(JoinHook):
     def _require_plain_mean(self, where: str) -> None:
         if self._options.rescales:
             raise ValueError(
-                f"expected gradients that are divided by the world size {where}, found "
-                f"gradient_divide_by={self._options.gradient_divide_by!r}"
+                f'expected gradient_divide_by="world_size" {where}, found '
+                f"gradient_divide_by={self._options.gradient_divide_by!r}; leave one of the two out"
             )
 
     # -- torch's join ----------------------------------------------------------------------------------

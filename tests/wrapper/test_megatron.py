@@ -340,7 +340,7 @@ def misuse_of_divisors() -> None:
     backward(ours)
     assert_grads(ours.module, before)
     ours.zero_grad()
-    with pytest.raises(RuntimeError, match="expected a backward through what forward returned"):
+    with pytest.raises(RuntimeError, match="expected a backward from an output of forward"):
         backward(ours.module)
     ours.close()
 
