@@ -182,7 +182,7 @@ class Collectives:
         return self._started(dist.all_reduce(flat, op=op, group=self.group, async_op=True), None, flat)
 
     def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
-        """What to reduce with for a mean. Where the backend cannot average, ``flat`` is divided here.
+        """The operation for a mean. Where the backend cannot average, ``flat`` is divided here.
 
         fp16 always is, before the sum: a sum of many ranks overflows at 65504.
         """

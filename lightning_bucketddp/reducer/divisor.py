@@ -1,4 +1,4 @@
-"""What the sum of gradients over the ranks is divided by."""
+"""The divisor of the sum of gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_bucketddp.reducer.state import Pass, Role
 
 
 class GradientDivisor(Participant):
-    """Turns the mean over all ranks, which collectives give, into what the user asked for.
+    """Rescales the mean over all ranks, which collectives give, to the divisor that the user chose.
 
     Args:
-        divide_by: What the user asked for.
+        divide_by: The user's choice.
         collectives: The group.
         joining: Knows whether joined ranks are left out of the mean.
 
     Attributes:
-        factor: What the last reduction multiplied the mean over all ranks by; None for nothing.
+        factor: The factor by which the last reduction multiplied the mean over all ranks; None for no factor.
     """
 
     def __init__(self, divide_by: DivideBy, collectives: Collectives, joining: Joining) -> None:
@@ -60,7 +60,7 @@ class GradientDivisor(Participant):
         self._tokens = _sum(self._tokens, int(number))
 
     def look(self, uncleared: str | None, holds_gradients: bool) -> None:
-        """See what is in ``.grad`` before backward.
+        """Take note of ``.grad`` before backward.
 
         Args:
             uncleared: A parameter with the gradient of an earlier reduction, which would be rescaled once more.

@@ -1,4 +1,4 @@
-"""The control vector of a pass: what this rank reports, and what it reads."""
+"""The control vector of a pass: sends this rank's report, and reads the sum of all reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PassControl:
         self.exchange: ControlExchange | None = None
 
     def report(self, trainable: TrainableSet, failed: bool, joined: bool) -> Report:
-        """What this rank says of a pass before participants add to it."""
+        """This rank's report on a pass, before participants add to it."""
         at = self._peers.position
         seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.here.updated)
         return Report(seen, at.step, at.forward, failed=failed, joined=joined)
