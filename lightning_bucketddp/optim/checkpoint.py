@@ -106,13 +106,13 @@ class ShardedCheckpoint:
                 shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
     def _module_values(self) -> dict[str, Any]:
-        """Return what this rank offers to write of the module's state dict."""
+        """Return the entries of the module's state dict that this rank offers to write."""
         first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
         # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
         return {name: _storable(self._memory(it)) for name, it in state_dict.items() if first or id(it) in self._names}
 
     def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
-        """Return what this rank offers to write of an optimizer's state, with its parameters' names."""
+        """Return the entries of an optimizer's state that this rank offers to write, by its parameters' names."""
         swap = self._prepare(optimizer) or swap_of(optimizer)
         packed = optimizer.state_dict()
         state = dict(packed.pop("state"))
@@ -189,7 +189,7 @@ class ShardedCheckpoint:
                     )
 
     def _room(self, metadata: Metadata, optimizers: Sequence[Optimizer], with_module: bool) -> dict[str, Any]:
-        """Return what this rank wants to read, by key: tensors and chunks to read into, None for an object."""
+        """Return the memory that this rank reads into, by key: tensors and chunks, None for an object."""
         present = self._module.state_dict(keep_vars=True) if with_module else {}
         by_name = [{self._names[id(param)]: param for param in params_of(optimizer)} for optimizer in optimizers]
         room: dict[str, Any] = {}

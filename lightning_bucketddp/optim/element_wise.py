@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded: element-wise ones, which update each element by itself."""
+"""The optimizers that may be sharded: element-wise ones, which update each element by itself."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Optimizers:
         self.parts: Parts = self._params or Parts()
 
     def close(self) -> None:
-        """Close the swaps and give parameters memory of their own. Sends nothing; waits for what is on its way."""
+        """Close the swaps and give parameters memory of their own. Sends nothing; waits for parameters on their way."""
         for _, swap in list(self._sharded.values()):
             swap.close()
         if self._params is not None:

@@ -70,7 +70,7 @@ class ParamPart(NamedTuple):
 
 
 class Parts:
-    """What this rank owns of each parameter, and how new values reach the other ranks.
+    """This rank's part of each parameter, and the way of new values to the other ranks.
 
     Here every rank owns all, and nothing is sent. :class:`ShardedParams` overrides this where parameters are divided.
     """

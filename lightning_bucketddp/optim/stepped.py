@@ -1,4 +1,4 @@
-"""What an optimizer steps on instead of its parameters: this rank's shards, fp32 masters, and their state dicts.
+"""The tensors that an optimizer steps on instead of its parameters, shards and fp32 masters, and their state dicts.
 
 Parameters' versions tell where somebody has changed one. ``_version`` misses writes through ``.data`` and by fused
 optimizers, so an equal version proves nothing.
@@ -277,7 +277,7 @@ def _refuse_dcp() -> None:
     """Refuse ``optimizer.state_dict()`` to torch's ``get_optimizer_state_dict``, which drops shards and masters.
 
     Raises:
-        RuntimeError: If that function is on the stack. torch passes nothing that tells who asks.
+        RuntimeError: If that function is on the stack. torch does not tell who asks.
     """
     callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
     if "torch.distributed.checkpoint.state_dict" in callers:

@@ -252,7 +252,7 @@ class Swap:
         self._write_back([it for it in swapped if id(it.param) not in self._sent])
 
     def _write_back(self, swapped: Iterable[_Swapped]) -> None:
-        # Versions miss a fused optimizer's writes, so whatever had a gradient counts as written.
+        # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
         self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
 
 

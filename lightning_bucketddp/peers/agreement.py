@@ -22,7 +22,7 @@ class PeerFailureError(RuntimeError):
 
 
 class Entry(NamedTuple):
-    """One line of what ranks compare.
+    """One line in a comparison of ranks.
 
     Attributes:
         subject: Such as ``"parameter 'net.0.weight'"``.

@@ -1,4 +1,4 @@
-"""The control vector: what the ranks must know together after a pass, summed over them.
+"""The control vector: flags, counts and fingerprints of a pass, summed over the ranks.
 
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
@@ -47,7 +47,7 @@ def fingerprint(*parts: object) -> int:
 
 @dataclass
 class Report:
-    """What one rank says of its pass; the reducer's participants add to it.
+    """One rank's report on its pass; the reducer's participants add to it.
 
     Attributes:
         fingerprint: :func:`fingerprint` of this rank's view of the pass.
@@ -73,7 +73,7 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
 
     Args:
         vector: Where to: ``HEADER`` elements and one per slot, on the CPU.
-        report: What this rank says of its pass.
+        report: This rank's report.
         used: The slots to which this rank contributes.
     """
     header = [int(report.failed), int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
@@ -147,7 +147,7 @@ class ControlExchange:
         Args:
             collectives: The group.
             device: The device whose tensors travel.
-            report: What this rank says of its pass.
+            report: This rank's report.
             slots: Number of slots in the layout.
             used: The slots to which this rank contributes.
         """
@@ -241,7 +241,7 @@ class ControlChecks:
         return control
 
     def read_later(self, exchange: ControlExchange) -> None:
-        """Take a control vector that nobody needs now and that has not come to the host."""
+        """Keep a control vector that is not needed now and has not come to the host."""
         self._unread.append(exchange)
 
     def read_what_arrived(self) -> None:

@@ -27,7 +27,7 @@ _HINTS = {
         "a branch that depends on the rank"
     ),
 }
-"""What to look for where two ranks wait in these phases."""
+"""Hints for the user, by the phases in which two ranks wait."""
 
 
 class Failure(NamedTuple):

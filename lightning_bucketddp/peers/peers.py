@@ -1,4 +1,4 @@
-"""What a wrapper knows of the other ranks: where all are, what they agree on, who failed."""
+"""The other ranks, as a wrapper knows them: their positions, agreements with them, their failures."""
 
 from __future__ import annotations
 

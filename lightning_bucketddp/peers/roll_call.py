@@ -1,4 +1,4 @@
-"""What ranks write of themselves into the store: records that answer a roll call, and failed passes."""
+"""Records in the store: each rank's status, in answer to a roll call, and failed passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FailedPass(NamedTuple):
 
 
 def read(store: Store, key: str) -> str:
-    """What is at a key; empty if nothing is."""
+    """The value at a key; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

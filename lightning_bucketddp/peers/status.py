@@ -10,7 +10,7 @@ from zlib import crc32
 
 
 class Phase(Enum):
-    """What a rank waits for. The comments name the counter of ``Position`` that goes with it."""
+    """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
 
     RUNS = "nothing, or a collective that has no counter"
     ROOT = "the others, at the root of a pass"  # pass_number

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _REGISTRIES]
-"""Where a module keeps its hooks. Private: there is no public way to those that it has."""
+"""The attributes in which a module keeps its hooks. They are private: torch has no public list of hooks."""
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _PLAIN = frozenset({bool, int, float, str, set, type(None)})
@@ -53,7 +53,7 @@ def fill(
             attributes.update(vars(original), _is_replica=True)  # the mark of torch.nn.DataParallel
             for name in _REGISTRIES:
                 attributes[name] = {key: replacements.get(id(it), it) for key, it in attributes[name].items()}
-            for name in HOOKS:  # what a replica registers in its forward is for its own samples
+            for name in HOOKS:  # hooks that a replica registers in its forward are for its own samples
                 attributes[name] = attributes[name].copy()
         for position, name, value in references:
             new = _redirected(value, replacements)
