@@ -8,8 +8,8 @@ one model, wrapped differently, that see the same batches. In each round every p
 order. The device is synchronised only before and after a block. Ratios compare blocks of the same round: their median,
 and their quartiles in brackets.
 
-torch's ddp all-reduces although its rank is alone. bucketddp then sends nothing. A second bucketddp is made to start
-its collectives, so that its host does the work that it does among several ranks.
+The rank is alone. torch's ddp all-reduces all the same; bucketddp sends nothing. A second bucketddp is forced to start
+its collectives, so that its host does the work of a rank among several.
 
 Host time runs from a forward on an idle device until ``backward()`` returns. If there are more kernels than the
 device's queue holds, the host waits for the device. On CUDA, ``torch.cuda.set_sync_debug_mode("error")`` finds every
@@ -83,7 +83,7 @@ def _sending(module: nn.Module) -> nn.Module:
     net = BucketDDP(module)
     collectives = net._runtime.collectives
     collectives._nothing_to_do = lambda tensor: tensor.numel() == 0  # type: ignore[method-assign]
-    collectives._backend_averages = dist.get_backend() == "nccl"  # which a rank that is alone does not try
+    collectives._backend_averages = dist.get_backend() == "nccl"  # a rank that is alone does not find out
     return net
 
 
@@ -346,7 +346,7 @@ def plot(results: list[dict[str, Any]]) -> Any:
 
 
 def default_device(quick: bool) -> str | None:
-    """The type of device to run on; None where there is no accelerator and one is asked for."""
+    """The type of device to run on; None if there is no accelerator and the run is not a quick one."""
     if quick:
         return "cpu"
     if not torch.accelerator.is_available():
@@ -359,10 +359,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(device_workloads(1)), default=list(device_workloads(1)))
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=10, help="in which each peer takes its turn")
-    parser.add_argument("--steps", type=int, default=10, help="in each turn")
+    parser.add_argument("--rounds", type=int, default=10, help="each peer has one turn per round")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--shrink", type=int, default=1, help="divides batch sizes, for devices of less memory")
-    parser.add_argument("--device", help="its type; the accelerator's by default, with --quick the cpu")
+    parser.add_argument("--device", help="type of the device; default: the accelerator, with --quick the CPU")
     parser.add_argument(
         "--quick", action="store_true", help="tiny models, few rounds: shows that it runs; saves nothing"
     )

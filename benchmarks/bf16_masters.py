@@ -64,7 +64,7 @@ class _Losses(pl.Callback):
 
 
 def windows(count: int, seed: int) -> Tensor:
-    """Stretches of source text (count, length + 1), of bytes."""
+    """Windows of source text as bytes: (count, length + 1)."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
     cut = text.unfold(0, LENGTH + 1, LENGTH)
@@ -125,7 +125,7 @@ def described(curves: Curves, lr: float) -> str:
 
 
 def plot(curves: Curves, lr: float) -> Any:
-    """The loss by step: the mean over seeds, and between which losses it lies; and how far it is from fp32's."""
+    """The loss by step, as mean and range over seeds; and the same for its distance from fp32's loss."""
     pyplot = plots()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
     reference = curves[FP32]

@@ -40,15 +40,15 @@ RANKS = 2
 WARM_UP = 12
 """Steps without accumulation before anything counts: wrappers learn orders and make optimizer state."""
 BLOCK_PASSES = 3
-"""How many passes a peer has in its turn, unless a step has more."""
+"""Number of passes in a peer's turn, unless one step has more."""
 BATCHES = 8
-"""How many there are; they come round again."""
+"""Number of different batches. They are used in turn."""
 CAPS_MB = (1, 4, 25)
 MAX_NORM = 1.0
 SAME_LOSSES = 3
 """How many of a sharded optimizer's first losses are compared."""
 TOLERANCE = 1e-4
-"""Largest relative difference of losses between peers that synchronise: sums in another order, some steps on."""
+"""Largest relative difference of losses between peers that synchronise: they sum in different orders."""
 
 UNWRAPPED, SHIPPED, OURS, SHARDED = "unwrapped", "ddp as shipped", "bucketddp", "bucketddp_sharded"
 BEST, TWIN = "ddp, best flags", "ddp, best flags, its twin"
@@ -117,7 +117,7 @@ def _make(workload: Workload, wrapping: Wrapping, device: torch.device, notes: l
 
 
 def worker(device: torch.device, names: list[str], accumulations: list[int], rounds: int, small: bool) -> list[Any]:
-    """Run one rank; return the measurements of each model and number of passes in a step."""
+    """Run one rank; return its measurements for each model and each number of passes in a step."""
     import warnings
 
     warnings.simplefilter("ignore")  # torch DDP's, on static graphs and on views
@@ -192,17 +192,16 @@ def agreement_of_losses(of_ranks: list[dict[str, Any]]) -> float:
     """The largest relative difference of a loss between peers that synchronise, over all ranks and passes.
 
     Raises:
-        AssertionError: If peers do not train alike; or if the unwrapped module's losses, which see no other rank's
-            gradients, are the same as theirs, so that the comparison would not notice a peer that does not
-            synchronise.
+        AssertionError: If peers do not train alike. Or if the unwrapped module's losses are the same as theirs: the
+            comparison would then not notice a peer that does not synchronise.
     """
     largest, without = 0.0, 0.0
     for one in of_ranks:
         expected = one["peers"][SHIPPED]["losses"]
         for name, peer in one["peers"].items():
-            # Norms over shards are summed in another order, and clipping takes the last bit of them into the gradients:
-            # with BatchNorm and Adam losses are others within some ten steps. Without clipping they are the same.
-            # Of a peer with more steps to warm up, the others are not in the same step any more after those they have.
+            # A sharded optimizer sums norms over shards, in another order. Clipping carries the norm's last bit into
+            # gradients. With BatchNorm and Adam losses then differ after some ten steps; without clipping they do not.
+            # Peers that warm up for different numbers of steps are in the same step only until the warm-up ends.
             same_steps = len(expected) if len(peer["losses"]) == len(expected) else WARM_UP
             compared = SAME_LOSSES if name == SHARDED else same_steps
             pairs = zip(peer["losses"][:compared], expected[:compared], strict=True)
@@ -317,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(workloads()), default=list(workloads()))
     parser.add_argument("--accumulation", type=int, nargs="+", help="passes in a step (default: 1 8)")
-    parser.add_argument("--rounds", type=int, default=10, help="in which each peer takes its turn")
+    parser.add_argument("--rounds", type=int, default=10, help="each peer has one turn per round")
     parser.add_argument("--device", default="cpu", help="type of the device; ranks share it if there is one only")
     parser.add_argument(
         "--quick", action="store_true", help="tiny models, few rounds: shows that it runs; saves nothing"

@@ -6,7 +6,7 @@
 
 Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
 layers sleep instead of computing, as an accelerator leaves the processor idle. So a step's time shows how much of the
-communication a peer hides. Every peer runs in every round, in every other round in reverse order. Figures are medians
+communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are medians
 over rounds; ratios compare the same round.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
@@ -64,7 +64,7 @@ class Job:
 
 
 def worker(rank: int, folder: Path) -> None:
-    """One rank: trains with one peer after the other, in rounds."""
+    """One rank's work: train with one peer after the other, in rounds."""
     import logging
     import warnings
 
@@ -87,7 +87,7 @@ def worker(rank: int, folder: Path) -> None:
                 chosen.append(peer)
             else:
                 measured.skipped[peer.name] = reason
-    # A turn that does not count: a process's first one is slower, whoever has it, as memory comes from the system.
+    # This run does not count: the first run of a process is slower, as it gets memory from the system.
     step_times(chosen[0], paced(forward_ms=1.0, backward_ms=1.0), 8)
     for number in range(job.rounds):
         measured.all_reduce.append(_all_reduce_seconds())
@@ -99,7 +99,7 @@ def worker(rank: int, folder: Path) -> None:
             model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
             try:
                 times = step_times(peer, model, WARM_UP + job.steps, passes)
-            except Exception as error:  # the traceback comes after all the other rank has to say
+            except Exception as error:  # now: the traceback comes after the other rank's output
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
             measured.steps.setdefault(peer.name, []).append(median(times[WARM_UP:]))
@@ -107,7 +107,7 @@ def worker(rank: int, folder: Path) -> None:
                 counted = passes[WARM_UP:]
                 both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
                 measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
-            gc.collect()  # here rather than in the next peer's turn
+            gc.collect()  # not in the next peer's turn
             dist.barrier()
         if rank == 0:
             print(f"{job.case.name}: round {number + 1} of {job.rounds}", file=sys.stderr, flush=True)
@@ -154,7 +154,7 @@ def _unsynchronised_seconds(model: Any) -> tuple[float, float, float]:
 
 
 def measure(names: tuple[str, str], job: Job) -> Measured:
-    """Runs both ranks.
+    """Run both ranks.
 
     Raises:
         SystemExit: If one fails; the other is ended.
@@ -175,7 +175,7 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
                 time.sleep(0.1)
         finally:
             for process in processes:
-                process.kill()  # nothing, where it has ended
+                process.kill()  # no effect if it has ended
                 process.wait()
         if any(process.returncode for process in processes):
             raise SystemExit("a rank failed; see above")
@@ -183,7 +183,7 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
 
 
 def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Names of peers to run: those with one of the parts in ``only`` in their names, and what they are compared with.
+    """Names of peers to run: those whose names contain a part in ``only``, and the peers that they are compared with.
 
     Args:
         only: Parts of names; all peers if empty.
@@ -219,15 +219,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
-    parser.add_argument("--rounds", type=int, default=5, help="of the reference case")
-    parser.add_argument("--steps", type=int, default=8, help="that count, per round and peer, of the reference case")
-    parser.add_argument("--sweep-rounds", type=int, default=3, help="of the other cases")
-    parser.add_argument("--sweep-steps", type=int, default=4, help="that count, of the other cases")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the reference case")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps, in the reference case")
+    parser.add_argument("--sweep-rounds", type=int, default=3, help="rounds of the other cases")
+    parser.add_argument("--sweep-steps", type=int, default=4, help="counted steps, in the other cases")
     parser.add_argument(
-        "--only", nargs="+", default=[], help="parts of peers' names; what they are compared with is added"
+        "--only", nargs="+", default=[], help="parts of peers' names; the peers that they are compared with are added"
     )
     parser.add_argument("--quick", action="store_true", help="few peers, one round; saves nothing")
-    parser.add_argument("--save-as", help="saves what --only has run, under this name")
+    parser.add_argument("--save-as", help="save the results of --only under this name")
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -235,7 +235,7 @@ def main() -> None:
         return
     if (reason := why_not()) is not None:
         raise SystemExit(f"link.py {reason}")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ranks and namespaces are not left behind
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no rank or namespace stays behind
     found: dict[Case, Measured] = {}
     lines = [NOTES]
     print(NOTES)

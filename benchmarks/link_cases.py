@@ -10,19 +10,19 @@ from paced import BACKWARD_MS, FORWARD_MS, LAYERS, NUMEL
 from lightning_bucketddp.layout.schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
 
 NBYTES = LAYERS * NUMEL * 4
-"""Of all gradients."""
+"""Bytes of all gradients."""
 REFERENCE_RATE = 2.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rate and how fast the model computes.
+    """The rate of a link, and the speed of the model.
 
     Attributes:
         name: Its name in tables.
-        rate: Of the link in each direction, in Gbit/s.
-        forward_ms: That a layer's forward takes.
-        backward_ms: That a layer's backward takes.
+        rate: The link's rate in each direction, in Gbit/s.
+        forward_ms: Milliseconds of a layer's forward.
+        backward_ms: Milliseconds of a layer's backward.
     """
 
     name: str
@@ -60,9 +60,9 @@ def swept(rates: Sequence[float], ratios: Sequence[float]) -> list[Case]:
 
 
 def least_exposed(all_reduce: float, backward: float) -> float:
-    """Seconds of an all-reduce of all gradients that no order and no buckets hide behind backward.
+    """Seconds of an all-reduce of all gradients that backward cannot hide, whatever the order and the buckets.
 
-    The first gradient is ready after one layer's backward, then all bytes go through one wire; the last layer's bytes
+    The first gradient is ready after one layer's backward. Then all bytes go through one wire. The last layer's bytes
     do not start before backward has ended.
 
     Args:
@@ -75,11 +75,11 @@ def least_exposed(all_reduce: float, backward: float) -> float:
 
 
 def least_exposed_sharded(all_reduce: float, backward: float, forward: float) -> float:
-    """Seconds of a reduce-scatter and an all-gather that nothing hides behind backward and the next forward.
+    """Seconds of a reduce-scatter and an all-gather that backward and the next forward cannot hide.
 
-    Each sends half of an all-reduce's bytes. The all-gather is a reduce-scatter seen from the end: all bytes go through
-    one wire from the step's end on, the first layer does not start before its own have come, and the last layer's
-    forward is still to come when all have.
+    Each sends half of an all-reduce's bytes. The all-gather mirrors the reduce-scatter. From the step's end on, all
+    bytes go through one wire. The first layer waits for its own bytes, and the last layer's forward begins when all
+    bytes have arrived.
 
     Args:
         all_reduce: Seconds that an all-reduce of all gradients in one piece takes.

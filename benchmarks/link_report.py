@@ -27,8 +27,7 @@ class Measured:
         backward: Backward of the model, unsynchronised and without a Trainer.
         forward: Its forward, in the same manner.
         optimizer: A step of the optimizer, on all parameters.
-        passes: By peer of this package, the median time of backward and of what came after it until the gradients were
-            there.
+        passes: By peer of this package, the median times of backward, and from its end until gradients were published.
         skipped: By peer, why it did not run.
     """
 
@@ -42,20 +41,20 @@ class Measured:
 
     @property
     def exposed(self) -> float:
-        """Seconds of an all-reduce that nothing hides; by the fastest round's, as it is a bound."""
+        """Seconds of an all-reduce that backward cannot hide. A bound, so the fastest all-reduce counts."""
         return least_exposed(min(self.all_reduce), median(self.backward))
 
     def bound(self, plain: bool) -> float:
-        """Seconds before which no step ends that averages gradients by an all-reduce during backward."""
+        """The shortest possible step, in seconds, if an all-reduce during backward averages gradients."""
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + self.exposed
 
     @property
     def exposed_sharded(self) -> float:
-        """Seconds of a reduce-scatter and an all-gather that nothing hides."""
+        """Seconds of a reduce-scatter and an all-gather that backward and forward cannot hide."""
         return least_exposed_sharded(min(self.all_reduce), median(self.backward), median(self.forward))
 
     def sharded_bound(self, plain: bool) -> float:
-        """Seconds before which no step ends that averages gradients, and has the optimizer's work divided.
+        """The shortest possible step, in seconds, if ranks also divide the optimizer's work.
 
         By a reduce-scatter during backward, a step on one shard, and an all-gather during the next forward.
         """
@@ -63,10 +62,10 @@ class Measured:
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) - saved + self.exposed_sharded
 
     def hidden(self, peer: str) -> float:
-        """The hidden share of an all-reduce, of the part that can be hidden.
+        """How much of an all-reduce a peer hides, as a share of the part that can be hidden.
 
-        1 at the bound; 0 where it takes as long as an all-reduce after backward; less where it sends more than that, or
-        waits; more where communication is hidden behind forward too, or less is left for the optimizer to do.
+        1 at the bound, 0 for an all-reduce after backward. Below 0 if the peer sends or waits for more. Above 1 if
+        forward hides communication too, or the optimizer has less to do.
         """
         all_reduce = min(self.all_reduce)
         alone = self.steps[UNSYNCHRONISED + PLAIN * peer.endswith(PLAIN)]
@@ -112,11 +111,11 @@ def described(case: Case, measured: Measured) -> str:
 
 NOTES = """\
 of ddp's: median over rounds of the step's time / that of Lightning's ddp as shipped in the same round
-hidden: of what can be hidden of an all-reduce during backward; 0 % as an all-reduce after backward, less where more is
-        sent or waited for, more than 100 % where forward hides some or the optimizer's work is divided
-bound for a sharded optimizer: the unsynchronised step with the optimizer's work divided, and what neither backward
-        hides of a reduce-scatter nor forward of an all-gather
-backward, then: of this package's last_pass(), backward and from its end until the gradients were there
+hidden: share of the part of an all-reduce that backward can hide; 0 % for an all-reduce after backward, less if a peer
+        sends or waits for more, over 100 % if forward hides some too or the optimizer's work is divided
+bound for a sharded optimizer: the unsynchronised step with the optimizer's work divided, plus the parts of a
+        reduce-scatter and an all-gather that backward and forward cannot hide
+backward, then: from this package's last_pass(): backward, and from its end until gradients were published
 FairScale's ShardedDDP runs with torch 2.13 on gloo as it is; gradients must be cleared with its own zero_grad()
 """
 

@@ -6,13 +6,14 @@ Each peer trains in its own processes: some steps of one pass, then one step of 
 ledger counts every tensor in use by its storage, also tensors that C++ holds. It counts after each forward, backward,
 step, zero_grad and operator, and inside backward as soon as a parameter's gradient exists.
 
-Gradients and their buckets are the rest after subtracting parameters, optimizer state, and the unwrapped module's other
-tensors at the same point. After operators there is no same point, as the sequences differ. There the module's largest
-rest in the phase is subtracted, so the figure is a lower bound: too low by at most activations and the largest
-gradient. For FSDP2 the figure includes gathered parameters.
+The figure for gradients and buckets is what remains of the tensors in use after three subtractions: parameters,
+optimizer state, and the unwrapped module's other tensors at the same point. After an operator there is no such point,
+because peers run different operators. There the largest size of the unwrapped module's other tensors in the phase is
+subtracted. That makes a lower bound, too low by at most the activations and the largest gradient. For FSDP2 the figure
+includes gathered parameters.
 
-For comparison, the allocator's own count shows memory that no tensor holds (the collectives' scratch, Python's
-objects), and the largest size of the process is shown as a ratio to the unwrapped module's.
+Two other figures are for comparison. The allocator's own count shows memory that no tensor holds (the collectives'
+scratch, Python's objects). The largest size of the process is shown as a ratio to the unwrapped module's.
 
 The bound for BucketDDP: at no point do gradients take more than their size and one bucket.
 """
@@ -50,7 +51,7 @@ from lightning_bucketddp.optim.swap import master_params
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024
-"""The most bytes of the wrapper's other tensors, such as the control vector."""
+"""Most bytes that the wrapper's other tensors may take, such as the control vector."""
 
 STEPS = 6
 """Steps of one pass each: wrappers learn orders in them."""
@@ -71,11 +72,11 @@ def workloads(small: bool = False) -> dict[str, Workload]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A way of training, and how the loop treats it.
+    """A way of training, and how the training loop runs it.
 
     Attributes:
-        wrapping: The way.
-        dtype: Of the parameters.
+        wrapping: The way of training.
+        dtype: The dtype of the parameters.
         set_to_none: How ``zero_grad`` is called.
     """
 
@@ -281,7 +282,7 @@ def worker(device: torch.device, model_name: str, peer_name: str, small: bool) -
         for name in PASSES:
             largest = _largest_bucket(model)
             _run_pass(name, model, (inputs, targets), optimizer, chosen.set_to_none, ledger)
-            buckets[name] = max(largest, _largest_bucket(model))  # it may have been laid out anew on the way
+            buckets[name] = max(largest, _largest_bucket(model))  # the pass may have rebuilt the buckets
     return {
         "note": "",
         "gradient_bytes": sum(param.numel() * (param.grad_dtype or param.dtype).itemsize for param in params),
@@ -341,7 +342,7 @@ class Account:
     """Bytes of a peer's gradients, on the rank with the most.
 
     Attributes:
-        unit: The size of the gradients in fp32, which all parts are parts of.
+        unit: The size of the gradients in fp32. Other sizes are shown as shares of it.
         largest: Per kind of point, the most that gradients and buckets take, and where.
         settled: The most that they take from the last step of one pass on, when orders and buckets are known.
         bucket: The largest bucket of the peers whose buckets are known.
@@ -361,7 +362,7 @@ class Account:
     process: int
 
     def part(self, kind: str) -> float:
-        """The most that gradients take at points of a kind, as a part; NaN if there was no such point."""
+        """The most that gradients take at points of a kind, as a share of the unit; NaN if there was no such point."""
         return self.largest[kind][0] / self.unit if kind in self.largest else math.nan
 
     @property
@@ -417,7 +418,7 @@ def _total(peer: dict[str, Any], base: dict[str, Any]) -> tuple[int, int, int, i
 def described(model: str, accounts: dict[str, Account], base_of: dict[str, str]) -> str:
     """The tables of one model."""
     unit = next(iter(accounts.values())).unit
-    lines = [f"{model}: {unit / MIB:.1f} MiB of gradients in fp32, which all figures but MiB are parts of", ""]
+    lines = [f"{model}: {unit / MIB:.1f} MiB of gradients in fp32; figures without a unit are shares of this", ""]
     heads = [kind if " " in kind or kind == "operators" else f"after {kind}" for kind in KINDS]
     rows = [["gradients and buckets, at most", *heads]]
     for name, one in accounts.items():
@@ -539,13 +540,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(workloads()), help="default: all; with --quick, mlp")
     parser.add_argument(
-        "--peers", nargs="+", default=[], help="names, or parts of names; what they are measured against is added"
+        "--peers", nargs="+", default=[], help="names, or parts of names; their unwrapped modules are added"
     )
     parser.add_argument("--device", default="cpu", help="type of the device; ranks share it if there is one only")
     parser.add_argument("--quick", action="store_true", help="small models: shows that it runs; saves nothing")
     arguments = parser.parse_args()
     require_device(arguments.device)
-    # So that glibc keeps no freed block of any size: the process is then as large as what is in use.
+    # glibc then keeps no large freed block, so the size of the process is the memory in use.
     prepare(MALLOC_MMAP_THRESHOLD_="65536")
     chosen = _chosen(arguments.peers)
     results: dict[str, dict[str, Account]] = {}

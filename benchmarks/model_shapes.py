@@ -13,8 +13,8 @@ class Layer:
     """Gradients that become ready together in backward.
 
     Attributes:
-        name: Of the layer.
-        shapes: Of its parameters, in registration order.
+        name: The layer's name.
+        shapes: The shapes of its parameters, in registration order.
         flops: Floating-point operations of its forward per sample; a multiply-add is two.
     """
 
@@ -28,9 +28,9 @@ class ModelShapes:
     """A model and how it is trained.
 
     Attributes:
-        name: Of the model.
-        layers: In the order of forward.
-        samples: Per rank and step.
+        name: The model's name.
+        layers: Its layers, in the order of forward.
+        samples: Number of samples per rank and step.
         sample: What a sample is.
     """
 
@@ -86,12 +86,12 @@ def gpt(name: str, layers: int, width: int, context: int, vocabulary: int, seque
     That weight gets its last gradient from the embedding, the very last layer of backward.
 
     Args:
-        name: Of the model.
+        name: The model's name.
         layers: Number of blocks.
-        width: Of the residual stream; MLPs are four times as wide.
+        width: Width of the residual stream; MLPs are four times as wide.
         context: Tokens per sequence.
-        vocabulary: Number of tokens there are.
-        sequences: Per rank and step.
+        vocabulary: Number of different tokens.
+        sequences: Number of sequences per rank and step.
     """
 
     def linear(at: str, out: int, features: int) -> Layer:

@@ -88,7 +88,7 @@ def resnet50(width: int, classes: int = 100, blocks: tuple[int, ...] = (3, 4, 6,
 
 
 class _Residual(nn.Module):
-    """Four small parameters."""
+    """A residual layer with four small parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def mlp(width: int, layers: int) -> nn.Sequential:
 
 
 class Shuffled(nn.Module):
-    """The layers of an MLP, registered in an order that has nothing to do with that of their use."""
+    """The layers of an MLP, registered in another order than they are used in."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class Workload:
     Attributes:
         name: What tables call it.
         make: Makes the model, with initial weights from torch's global generator.
-        shape: Of a batch of inputs.
-        classes: How many there are to predict.
+        shape: The shape of a batch of inputs.
+        classes: Number of classes to predict.
         tokens: Whether inputs are numbers of tokens rather than features.
     """
 
@@ -155,7 +155,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def workloads(small: bool = False) -> dict[str, Workload]:
-    """Those that take time to compute, by name."""
+    """Models that take time to compute, by name."""
     if small:
         return {
             "gpt": Workload("gpt", lambda: GPT(256, 16, 64, 2, 2), (2, 16), 256, tokens=True),

@@ -18,7 +18,7 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"needs {' and '.join(missing)} (iproute2)"
-    try:  # root in a container may still not be allowed to, and a kernel may lack the queue that limits the rate
+    try:  # a container may forbid it even to root, and a kernel may lack the queue that limits the rate
         with two_hosts(own_prefix("try")) as names:
             limit(names, 1.0)
     except subprocess.CalledProcessError as error:
@@ -37,12 +37,12 @@ def own_prefix(purpose: str = "b") -> str:
 
 @contextmanager
 def two_hosts(prefix: str = "bench") -> Iterator[tuple[str, str]]:
-    """Makes two namespaces with one interface each, and removes them in the end.
+    """Make two namespaces with one interface each, and remove them in the end.
 
     Addresses and ports inside them are their own: they collide with nothing outside, nor with another pair.
 
     Args:
-        prefix: Of the namespaces' and interfaces' names; see :func:`own_prefix`.
+        prefix: Prefix of the namespaces' and interfaces' names; see :func:`own_prefix`.
     """
     names = (f"{prefix}0", f"{prefix}1")
     _remove(names)
@@ -61,7 +61,7 @@ def two_hosts(prefix: str = "bench") -> Iterator[tuple[str, str]]:
 
 
 def limit(names: tuple[str, str], gbit: float) -> None:
-    """Limits both directions to a rate in Gbit/s."""
+    """Limit both directions to a rate in Gbit/s."""
     for name in names:
         rate = f"{int(gbit * 1000)}mbit"
         command = ["tc", "-n", name, "qdisc", "replace", "dev", name, "root", "tbf"]

@@ -1,4 +1,4 @@
-"""Time an optimizer's step on a large model, with the work divided between the ranks and without.
+"""Time an optimizer's step on a large model, with and without dividing the work between the ranks.
 
     python benchmarks/optimizer_step.py [--megaparameters 64] [--worlds 1 2] [--rounds 7]
 
@@ -7,9 +7,9 @@ after the other while the others wait: they share the machine's memory bandwidth
 not.
 
 The update is the optimizer's own ``step``. The whole step of a sharded optimizer also swaps shards in for parameters
-and starts the all-gather of new parameters; on the last rank its threads take time from the machine. A further column
-shows how much longer it takes until all parameters have arrived, over loopback with all ranks stepping at once. Before
-a step begins, the parameters of the last one have arrived.
+and starts the all-gather of new parameters. On the last rank the all-gather's threads compete with the step. Another
+column shows how long it takes after the step until all parameters have arrived, over loopback, with all ranks stepping
+at once. A step begins only when the parameters of the last one have arrived.
 
 Ratios compare with the unsharded step of the same round, on the slowest rank; perfect division would give 1/N.
 """
@@ -42,7 +42,7 @@ UPDATE, STEP, ARRIVAL = "update", "step", "until parameters are there"
 
 
 class TimedAdamW(torch.optim.AdamW):
-    """Knows how long its last update took, in seconds."""
+    """AdamW that notes how many seconds its last update took."""
 
     update_s = 0.0
 
@@ -64,7 +64,7 @@ def _now(device: torch.device) -> float:
 
 
 def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str, Any]:
-    """One rank: seconds of each step, by optimizer, whether it is sharded, and in which manner it was timed."""
+    """One rank's work: seconds of each step, by optimizer, sharded or not, and what was timed."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     elements = 0
     for name, options in OPTIMIZERS.items():
@@ -87,7 +87,7 @@ def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str
 
 
 def _seconds(model: BucketDDP, optimizer: TimedAdamW, device: torch.device) -> dict[str, float]:
-    """Of a step that ranks take one after the other, and of what comes after one that they take at once."""
+    """Time a step that ranks take one after the other, and the wait after a step that all take at once."""
     times: dict[str, float] = {}
     inputs = torch.ones(1, WIDTH, device=device)
     for in_turns in (True, False):
@@ -98,7 +98,7 @@ def _seconds(model: BucketDDP, optimizer: TimedAdamW, device: torch.device) -> d
         for rank in range(dist.get_world_size()):
             if rank == dist.get_rank():
                 begin = _now(device)
-                optimizer.step()  # gathers that it starts wait for the other ranks' steps
+                optimizer.step()  # its all-gathers wait for the other ranks' steps
                 stepped = _now(device)
             if in_turns:
                 dist.barrier()
@@ -111,7 +111,7 @@ def _seconds(model: BucketDDP, optimizer: TimedAdamW, device: torch.device) -> d
 
 
 def slowest(of_ranks: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Of each round, the slowest rank's seconds."""
+    """Keep the slowest rank's seconds of each round."""
     first = of_ranks[0]["seconds"]
     return {
         name: {

@@ -5,7 +5,7 @@
 
 The model is a chain of tiny parameters, so that autograd costs little and the wrapper's work per parameter shows. All
 peers run in every round. A wrapper adds its time minus the unwrapped module's time in the same round; the median over
-rounds counts. ``fixed + a * parameters + b * buckets`` is fitted by least squares. Each case weighs one over the
+rounds counts. ``fixed + a * parameters + b * buckets`` is fitted by least squares. The weight of a case is one over the
 unwrapped module's time, so that long cases do not decide alone. In some cases the number of parameters grows with one
 bucket, in others the number of buckets grows.
 
@@ -63,7 +63,7 @@ ALL_REDUCES = "the all-reduces alone"
 
 @dataclass(frozen=True)
 class Case:
-    """A chain and how its gradients are cut."""
+    """A chain of parameters, and the number of buckets that its gradients are cut into."""
 
     parameters: int
     buckets: int
@@ -159,8 +159,8 @@ def measure(device: torch.device, cases: list[tuple[int, int]], rounds: int) -> 
     }
     for _ in range(rounds):
         gc.collect()
-        gc.disable()  # as timeit does; what a collection costs is a matter of all that lives in the process
-        subjects[0][names[0]].synchronised()  # for whoever is first not to pay for the pause
+        gc.disable()  # as timeit does: the cost of a collection depends on everything in the process
+        subjects[0][names[0]].synchronised()  # else the first peer would pay for the pause
         for at, case in enumerate(cases):
             for name in names:
                 subject = subjects[at][name]
@@ -190,7 +190,7 @@ class Measured:
         return [sum(parts) for parts in zip(*(self.seconds[peer][phase][at] for phase in phases), strict=True)]
 
     def added(self, peer: str, phases: Sequence[str], case: Case) -> float:
-        """Microseconds by which a peer takes longer than the unwrapped module; of the all-reduces, their own time."""
+        """Microseconds by which a peer takes longer than the unwrapped module; for the all-reduces, their own time."""
         mine = self.whole(peer, phases, case)
         if peer == ALL_REDUCES:
             return median(mine) * 1e6
@@ -201,7 +201,7 @@ class Measured:
         """What a peer adds to a phase, in microseconds: fixed, per parameter, per bucket.
 
         Returns:
-            These three, and the largest distance of a case from the fit, as a part of the unwrapped module's time.
+            These three, and the largest distance of a case from the fit, as a share of the unwrapped module's time.
         """
         plain = [median(self.whole(UNWRAPPED, [phase], case)) * 1e6 for case in self.cases]
         weights = 1 / torch.tensor(plain, dtype=torch.float64)
@@ -213,7 +213,7 @@ class Measured:
         return {"per parameter": parameter, "per bucket": bucket, "fixed": fixed, "off by": off}
 
     def fits(self) -> dict[str, dict[str, dict[str, float]]]:
-        """All of them, by phase and peer."""
+        """All fits, by phase and peer."""
         return {
             phase: {
                 peer: self.fit(peer, phase) for peer, of in self.seconds.items() if peer != UNWRAPPED and phase in of
@@ -275,7 +275,7 @@ def plot(results: dict[str, Measured]) -> Any:
     axes[0][0].set_ylabel("µs added to a pass")
     figure.suptitle(
         "Host time that a wrapper adds to forward and backward: lower is better.\n"
-        "Missing points: nothing that could be told from the unwrapped module's time",
+        "Missing points: no difference from the unwrapped module's time could be measured",
         fontsize=10,
     )
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -315,10 +315,10 @@ def cases_of(counts: Sequence[int], buckets: Sequence[int], at: int) -> list[tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="one setting for each")
-    parser.add_argument("--rounds", type=int, default=30, help="in which each peer takes its turn")
+    parser.add_argument("--rounds", type=int, default=30, help="each peer has one turn per round")
     parser.add_argument("--quick", action="store_true", help="few cases and rounds: shows that it runs; saves nothing")
     parser.add_argument("--profile", action="store_true", help="where bucketddp's host time goes; saves nothing")
-    parser.add_argument("--parameters", type=int, default=1000, help="of the profiled model")
+    parser.add_argument("--parameters", type=int, default=1000, help="number of parameters of the profiled model")
     arguments = parser.parse_args()
     prepare()
     if arguments.profile:
@@ -343,7 +343,7 @@ def main() -> None:
 
 
 def figures(results: dict[str, Measured]) -> dict[str, Any]:
-    """What is kept of each setting: the fits, and medians in microseconds by peer, phase and case."""
+    """The figures to save of each setting: the fits, and medians in microseconds by peer, phase and case."""
     return {
         title: {
             "fitted, µs more than the unwrapped module": measured.fits(),

@@ -12,7 +12,7 @@ LAYERS = 24
 NUMEL = 604_000
 """Parameters of a layer, counted in elements."""
 FORWARD_MS, BACKWARD_MS = 4.0, 8.0
-"""Of a layer."""
+"""Milliseconds of a layer."""
 
 
 class _PacedLayer(torch.autograd.Function):

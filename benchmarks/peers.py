@@ -26,7 +26,7 @@ from lightning_bucketddp.reducer.record import PassRecord
 
 
 class StartedRanks(LightningEnvironment):
-    """Ranks that have been started, and have a process group, already."""
+    """The environment of ranks that are running already and have a process group."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -50,14 +50,14 @@ class StartedRanks(LightningEnvironment):
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3
-"""Steps until a peer trains as it goes on; at least."""
+"""First steps, which do not count: peers learn orders and make state."""
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    """Every peer's optimizer; those that come with one of their own divide this one's work.
+    """The optimizer of every peer. Peers with a sharded optimizer divide its work.
 
-    Fused: the work of an accelerator's optimizer, that of the layers being only pretended, is not the processor's. The
-    default one takes three to six times as long, by turns, for the memory of its intermediate results.
+    It is fused. Layers only sleep, as if an accelerator computed, but the optimizer runs on the processor, so it should
+    be short. The default implementation takes three to six times as long, as it allocates intermediate results.
     """
     return torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
 
@@ -92,7 +92,7 @@ class Peer:
         return self.strategy is None
 
     def why_not(self) -> str | None:
-        """Why it does not run here, or with this version of the package; None if it does."""
+        """Why this peer cannot run here, or with this version of the package; None if it can."""
         if self.needs is not None and find_spec(self.needs) is None:
             return f"needs {self.needs}, which is not installed"
         try:
@@ -116,7 +116,7 @@ def _zero(params: Any) -> torch.optim.Optimizer:
 
 
 def _wrapped(wrapper: Callable[[nn.Sequential], nn.Module]) -> Wrap:
-    """Wraps first, and gives the optimizer the wrapper's parameters."""
+    """Wrap first, and give the optimizer the wrapper's parameters."""
 
     def wrap(net: nn.Sequential, optimizer: Callable[[Any], Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
         module = wrapper(net)
@@ -155,7 +155,7 @@ _BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def peers() -> list[Peer]:
-    """All of them."""
+    """All peers."""
     return [
         Peer("unsynchronised", lambda: SingleDeviceStrategy("cpu"), synchronised=False),
         Peer("ddp as shipped", _ddp()),
@@ -178,7 +178,7 @@ def _low_precision_peers() -> list[Peer]:
 
 
 def _plain_peers() -> list[Peer]:
-    """Loops in plain PyTorch, for what Lightning has no strategy for, and what that is to be compared with."""
+    """Loops in plain PyTorch: peers without a Lightning strategy, and the peers to compare them with."""
 
     def torch_ddp(**options: Any) -> Wrap:
         return _wrapped(lambda net: DistributedDataParallel(net, **options))
@@ -235,7 +235,7 @@ class _Trained(pl.LightningModule):
 
 
 class _Clock(pl.Callback):
-    """When batches begin, less the time that reading the passes' records takes."""
+    """Notes when batches begin, without the time for reading the passes' records."""
 
     def __init__(self, passes: list[PassRecord]) -> None:
         self.at: list[float] = []
@@ -257,13 +257,13 @@ def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
 
 
 def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None) -> list[float]:
-    """Seconds of each of ``steps`` steps, the first ones included.
+    """Train, and return the seconds of each of ``steps`` steps, the first ones included.
 
     Args:
         peer: How to train.
         net: What to train; its layers take a tensor of (1, 1).
         steps: How many.
-        passes: Gets, for peers of this package, what happened in each pass.
+        passes: Gets the record of each pass, for peers of this package.
     """
     passes = [] if passes is None else passes
     if peer.strategy is None:
@@ -293,7 +293,7 @@ def _plain_steps(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRe
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
-        # The module's, not the optimizer's: FairScale's buckets keep the gradients of the step before otherwise.
+        # Not the optimizer's zero_grad(): FairScale's buckets would keep the gradients of the last step.
         module.zero_grad()
         module(torch.zeros(1, 1)).mean().backward()
         optimizer.step()

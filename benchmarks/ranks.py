@@ -21,7 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def prepare(**environment: str) -> None:
-    """Sets the environment of all ranks. To be called once, before any are started.
+    """Set the environment of all ranks. Call this once, before ranks are started.
 
     Ranks are forked from a process that has done nothing but import: they are fresh, but quick to start.
     """
@@ -31,14 +31,14 @@ def prepare(**environment: str) -> None:
 
 
 def device_of(device_type: str, rank: int) -> torch.device:
-    """The device of a rank; ranks share accelerators where there are fewer of them."""
+    """The device of a rank; ranks share accelerators if there are fewer accelerators than ranks."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, rank % torch.accelerator.device_count())
 
 
 def require_device(device_type: str) -> None:
-    """Ends the program, saying why, where there is no such device."""
+    """End the program with a reason if there is no such device."""
     if device_type == "cpu":
         return
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -79,11 +79,11 @@ def _run(
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # what is left to a rank's interpreter to tear down is of no interest, and takes a second
+    os._exit(0)  # without the interpreter's teardown, which takes a second
 
 
 def run_ranks(worker: Callable[..., Any], *arguments: Any, size: int = 2, device_type: str = "cpu") -> list[Any]:
-    """What ``worker(device, *arguments)`` returns on each rank, in a process group of its own.
+    """Run ``worker(device, *arguments)`` on ranks in a process group of their own; return each rank's result.
 
     Args:
         worker: A function of a module; its result is turned into JSON.

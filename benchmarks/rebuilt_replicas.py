@@ -61,7 +61,7 @@ def _rebuilt(module: nn.Module, copies: dict[int, Any], replica: int) -> nn.Modu
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of tensors of one dtype each, of at most ``CHUNK_BYTES`` together unless a single one has more."""
+    """Group positions of tensors into chunks of one dtype and at most ``CHUNK_BYTES``. A larger one stands alone."""
     open_chunks: dict[torch.dtype, list[int]] = {}
     sizes: dict[torch.dtype, int] = {}
     full: list[list[int]] = []

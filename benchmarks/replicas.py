@@ -87,7 +87,7 @@ class Step:
 
     Args:
         module: The original.
-        devices: Of the replicas.
+        devices: The replicas' devices.
         refresh: Makes the replicas.
     """
 
@@ -147,7 +147,7 @@ def measure(module: nn.Module, devices: Sequence[torch.device], rounds: int) -> 
 
 
 def described(results: dict[str, Seconds]) -> str:
-    """The table: milliseconds by part, and the ratio of the whole to the peer that goes in chunks."""
+    """The table: milliseconds by part, and the ratio of both parts together to those of the peer in chunks."""
     rows = [["model, replicas, peer", "replicate ms", "reduce ms", "both ms", f"ratio to {IN_CHUNKS}"]]
     for title, found in results.items():
         for peer, parts in found.items():
@@ -177,7 +177,7 @@ def plot(results: dict[str, Seconds]) -> Any:
 
 
 def devices_of(device_type: str, count: int) -> list[torch.device]:
-    """``count`` devices of a type, the same ones again where there are fewer."""
+    """``count`` devices of a type; some several times if there are fewer."""
     if device_type == "cpu":
         return [torch.device("cpu")] * count
     return [torch.device(device_type, index % torch.accelerator.device_count()) for index in range(count)]
@@ -186,7 +186,7 @@ def devices_of(device_type: str, count: int) -> list[torch.device]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4], help="numbers of replicas")
-    parser.add_argument("--rounds", type=int, default=30, help="in which each peer takes its turn")
+    parser.add_argument("--rounds", type=int, default=30, help="each peer has one turn per round")
     parser.add_argument("--device", default="cpu", help="type of the devices")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds: shows that it runs; no results")
     arguments = parser.parse_args()

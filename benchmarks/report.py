@@ -59,7 +59,7 @@ def paired_ratio(values: Sequence[float], references: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, the first being the head, with aligned columns: the first to the left, the others to the right."""
+    """Format rows, the first of them the head: the first column aligned to the left, the others to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
@@ -77,10 +77,10 @@ def plots() -> Any:
 
 
 def save(name: str, figures: Mapping[str, Any], text: str, plot: Any = None) -> Path:
-    """Writes figures, hardware and versions to ``results/<date>-<name>.json``, the table and the plot beside it.
+    """Write figures, hardware and versions to ``results/<date>-<name>.json``, the table and the plot beside it.
 
     Args:
-        name: Of the benchmark.
+        name: The benchmark's name.
         figures: What was measured.
         text: The table.
         plot: A matplotlib figure, if there is one.

@@ -82,15 +82,15 @@ class FasterOf(CollectiveCost):
 
 @dataclass(frozen=True)
 class Site:
-    """A published cluster shape with eight ranks per node, and how fast a rank computes there.
+    """A published cluster shape with eight ranks per node, and the speed of its ranks.
 
     Attributes:
-        name: Of the cluster.
+        name: The cluster's name.
         nvlink: Line rate in GB/s of one GPU's NVLinks, one direction.
         network: Line rate in Gbit/s of all of a node's network adapters, one direction.
         latency: Seconds per hop between nodes.
         gpt_flops: FLOP/s that a GPU achieves in training a GPT.
-        images_per_second: That a GPU trains ResNet-50 with.
+        images_per_second: Images per second in training ResNet-50 on one GPU.
     """
 
     name: str
@@ -136,8 +136,8 @@ class Gradients:
 
     Attributes:
         specs: The parameters.
-        ready: Which part of backward is over when each is ready.
-        nbytes: Of each.
+        ready: For each, the share of backward that is over when it is ready.
+        nbytes: The size of each.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -186,7 +186,7 @@ class Planned:
 
 
 def simulated(site: Site, model: ModelShapes, ranks: int) -> dict[str, Planned]:
-    """By :data:`PLANS`, how training goes."""
+    """How training goes with each of :data:`PLANS`, by name."""
     gradients = Gradients.of(model)
     forward = site.forward_seconds(model)
     backward = 2 * forward

@@ -2,9 +2,9 @@
 
     python benchmarks/store_load.py [--ranks 512] [--seconds 20]
 
-Once, a waiting rank read keys of every rank twice a second. Those requests are calculated, as no store can serve them.
-Now a rank's listener waits for one key, and roll calls come after 1, 2, 4, 8, ... seconds. Their requests are counted
-while they run.
+An earlier version read keys of every rank twice a second on each waiting rank. Its requests are calculated, as no store
+can serve them. Now a rank's listener waits for one key, and roll calls come after 1, 2, 4, 8, ... seconds. These
+requests are counted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 
 KEYS_PER_RANK = 3
-"""Keys of every rank that each poll asked for before: answers on trainable sets, on parameters, on hooks."""
+"""Keys per rank that each poll read in the earlier version: answers on trainable sets, parameters and hooks."""
 
 FIXED_KEYS = 6
-"""Keys that each poll asked for besides: two of failures, one each of ends, updates, exchanges and skips."""
+"""Other keys that each poll read: two for failures, one each for ends, updates, exchanges and skips."""
 
 
 class CountingStore:
@@ -84,7 +84,7 @@ def wait_in_vain(peers: Peers, begin: threading.Barrier, until: list[float], err
 
 
 def measure(ranks: int, seconds: float) -> tuple[Counter[str], list[int]]:
-    """The requests by kind, and how many there were in each second."""
+    """Count requests by kind, and in each second."""
     master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=300))
     requests: Counter[str] = Counter()
     everyone: list[Any] = [Collectives(rank, ranks, master, requests) for rank in range(ranks)]
@@ -120,7 +120,7 @@ def main() -> None:
     print(f"{options.ranks} ranks, of which one does not come for {options.seconds:.0f} s\n")
     print("requests per second        all ranks   one rank")
     for name, number in (
-        ("before, counted", per_poll / POLL_SECONDS * (options.ranks - 1)),
+        ("before, calculated", per_poll / POLL_SECONDS * (options.ranks - 1)),
         ("now, mean", requests.total() / options.seconds),
         ("now, busiest second", max(per_second)),
         ("now, median second", sorted(per_second)[len(per_second) // 2]),

@@ -44,9 +44,9 @@ class Wrapping:
     Attributes:
         name: What tables call it.
         wrap: Prepares a module that is on its device.
-        optimizer: Makes the optimizer for the parameters of what ``wrap`` returned.
+        optimizer: Makes the optimizer for the parameters of the wrapped module.
         synchronises: Whether the ranks' gradients are averaged.
-        clip: Clips the gradients of what ``wrap`` returned to a norm.
+        clip: Clips the gradients of the wrapped module to a norm.
     """
 
     name: str
@@ -74,7 +74,7 @@ def bucketddp(name: str, **options: Any) -> Wrapping:
 
 
 def fairscale(name: str) -> Wrapping:
-    """FairScale's ShardedDDP and the optimizer that it needs to know."""
+    """FairScale's ShardedDDP, and the optimizer that it is made with."""
     made: list[torch.optim.Optimizer] = []
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -110,7 +110,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def try_wrap(wrapping: Wrapping, module: nn.Module) -> tuple[nn.Module | None, str]:
-    """The wrapped module, or None and why this installation refuses the options, or lacks a package."""
+    """Return the wrapped module; or None, and why: a package is missing, or refuses the options."""
     try:
         return wrapping.wrap(module), ""
     except (ImportError, TypeError, ValueError) as error:
@@ -118,7 +118,7 @@ def try_wrap(wrapping: Wrapping, module: nn.Module) -> tuple[nn.Module | None, s
 
 
 def local_pass(model: nn.Module) -> AbstractContextManager[object]:
-    """Inside, forward and backward leave gradients with the rank that made them."""
+    """A context in which passes are local: gradients stay on the rank that computed them."""
     if isinstance(model, FSDPModule):
         return _fsdp2_local(model)
     return model.no_sync() if isinstance(model, BucketDDP | DistributedDataParallel) else nullcontext()

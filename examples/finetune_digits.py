@@ -75,7 +75,7 @@ class Classifier(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """A line for each epoch, and at the end of training a look at all ranks' weights and at the gradient buffers."""
+    """Prints a line per epoch; at the end compares the ranks' weights and describes the gradient buffers."""
 
     difference = float("nan")
     gradients = ""
@@ -107,9 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="bucketddp", help="any Lightning strategy, e.g. ddp")
     parser.add_argument("--devices", type=int, help="default: all accelerators, or two CPU ranks")
-    parser.add_argument("--num-nodes", type=int, default=1, help="machines, each with that many devices")
+    parser.add_argument("--num-nodes", type=int, default=1, help="number of machines, each with --devices devices")
     parser.add_argument("--data", help="an .npz file with arrays `images` (n, height, width) and `labels` (n,)")
-    parser.add_argument("--epochs", type=int, default=8, help="of fine-tuning; half of them with a frozen backbone")
+    parser.add_argument("--epochs", type=int, default=8, help="fine-tuning epochs, half with a frozen backbone")
     args = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
@@ -165,7 +165,7 @@ def main() -> None:
         print(f"largest difference of a weight between ranks   {report.difference:g}  ({verdict})")
         if report.gradients:
             print(report.gradients)
-    # With "bucketddp" this happens at exit; with other strategies on CPU the process may abort without it.
+    # "bucketddp" does this at exit. With other strategies on CPU the process may abort without it.
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

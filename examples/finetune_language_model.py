@@ -7,7 +7,7 @@ bf16 are not lost. With ``--lora`` the base stays frozen, and only the adapters 
 
     python examples/finetune_language_model.py
     python examples/finetune_language_model.py --lora
-    python examples/finetune_language_model.py --strategy bucketddp_sharded  # masters and the rest of the state shared
+    python examples/finetune_language_model.py --strategy bucketddp_sharded  # masters and state divided by rank
     python examples/finetune_language_model.py --strategy ddp                # the same in bf16 alone
     python examples/finetune_language_model.py --model gpt2 --lora --text notes.txt --lr 1e-3
 """
@@ -73,7 +73,7 @@ class LowRank(nn.Module):
 
 
 def add_adapters(net: nn.Module, rank: int) -> None:
-    """Freezes the net and gives each matrix in it an adapter; GPT-2's ``Conv1D`` holds matrices too."""
+    """Freeze the net and give each of its matrices an adapter; GPT-2's ``Conv1D`` holds matrices too."""
     net.requires_grad_(False)
     for module in list(net.modules()):
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
@@ -143,10 +143,10 @@ def main() -> None:
     parser.add_argument("--model", help="a Hugging Face model's name or folder instead of the small transformer")
     parser.add_argument("--text", type=Path, help="a text file to fine-tune on; default: Python's help pages")
     parser.add_argument("--lora", action="store_true", help="train low-rank adapters of a frozen base")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters' matrices")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning")
-    parser.add_argument("--base-steps", type=int, default=200, help="before that, of the small transformer")
+    parser.add_argument("--steps", type=int, default=150, help="steps of fine-tuning")
+    parser.add_argument("--base-steps", type=int, default=200, help="steps of the small transformer before that")
     args = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
@@ -155,7 +155,7 @@ def main() -> None:
     length = 64
 
     def encode(text: str) -> Tensor:
-        """The text cut into windows (windows, length + 1), in an order of their own."""
+        """Cut the text into windows (windows, length + 1), in a random order that is the same on every rank."""
         tokens = torch.tensor(tokenizer(text)["input_ids"] if tokenizer else list(text.encode()))
         windows = tokens.unfold(0, length + 1, length)
         return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
@@ -195,7 +195,7 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8") if args.text else "\n\n".join(topics.values())
     say(f"fine-tuning, {'adapters alone' if args.lora else 'all weights'}")
     fit(LanguageModel(net, args.lr), encode(text), args.steps)
-    # With "bucketddp" this happens at exit; with other strategies on CPU the process may abort without it.
+    # "bucketddp" does this at exit. With other strategies on CPU the process may abort without it.
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

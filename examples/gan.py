@@ -1,6 +1,6 @@
 """Trains a small GAN on handwritten digits: manual optimisation with two toggled optimizers, and no flag.
 
-In each step the critic and the generator run a backward each. While one optimizer is toggled, the other network is
+In each step the critic and the generator run one backward each. While one optimizer is toggled, the other network is
 frozen and its gradients are not sent: the example counts which gradients each reduction held. With Lightning's ``ddp``
 the first step raises, as half of the gradients never come. ``ddp_find_unused_parameters_true`` trains, but sends both
 networks' gradients each time.
@@ -73,7 +73,7 @@ class Gan(pl.LightningModule):
         return self.generator(torch.randn(count, NOISE, device=self.device))
 
     def penalty(self, real: Tensor, fake: Tensor, weight: float = 10.0) -> Tensor:
-        """Asks the critic for a slope of one between real and generated images; differentiates twice."""
+        """The gradient penalty: the critic's slope should be one between real and generated images."""
         mix = torch.lerp(real, fake, torch.rand(len(real), 1, device=self.device)).requires_grad_()
         (slope,) = torch.autograd.grad(self.critic(mix).sum(), mix, create_graph=True)
         return weight * (slope.norm(dim=1) - 1).square().mean()

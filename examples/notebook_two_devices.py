@@ -1,8 +1,8 @@
 """Trains a digit classifier on two devices of one process, as in a notebook, and again on one of them.
 
-``Trainer(strategy="bucketdp", devices=2)`` starts no process: a notebook's cells and a debugger see the only
-LightningModule. Each batch is divided between two replicas, which run in threads. Weights, loss and accuracy are the
-same as on one device.
+``Trainer(strategy="bucketdp", devices=2)`` starts no process, so a notebook's cells and a debugger see
+the LightningModule itself. Each batch is divided between two replicas, which run in threads. Weights, loss and accuracy
+are the same as on one device.
 
     python examples/notebook_two_devices.py
 """
@@ -25,7 +25,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
-            nn.GroupNorm(8, 32),  # BatchNorm would have the statistics of each replica's half
+            nn.GroupNorm(8, 32),  # BatchNorm would normalise each replica's half by itself
             nn.ReLU(),
             nn.Conv2d(32, 64, 3, padding=1),
             nn.GroupNorm(8, 64),
@@ -80,7 +80,7 @@ def main() -> None:
             strategy=strategy,
             accelerator="auto" if on_accelerator else "cpu",
             devices=devices,
-            precision="64-true",  # as differences of rounding grow while training
+            precision="64-true",  # differences of rounding would grow in training
             max_epochs=args.epochs,
             num_sanity_val_steps=0,
             logger=False,

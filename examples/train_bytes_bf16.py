@@ -2,7 +2,7 @@
 
 Reads the standard library's source text, or any folder of *.py files. Lines differ in length, so ranks see different
 numbers of tokens in each step. The loss is a sum over tokens, and gradients are divided by the tokens of all ranks and
-micro-batches, as one process would do on all of them.
+micro-batches. One process with all batches would compute the same.
 
     torchrun --nproc-per-node 2 examples/train_bytes_bf16.py
     torchrun --nproc-per-node 2 examples/train_bytes_bf16.py --bf16-gradients    # for comparison

@@ -28,7 +28,7 @@ _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the command line asks for.
+    """Run the command line.
 
     Args:
         arguments: The command line without the program's name.

@@ -190,7 +190,7 @@ class Collectives:
         return self._all_reduce(flat, op)
 
     def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
-        """What to reduce with for a mean. Where the backend cannot average, ``flat`` is divided here.
+        """The operation for a mean. Where the backend cannot average, ``flat`` is divided here.
 
         fp16 always is, before the sum: a sum of many ranks overflows at 65504.
         """

@@ -15,7 +15,7 @@ from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout
 
 NONE: frozenset[int] = frozenset()
-NO_WORK = Work()  # a default_factory would be called in a generated function, which Dynamo traces
+NO_WORK = Work()  # instead of a default_factory: Dynamo would trace the generated function that calls it
 
 MAX_REMEMBERED_SETS = 64
 """Number of trainable sets with remembered buckets. Buckets of other sets are worked out again."""
@@ -64,7 +64,7 @@ class Buckets:
         pending: Slots with a gradient since their last reduction.
         settled: Slots whose hooks have nothing to do in this pass.
         marks_only: Whether hooks only mark gradients as ready until a bucket is full.
-        in_order: Whether gradients should come bucket by bucket in this pass.
+        in_order: Whether gradients are expected bucket by bucket in this pass.
     """
 
     def __init__(self, table: SlotTable, planner: LayoutPlanner) -> None:
@@ -115,7 +115,7 @@ class Buckets:
         Args:
             trainable: The parameters that may get one in this pass.
             reachable: Ids of the parameters that will get one; None if this is not known.
-            in_order: Whether gradients should come bucket by bucket.
+            in_order: Whether they are expected bucket by bucket.
         """
         self.in_order = in_order and self._planner.overlap
         params = self._table.params
@@ -138,7 +138,7 @@ class Buckets:
 
         Args:
             synchronised: Whether the pass is synchronised.
-            one_stream: Whether all gradients are made on one stream, which the storage knows.
+            one_stream: As :meth:`Storage.one_stream`.
         """
         self.settled = NONE if synchronised else self.pending
         self.marks_only = self.in_order and one_stream
@@ -160,7 +160,7 @@ class Buckets:
         return bucket is self.active[-1]
 
     def awaiting(self) -> Iterator[Bucket]:
-        """The active buckets, for a caller that waits for each."""
+        """Yield each active bucket to a caller that waits for it, and note it in ``awaited``."""
         for bucket in self.active:
             self.awaited = bucket
             yield bucket

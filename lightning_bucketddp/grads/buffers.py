@@ -35,7 +35,7 @@ class GradBuffers:
         ]
         self.views = [self._view(slot) for slot in range(len(layout.slots))]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._accepted = [  # with the dtypes and the device of a gradient
+        self._accepted = [  # per slot: its parameter, and the dtypes and device that a gradient may have
             (it.spec, (it.spec.dtype, it.spec.param_dtype), self.flats[it.buffer].device) for it in layout.slots
         ]
 

@@ -1,4 +1,4 @@
-"""Gradients outside of contiguous buffers: they stay where autograd put them, and are coalesced after backward."""
+"""``use_contiguous_buffers=False``: gradients stay where autograd put them, and are coalesced after backward."""
 
 from __future__ import annotations
 

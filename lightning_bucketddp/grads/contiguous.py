@@ -40,8 +40,8 @@ class Contiguous(Storage):
         self._main_grads, self._carries_control = main_grads, carries_control
         on_cpu = all(param.device.type == "cpu" for param in table.all_params)
         self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
-        self._pending_before: set[int] = set()  # this local pass
-        # Gradients that are not pending, from before the pass. With a clone if `.grad` is the view.
+        self._pending_before: set[int] = set()  # as this pass began
+        # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._make_buffers()
         self._make_buckets()
@@ -114,15 +114,15 @@ class Contiguous(Storage):
         """Remember the gradients that are pending already."""
         self._pending_before = self._buckets.pending.copy()
 
-    def arrived(self, slot: int) -> None:
-        """Remember the gradient's stream. Pack it at once if gradients come out of order, and may pile up."""
+    def gradient_ready(self, slot: int) -> None:
+        """Remember the gradient's stream. Pack it at once if gradients may pile up out of order."""
         if self._streams is not None:
             self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
         if not self._buckets.in_order:
             self.hold([slot])
 
     def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, which the storage knows."""
+        """Whether all gradients are made on one stream, as far as is known. False if nothing is known."""
         return self._streams is None or len(self._streams) == 1
 
     def _wait_for_streams(self, grads: Sequence[Tensor]) -> None:
@@ -148,7 +148,7 @@ class Contiguous(Storage):
             buffers.bind(slot, params[slot])
 
     def pack(self, bucket: Bucket, scale: float | None) -> None:
-        """Bring a bucket's gradients into its memory, scaled. Until it is published its parameters have no ``.grad``.
+        """Bring a bucket's gradients into its memory, scaled. Its parameters have no ``.grad`` until it is published.
 
         The loops run for every parameter in every pass.
         """

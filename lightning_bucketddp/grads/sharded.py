@@ -1,4 +1,4 @@
-"""Gradients of which each rank keeps its shard after a pass, for buckets that are reduce-scattered.
+"""The gradients of sharded optimizers: after a pass each rank keeps only its shard of each bucket.
 
 A published ``.grad`` is a :class:`ShardedGrad`. Two backwards before one step accumulate: the second begins without a
 gradient, and its reduced gradient is added to the shard::
@@ -6,8 +6,8 @@ gradient, and its reduced gradient is added to the shard::
     .grad after pass 1    in pass 2              after pass 2         zero_grad()
     ShardedGrad (a)       None, autograd's own   ShardedGrad (a + b)  None, or a ShardedGrad of zeros
 
-After a local pass in between, ``.grad`` is the ShardedGrad again and the local gradients wait in the bucket. Operations
-that scale or clear the one do the same to the other.
+After a local pass in between, ``.grad`` is the ShardedGrad again, and the local gradients wait in the bucket.
+Operations that scale or clear the ShardedGrad do the same to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_bucketddp.layout.plan import Layout
 
 
 class LayoutObserver(Protocol):
-    """Moves along when buckets are rebuilt."""
+    """Owns values that lie as the buckets do, and moves them when buckets are rebuilt."""
 
     def before_layout(self, layout: Layout) -> None:
         """Prepare for a layout that every rank is about to make."""
@@ -64,8 +64,9 @@ class Sharded(Storage):
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards
         self._observer: LayoutObserver | None = None
-        self._away = False  # whether whole buckets have no memory
-        self._accumulating: set[int] | None = None  # slots whose published gradient this pass adds to; None between
+        self._whole_put_away = False  # whether whole buckets have no memory
+        # Slots to whose published gradient this pass adds. None between passes.
+        self._accumulating: set[int] | None = None
         self._make_shards()
 
     def _make_shards(self) -> None:
@@ -85,10 +86,10 @@ class Sharded(Storage):
         part = self.shards.part(slot)
         if not self.shards.is_apart(slot):
             return part, [self._inner.views[slot]]  # holds the part
-        return part, [part] if self._away else [part, self._inner.views[slot]]
+        return part, [part] if self._whole_put_away else [part, self._inner.views[slot]]
 
     def observe(self, observer: LayoutObserver) -> None:
-        """Let ``observer`` move along when buckets are rebuilt."""
+        """Tell ``observer`` when buckets are rebuilt."""
         self._observer = observer
 
     # -- what a rank holds ---------------------------------------------------------------------------
@@ -105,9 +106,9 @@ class Sharded(Storage):
 
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
-        if self._away:
+        if self._whole_put_away:
             self._inner.buffers.take_out()
-            self._away = False
+            self._whole_put_away = False
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -130,14 +131,14 @@ class Sharded(Storage):
         """
         if self.is_sharded(slot):
             raise RuntimeError(
-                f"rank {self.groups.inside.rank}: a gradient of parameter {self._table.specs[slot].name!r} was added "
-                "to its sharded one of an earlier pass, in a backward that did not come by an output of forward; clear "
-                "gradients before it, or call backward inside backward_pass()"
+                f"rank {self.groups.inside.rank}: backward added to the sharded gradient of parameter "
+                f"{self._table.specs[slot].name!r} from an earlier pass, because it did not start from an output of "
+                "forward; clear gradients before this backward, or call it inside backward_pass()"
             )
 
-    def arrived(self, slot: int) -> None:
+    def gradient_ready(self, slot: int) -> None:
         """As for contiguous buffers."""
-        self._inner.arrived(slot)
+        self._inner.gradient_ready(slot)
 
     def one_stream(self) -> bool:
         """As for contiguous buffers."""
@@ -185,7 +186,7 @@ class Sharded(Storage):
             in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
             if self._keep_shards and not in_use:
                 self._inner.buffers.put_away()
-                self._away = True
+                self._whole_put_away = True
 
     def abandon(self) -> None:
         """Publish again the gradients of earlier passes, and drop gradients that came on top of them."""

@@ -18,7 +18,7 @@ ABOUT_A_TENSOR = frozenset({
 """Attributes that do not depend on a tensor's values."""
 
 
-_ABOUT_CALLS = frozenset({
+_CALLS_WITHOUT_VALUES = frozenset({
     "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_neg",
     "is_conj", "storage_offset", "untyped_storage", "_is_view",
 })  # fmt: skip
@@ -78,7 +78,7 @@ class ShardedGrad(Tensor):
             return _unscale(*args, **kwargs)
         if name in _ELEMENT_WISE:
             return _change(func, args, kwargs)
-        if name in _ABOUT_CALLS or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
+        if name in _CALLS_WITHOUT_VALUES or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "__repr__":

@@ -45,16 +45,16 @@ class Storage(Protocol):
         """Require that nothing was added to the slot's ``.grad`` before :meth:`open`, if that matters."""
         return
 
-    def arrived(self, slot: int) -> None:
-        """Note that a gradient has been made, on the current stream."""
+    def gradient_ready(self, slot: int) -> None:
+        """Note that a gradient is ready, on the current stream."""
         return
 
     def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, which the storage knows."""
+        """Whether all gradients are made on one stream, as far as is known. False if nothing is known."""
         return True
 
     def hold(self, slots: Sequence[int]) -> None:
-        """Pack gradients before their bucket is launched, and bind their views: they exist once from then on."""
+        """Pack gradients before their bucket is launched, and bind their views: then no gradient exists twice."""
         return
 
     def require_memory(self) -> None:
@@ -111,7 +111,7 @@ def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[list[int], list[Tens
 
 
 def leave_out(absent: Sequence[int], views: Sequence[Tensor], buckets: Buckets) -> None:
-    """Let slots without a gradient contribute zeros. If they were pending, ``zero_grad()`` has dropped it."""
+    """Let slots without a gradient contribute zeros. If one is pending, ``zero_grad()`` has dropped its gradient."""
     if absent:
         buckets.pending.difference_update(absent)
         torch._foreach_zero_([views[slot] for slot in absent])

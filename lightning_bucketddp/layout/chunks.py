@@ -1,8 +1,8 @@
 """Cut a run of a tensor's elements, in the order of memory, into as few chunks as possible.
 
-A chunk has an offset and a size in each dimension. ``torch.distributed.checkpoint`` describes its files with chunks, so
-any reader of that format can put tensors together. A run needs at most ``2 * dim - 1`` chunks (ByteCheckpoint, NSDI
-2025, decomposes irregular shards in the same way)::
+A chunk is a box: it has an offset and a size in each dimension. Checkpoints of sharded optimizers hold chunks, because
+``torch.distributed.checkpoint`` describes its files with them. Any reader of that format can put the tensors together.
+A run needs at most ``2 * dim - 1`` chunks (ByteCheckpoint, NSDI 2025, cuts irregular shards in the same way)::
 
     rows of 4, run from 2 to 13     . . a a     a   offsets (0, 2)   sizes (1, 2)
                                     b b b b     b   offsets (1, 0)   sizes (2, 4)
@@ -54,9 +54,9 @@ def chunks_of(shape: Sequence[int], strides: Sequence[int], start: int, stop: in
     """
     # If two strides are equal, one of the dimensions has one element, and its place does not matter.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
-    back = sorted(range(len(order)), key=lambda place: order[place])
+    place_of_dim = sorted(range(len(order)), key=lambda place: order[place])
     return [
-        Chunk(tuple(offsets[place] for place in back), tuple(sizes[place] for place in back), at, order)
+        Chunk(tuple(offsets[place] for place in place_of_dim), tuple(sizes[place] for place in place_of_dim), at, order)
         for offsets, sizes, at in _row_major([shape[dim] for dim in order], start, stop)
     ]
 

@@ -58,11 +58,11 @@ class Options:
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
             machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is at least the size
             of the group). On several machines None gives 1/32 of the gradients for two ranks and more for more ranks,
-            from 4 to 25 MiB. Default buckets are smaller at both ends.
+            from 4 to 25 MiB. The first and the last bucket are smaller then.
         find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
             step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
-            plain PyTorch, a rank whose loss reaches no parameter takes part if its backward starts from an output of
-            ``forward``. Parameters without gradients do not need this option.
+            plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
+            an output of ``forward``. Parameters without gradients do not need this option.
         check_reduction: Accepted because torch DDP accepts it. The check is always on.
         gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
             ``use_contiguous_buffers=False``.
@@ -120,7 +120,7 @@ class Options:
         ValueError: If a value is out of range, or two values contradict each other; says which.
     """
 
-    # Ranks do not compare a field with compare=False: another spelling, an option of no effect, or a rank's own.
+    # compare=False: ranks may differ in this field. It is another spelling, has no effect, or belongs to the rank.
     broadcast_buffers: bool | None = field(default=None, compare=False)
     init_sync: bool = True
     process_group: ProcessGroup | None = field(default=None, compare=False)
@@ -155,7 +155,7 @@ class Options:
         if self.grad_dtype is not None and not self.use_contiguous_buffers:
             self._refuse("grad_dtype", "accumulates gradients in contiguous buffers", "use_contiguous_buffers")
         if self.master_params and self.grad_dtype is None:
-            why = "steps on gradients of higher precision than the parameters' (give grad_dtype=torch.float32 with it)"
+            why = "needs gradients of higher precision than the parameters (give grad_dtype=torch.float32 with it)"
             self._refuse("master_params", why, "grad_dtype")
         if self.shard_optimizer and not self.use_contiguous_buffers:
             self._refuse("shard_optimizer", "divides contiguous buffers between the ranks", "use_contiguous_buffers")
@@ -164,14 +164,14 @@ class Options:
         if self.shard_group_size is not None and not self.shard_optimizer:
             self._refuse("shard_group_size", "sets the number of ranks that divide shards", "shard_optimizer")
         if self.scatter_every_pass and self.gradient_divide_by == "tokens":
-            why = "divides by the tokens of all passes since the last step, which single passes do not know"
+            why = "divides by the tokens of all passes since the last step, which a single pass does not know"
             self._refuse("gradient_divide_by", why, "scatter_every_pass")
         if self.comm_hook is not None:
             self.require_hook_decides()
 
     def _refuse(self, option: str, why: str, other: str) -> None:
         values = {name: f"{name}={getattr(self, name)!r}" for name in (option, other)}
-        raise ValueError(f"{values[option]} {why}; it cannot be had with {values[other]}")
+        raise ValueError(f"{values[option]} {why}; it cannot be combined with {values[other]}")
 
     def _require_kinds_and_ranges(self) -> None:
         for each in fields(self):
@@ -196,9 +196,9 @@ class Options:
 
     def _unify_spellings(self) -> None:
         """Give each choice with several spellings its one value. Does nothing the second time."""
-        wire, grad_dtype = self.wire_dtype, self._one_grad_dtype()
+        wire, grad_dtype = self.wire_dtype, self._unified_grad_dtype()
         unified = {
-            "module_buffers": self._one_module_buffers(),
+            "module_buffers": self._unified_module_buffers(),
             "grad_dtype": grad_dtype,
             "master_params": grad_dtype is not None if self.master_params is None else self.master_params,
             "wire_dtype": None if wire is None else _as_dtype("wire_dtype", wire, WireDtypeName, "None or {}"),
@@ -208,7 +208,7 @@ class Options:
         for name, value in unified.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
 
-    def _one_module_buffers(self) -> ModuleBufferSync:
+    def _unified_module_buffers(self) -> ModuleBufferSync:
         spellings = ("module_buffers", "forward_sync_buffers", "broadcast_buffers")
         given = {name: getattr(self, name) for name in spellings if getattr(self, name) is not None}
         on = {value not in ("off", False) for value in given.values()}
@@ -217,7 +217,7 @@ class Options:
             raise ValueError(f"expected one choice for module buffers, found {found}")
         return self.module_buffers or ("off" if on == {False} else "broadcast")
 
-    def _one_grad_dtype(self) -> torch.dtype | dict[str, torch.dtype] | None:
+    def _unified_grad_dtype(self) -> torch.dtype | dict[str, torch.dtype] | None:
         found: torch.dtype | dict[str, torch.dtype] | None = None
         if isinstance(self.grad_dtype, Mapping):
             by_pattern = self.grad_dtype.items()
@@ -262,7 +262,7 @@ class Options:
 
     @property
     def rescales(self) -> bool:
-        """Whether reduced gradients are something else than means, so that reducing them again would change them."""
+        """Whether reduced gradients are not means. Then reducing them again would change them."""
         return self.gradient_divide_by != "world_size"
 
     def grad_dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -284,8 +284,8 @@ class Options:
             if fnmatchcase(name, pattern):
                 if torch.promote_types(wanted, dtype) is not wanted:
                     raise ValueError(
-                        f"expected a gradient dtype that holds what parameter {name!r} holds, {dtype}; found {wanted} "
-                        f"for the pattern {pattern!r}"
+                        f"expected a gradient dtype no less precise than parameter {name!r}, which is {dtype}; found "
+                        f"{wanted} for the pattern {pattern!r}"
                     )
                 return wanted
         return dtype
@@ -298,7 +298,7 @@ class Options:
         """
         for pattern in self.grad_dtype if isinstance(self.grad_dtype, Mapping) else ():
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"expected patterns of parameter names in grad_dtype, found {pattern!r}: no match")
+                raise ValueError(f"expected patterns in grad_dtype that match parameters, found {pattern!r}: no match")
 
     def described(self) -> Iterator[tuple[str, str]]:
         """Each option that must be the same on all ranks, and its value as text."""

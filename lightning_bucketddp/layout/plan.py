@@ -45,7 +45,7 @@ MIN_DEFAULT_BUCKET_COUNT = 4
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of one parameter.
+    """The properties of one parameter that a layout depends on.
 
     Attributes:
         name: The parameter's qualified name, as in ``module.named_parameters()``.

@@ -1,6 +1,7 @@
 """Simulate when buckets are ready and sent, and find the bucket boundaries that finish first.
 
-Pure arithmetic. The model, for which :func:`plan_boundaries` is exact:
+Pure arithmetic, for users and benchmarks; training plans its buckets without it. The model, for which
+:func:`plan_boundaries` is exact:
 
 - One wire: a bucket starts when it is complete and the bucket before it has been sent.
 - A collective of ``n`` bytes takes ``latency + n * seconds_per_byte``, independent of all else.

@@ -1,4 +1,4 @@
-"""Which part of each parameter each rank's optimizer updates.
+"""The part of each parameter that each rank's optimizer updates.
 
 Each bucket is cut into shards of equal length, one per rank of the group. A part is the run of a parameter's elements,
 in the order of memory, that lies in one shard. Element-wise optimizers can update any run::

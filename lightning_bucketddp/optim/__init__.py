@@ -1,1 +1,1 @@
-"""What an optimizer steps on: masters, shards, the lazy all-gather, whole state, sharded checkpoints."""
+"""Optimizer steps: masters, shards, the lazy all-gather, whole state, sharded checkpoints."""

@@ -1,7 +1,7 @@
 """Sharded checkpoints: all ranks write and read one directory, each its own parts.
 
-Through ``torch.distributed.checkpoint``. No rank ever holds a whole tensor that is sharded. Parts are written as chunks
-of the tensors (:mod:`lightning_bucketddp.layout.chunks`), under these keys, with the shapes of one process::
+``torch.distributed.checkpoint`` does the work. No rank ever holds a whole tensor that is sharded. Parts are written as
+chunks of the tensors (:mod:`lightning_bucketddp.layout.chunks`), under these keys, with the shapes of one process::
 
     model.<name>                            parameters, module buffers, extra state
     optimizers.<i>.state.<name>.<key>       the i-th optimizer's state, by the parameter's name
@@ -42,7 +42,7 @@ FORMAT_KEY = "lightning_bucketddp"
 """Entry of the metadata's ``planner_data``: {"version": 1, "groups": the parameters' names, by optimizer and group}."""
 
 _SAME_ON_ALL_RANKS = (ValueError, TypeError, FileExistsError, RuntimeError)
-"""Errors that all ranks raise as one rank raised them. Of others they raise the text."""
+"""Errors that all ranks raise in the class that one rank raised. Other errors become a RuntimeError."""
 
 
 class ShardedCheckpoint:
@@ -84,7 +84,7 @@ class ShardedCheckpoint:
             if optimizers:
                 nested["optimizers"] = [self._optimizer_values(*it) for it in zip(optimizers, groups, strict=True)]
             if first and extra is not None:
-                nested["extra"] = _leaf(dict(extra))
+                nested["extra"] = _storable(dict(extra))
             flat, paths = flatten_state_dict(nested)
             return flat, {**paths, FORMAT_KEY: {"version": 1, "groups": groups}}
 
@@ -106,13 +106,13 @@ class ShardedCheckpoint:
                 shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
     def _module_values(self) -> dict[str, Any]:
-        """Return what this rank offers to write of the module's state dict."""
+        """Return the entries of the module's state dict that this rank offers to write."""
         first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
         # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-        return {name: _leaf(self._own(it)) for name, it in state_dict.items() if first or id(it) in self._names}
+        return {name: _storable(self._memory(it)) for name, it in state_dict.items() if first or id(it) in self._names}
 
     def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
-        """Return what this rank offers to write of an optimizer's state, with its parameters' names."""
+        """Return the entries of an optimizer's state that this rank offers to write, by its parameters' names."""
         swap = self._prepare(optimizer) or swap_of(optimizer)
         packed = optimizer.state_dict()
         state = dict(packed.pop("state"))
@@ -124,16 +124,16 @@ class ShardedCheckpoint:
                 entries[STATE_DICT_KEY] = master
             for key, it in entries.items():
                 own = Chunks.of(found, it.detach()) if found is not None and found.is_split(key, it) else it
-                entries[key] = _leaf(own)
+                entries[key] = _storable(own)
             if STATE_DICT_KEY in entries:
                 values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
             values["state"][name] = entries
         if self._collectives.rank == 0:
             named = zip(packed.pop("param_groups"), groups, strict=True)
-            values["param_groups"] = _leaf([{**group, "params": names} for group, names in named])
+            values["param_groups"] = _storable([{**group, "params": names} for group, names in named])
             rest = {key: value for key, value in packed.items() if key not in (SHARD_KEY, STATE_DICT_KEY)}
             if state or rest:  # some optimizers keep more
-                values["others"] = _leaf({"state": state, "entries": rest})
+                values["others"] = _storable({"state": state, "entries": rest})
         return values
 
     # -- loading -------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ShardedCheckpoint:
 
         def make_room() -> tuple[dict[str, Any], dict[str, Any]]:
             if not path.is_dir():
-                raise RuntimeError(f"expected a directory, found none: {path}")
+                raise RuntimeError(f"expected a directory that save_sharded() has written, found none: {path}")
             metadata = reader.read_metadata()
             paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
             if FORMAT_KEY not in paths:
@@ -171,7 +171,7 @@ class ShardedCheckpoint:
         for what, names in (("without", sorted(present - saved)), ("with unknown", sorted(saved - present))):
             if strict and names:
                 listed = f"{', '.join(map(repr, names[:5]))}{' and others' if len(names) > 5 else ''}"
-                raise ValueError(f"expected the checkpoint of a module with the same names, found {what} {listed}")
+                raise ValueError(f"expected the names of the module in the checkpoint, found one {what} {listed}")
         groups = paths[FORMAT_KEY]["groups"]
         if optimizers and len(groups) != len(optimizers):
             raise ValueError(
@@ -189,7 +189,7 @@ class ShardedCheckpoint:
                     )
 
     def _room(self, metadata: Metadata, optimizers: Sequence[Optimizer], with_module: bool) -> dict[str, Any]:
-        """Return what this rank wants to read, by key: tensors and chunks to read into, None for an object."""
+        """Return the memory that this rank reads into, by key: tensors and chunks, None for an object."""
         present = self._module.state_dict(keep_vars=True) if with_module else {}
         by_name = [{self._names[id(param)]: param for param in params_of(optimizer)} for optimizer in optimizers]
         room: dict[str, Any] = {}
@@ -197,7 +197,7 @@ class ShardedCheckpoint:
             match metadata.planner_data[key]:
                 case ("model", name) if name in present:
                     extra = _is_extra(name, present[name])
-                    room[key] = _empty(stored) if extra else self._own(present[name])
+                    room[key] = _empty(stored) if extra else self._memory(present[name])
                 case ("optimizers", number, "state" | "master_params" as kind, name, *rest) if optimizers:
                     param = by_name[number][name]
                     found = self._parts.find(param)
@@ -227,7 +227,7 @@ class ShardedCheckpoint:
 
     # -- details -------------------------------------------------------------------------------------
 
-    def _own(self, value: Any) -> Any:
+    def _memory(self, value: Any) -> Any:
         """Return this rank's memory of an entry of the module's state dict."""
         if not isinstance(value, Tensor):
             return value
@@ -261,16 +261,16 @@ class ShardedCheckpoint:
             problem = error
         kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
         other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
-        told = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
-        failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(told)) if it is not None}
+        mine = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
+        failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(mine)) if it is not None}
         if failed:
             kind, message = next(iter(failed.values()))
             raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem
         return result
 
 
-def _leaf(value: Any) -> Any:
-    """Pickle an object; leave tensors and chunks."""
+def _storable(value: Any) -> Any:
+    """Return what a checkpoint can store: tensors and chunks as they are, other objects pickled."""
     if isinstance(value, Tensor | Chunks):
         return value
     stream = io.BytesIO()

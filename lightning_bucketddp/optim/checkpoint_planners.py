@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``'s planners and writer, for tensors that are divided between ranks."""
+"""Planners for ``torch.distributed.checkpoint``, for tensors that are divided between ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ChunksSavePlanner(DefaultSavePlanner):
 
 
 class ChunksLoadPlanner(DefaultLoadPlanner):
-    """Plans to read what overlaps with this rank's tensors and chunks into their memory, and pickles."""
+    """Plans to read pickles, and all values of this rank's tensors and chunks into their memory."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)

@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded: element-wise ones, which update each element by itself."""
+"""The optimizers that may be sharded: element-wise ones, which update each element by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.layout.require import require
 
-_TORCHS: frozenset[type] = frozenset({
+_OF_TORCH: frozenset[type] = frozenset({
     optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.SGD, optim.ASGD, optim.Adagrad,
     optim.Adadelta, optim.RMSprop, optim.Rprop,
 })  # fmt: skip
@@ -39,17 +39,18 @@ _NOT_ELEMENT_WISE: dict[str, str] = {
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
-    """Return the optimizer's ``step`` without hooks; None unless one step may be made group of parameters by group."""
+    """Return an optimizer's ``step`` without its hooks; None unless it may be called for some parameters at a time."""
     hooked = type(optimizer).step
     step: Callable[[Optimizer], object] | None = getattr(hooked, "__wrapped__", None)  # functools' name for it
-    return step if type(optimizer) in _TORCHS and getattr(hooked, "hooked", False) else None
+    return step if type(optimizer) in _OF_TORCH and getattr(hooked, "hooked", False) else None
 
 
 def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
     """Declare that an optimizer class may be sharded; usable as a decorator.
 
-    It may if the update of an element depends only on that element, its gradient and its state. ``step`` must make the
-    state, of the parameter's shape or of one element. No other method may touch parameters together with their state.
+    It may if the update of an element depends only on that element, its gradient and its state. ``step`` must create
+    the state. Each entry of the state must have the parameter's shape or one element. No other method may touch
+    parameters together with their state.
 
     Args:
         kind: The class itself; subclasses are not included.
@@ -63,7 +64,7 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def require_optimizer(optimizer: object) -> None:
-    """Require an optimizer itself. A wrapper around one has no hooks and no state.
+    """Require a torch optimizer, not a wrapper around one, which has no hooks and no state.
 
     Raises:
         TypeError: If it is something else.
@@ -84,12 +85,12 @@ def require_element_wise(optimizer: Optimizer) -> None:
     require_optimizer(optimizer)
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    known = kind in _TORCHS or kind in _DECLARED or name in _KNOWN
+    known = kind in _OF_TORCH or kind in _DECLARED or name in _KNOWN
     problem = next(
         (f"{kind.__name__}: {why}" for it in kind.__mro__ if (why := _NOT_ELEMENT_WISE.get(it.__name__))), ""
     )
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
-        problem = f"{kind.__name__} with train() and eval(), as schedule-free ones have, which work on whole parameters"
+        problem = f"{kind.__name__}: its train() and eval() change whole parameters, as in schedule-free optimizers"
     elif any(group.get("caution") for group in optimizer.param_groups):  # timm's
         problem = f"{name} with caution=True: it takes a mean over each parameter"
     elif known:
@@ -97,7 +98,7 @@ def require_element_wise(optimizer: Optimizer) -> None:
     if problem:
         raise ValueError(
             "expected an element-wise optimizer that changes parameters in step() alone with shard_optimizer=True, "
-            f"found {problem}: each rank would see a part only. Use shard_optimizer=False with it"
+            f"found {problem}. Each rank would have only a part of each parameter. Use shard_optimizer=False with it"
         )
     raise ValueError(
         f"expected an optimizer known to be element-wise with shard_optimizer=True, found {name}. If its update of an "

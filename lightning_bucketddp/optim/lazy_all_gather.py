@@ -26,7 +26,7 @@ from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
 _waits: dict[int, Callable[[], None]] = {}
 """By id of a parameter: waits for it and for the rest of its bucket."""
 
-_CALLS_ABOUT = frozenset({
+_CALLS_WITHOUT_VALUES = frozenset({
     "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__",
     "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
@@ -34,18 +34,18 @@ _CALLS_ABOUT = frozenset({
 """Methods that do not depend on a tensor's values."""
 
 
-class GatheredLater(nn.Parameter):
-    """A parameter that has not arrived.
+class AwaitedParameter(nn.Parameter):
+    """A parameter whose new values have not arrived.
 
     Attributes:
-        kind: The class that it gets back.
+        kind: The class that the parameter gets back.
     """
 
     kind: type[nn.Parameter]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a parameter of the original class, for code like ``type(param)(data)``."""
-        _arrive(args, kwargs)
+        _wait_for_all(args, kwargs)
         return cls.kind(*args, **kwargs)
 
     @classmethod
@@ -53,47 +53,47 @@ class GatheredLater(nn.Parameter):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Wait for the parameters in the arguments, unless ``func`` needs no values, and call ``func``."""
-        if _is_about(func):
+        if _needs_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():  # torch's documentation names it, for this
                 return func(*args, **kwargs or {})
-        _arrive(args, kwargs)
+        _wait_for_all(args, kwargs)
         return func(*args, **kwargs or {})
 
     # nn.Parameter copies itself without asking __torch_function__.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Wait, and copy."""
-        _arrive(self)
+        _wait_for_all(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Wait, and pickle."""
-        _arrive(self)
+        _wait_for_all(self)
         return self.__reduce_ex__(protocol)
 
 
-def _is_about(func: Any) -> bool:
+def _needs_no_values(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in ABOUT_A_TENSOR
-    return name in _CALLS_ABOUT
+    return name in _CALLS_WITHOUT_VALUES
 
 
-def _arrive(*values: Any) -> None:
+def _wait_for_all(*values: Any) -> None:
     """Wait for all parameters in ``values`` and in containers among them."""
     for value in values:
-        if isinstance(value, GatheredLater):
+        if isinstance(value, AwaitedParameter):
             _waits[id(value)]()
         elif isinstance(value, Mapping):
-            _arrive(*value.values())
+            _wait_for_all(*value.values())
         elif isinstance(value, list | tuple | set | frozenset):
-            _arrive(*value)
+            _wait_for_all(*value)
 
 
 @cache
-def _later(kind: type[nn.Parameter]) -> type[GatheredLater]:
-    """Return the class of parameters of class ``kind`` that have not arrived."""
-    return type(f"GatheredLater{kind.__name__}", (GatheredLater, kind), {"kind": kind})
+def _awaited_class(kind: type[nn.Parameter]) -> type[AwaitedParameter]:
+    """Return the class that parameters of class ``kind`` have until their values arrive."""
+    return type(f"Awaited{kind.__name__}", (AwaitedParameter, kind), {"kind": kind})
 
 
 class Arrival:
@@ -109,7 +109,7 @@ class Arrival:
         self._late: list[Any] = []
         for param in params:
             try:
-                param.__class__ = _later(type(param))
+                param.__class__ = _awaited_class(type(param))
             except TypeError:  # a class with another memory layout, which is rare: wait for all of them now
                 self.wait()
                 return

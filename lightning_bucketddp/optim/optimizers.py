@@ -54,7 +54,7 @@ class Optimizers:
     ) -> None:
         self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
         self._with_masters = bool(options.master_params)
-        # By sharded optimizer, its number, the same on all ranks, and its swap, which close() detaches.
+        # Per sharded optimizer: a number, the same on all ranks, and the swap, which close() detaches.
         self._sharded: WeakKeyDictionary[Optimizer, tuple[int, Swap]] = WeakKeyDictionary()
         self._next_number = 0
         self._params: ShardedParams | None = None
@@ -66,7 +66,7 @@ class Optimizers:
         self.parts: Parts = self._params or Parts()
 
     def close(self) -> None:
-        """Close the swaps and give parameters memory of their own. Sends nothing; waits for what is on its way."""
+        """Close the swaps and give parameters memory of their own. Sends nothing; waits for parameters on their way."""
         for _, swap in list(self._sharded.values()):
             swap.close()
         if self._params is not None:
@@ -114,8 +114,8 @@ class Optimizers:
         def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # torch calls the optimizer's own hooks after the global ones, and so those that this adds.
             if optimizer not in self._known:
-                ours = self._passes.upkeep.trains() if self._params is None else self._params.slot_of
-                if any(id(param) in ours for param in params_of(optimizer)):
+                own = self._passes.upkeep.trains() if self._params is None else self._params.slot_of
+                if any(id(param) in own for param in params_of(optimizer)):
                     self.prepare(optimizer)
 
         return register_optimizer_step_pre_hook(look)
@@ -251,7 +251,7 @@ class Optimizers:
             for key, it in entries.items():
                 if isinstance(it, Tensor):
                     entries[key] = it.dtype if found[index].is_split(key, it) else it.detach().cpu()
-        with self._passes.peers.waiting_for("(gathering) what is in the optimizer's state"):
+        with self._passes.peers.waiting_for("the entries of the optimizer's state"):
             known = {index: entries for index, entries in mine.items() if entries}
             return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
 
@@ -267,7 +267,7 @@ class Optimizers:
         self._params.wait()
         peers, at = self._passes.peers, self._passes.peers.position
         updates = torch.tensor([at.update, peers.here.updated], device=next(self._module.parameters()).device)
-        with peers.waiting_for("what ranks have stepped on", Phase.ROOT):
+        with peers.waiting_for("the ranks' numbers of optimizer steps", Phase.ROOT):
             gathered, work = self._collectives.all_gather(updates)
             work.wait(peers.poll)
             everyone = gathered.tolist()
@@ -289,9 +289,9 @@ class Optimizers:
         assert self._params is not None
         for param in self._params.lay_out(layout):
             for optimizer, (_, swap) in self._sharded.items():
-                swap.stepped.take_in(optimizer, param)  # was frozen; its state may have been loaded meanwhile
+                swap.stepped.keep_own_part(optimizer, param)  # was frozen; its state may have been loaded meanwhile
 
     def exchange(self, mine: list[int]) -> list[list[int]]:
         """Return every rank's list of numbers, by rank."""
-        with self._passes.peers.waiting_for("what is laid out anew", Phase.ROOT):
+        with self._passes.peers.waiting_for("the ranks' lists of numbers", Phase.ROOT):
             return self._collectives.exchange_objects(mine, self._passes.peers.poll)

@@ -1,4 +1,7 @@
-"""Parameters in flat tensors, one per bucket of their gradients."""
+"""The parameters of a sharded optimizer in flat tensors, one per bucket of their gradients.
+
+One all-gather then fills all parameters of a bucket.
+"""
 
 from __future__ import annotations
 

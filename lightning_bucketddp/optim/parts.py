@@ -70,7 +70,10 @@ class ParamPart(NamedTuple):
 
 
 class Parts:
-    """Every rank owns all of each parameter, and sends nothing. :class:`ShardedParams` divides parameters."""
+    """This rank's part of each parameter, and the way of new values to the other ranks.
+
+    Here every rank owns all, and nothing is sent. :class:`ShardedParams` overrides this where parameters are divided.
+    """
 
     swap_before_closure = True
     """Whether shards and masters are in place before ``step`` calls its closure. LBFGS looks at them first."""

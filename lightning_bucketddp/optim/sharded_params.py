@@ -89,7 +89,7 @@ class ShardedParams(Parts):
         for part, value in parts:
             if value is not None:
                 part.in_bucket(flat).copy_(value)
-        with self._peers.waiting_for(f"(gathering) {what}"):
+        with self._peers.waiting_for(what):
             self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         return flat
 
@@ -120,7 +120,7 @@ class ShardedParams(Parts):
         self._bring_back()
 
     def _bring_back(self) -> None:
-        """Have all parameters in the buffers, those without a part on this rank too: new values are gathered there."""
+        """Move all parameters back into the buffers, where new values are gathered."""
         self.wait()
         for slot, param in enumerate(self._slots.params):
             self._buffers.bring_back(slot, param)
@@ -177,7 +177,7 @@ class ShardedParams(Parts):
     def _wait_for(self, index: int, work: Work) -> None:
         names = [self._slots.specs[slot].name for slot in self._storage.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
-        with self._peers.waiting_for(f"(gathering) {what}", Phase.UPDATE):
+        with self._peers.waiting_for(what, Phase.UPDATE):
             work.wait(self._peers.poll)
         self._arrivals.pop(index, None)
 
@@ -206,7 +206,7 @@ class ShardedParams(Parts):
                 self.wait()
                 self._storage.groups.gathering.end()
         except Exception as error:  # ranks have failed, which other errors tell
-            _log.warning("rank %d: parameters are not those of the last step: %s", self._peers.rank, error)
+            _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
         self._arrivals.clear()

@@ -1,4 +1,4 @@
-"""The tensors that one optimizer steps on instead of its parameters, shards or fp32 masters, and their state dicts.
+"""The tensors that an optimizer steps on instead of its parameters, shards and fp32 masters, and their state dicts.
 
 Parameters' versions tell where somebody has changed one. ``_version`` misses writes through ``.data`` and by fused
 optimizers, so an equal version proves nothing.
@@ -176,8 +176,8 @@ class Stepped:
         if described is not None:
             if {int(index): tuple(part) for index, part in described.items()} != self._ranges(optimizer):
                 raise ValueError(
-                    "expected a whole optimizer state dict, or this rank's with the same buckets, found one of another "
-                    "shard; save BucketDDP.optimizer_state_dict(), which loads anywhere"
+                    "expected a whole optimizer state dict, or one of this rank's shard in the same buckets, found "
+                    "one of another shard; save BucketDDP.optimizer_state_dict(), which loads anywhere"
                 )
             return loaded
         loaded["state"] = dict(state_dict["state"])
@@ -211,9 +211,9 @@ class Stepped:
                 memory = self.parts.param_part(param)
                 if masters[index].shape != memory.shape:
                     raise ValueError(
-                        f"master parameter {index} of the loaded state dict has shape {tuple(masters[index].shape)}, "
-                        f"the optimizer's parameter {tuple(memory.shape)}; the state dict is another model's, or its "
-                        "parameters are in another order"
+                        f"expected master parameter {index} of the loaded state dict to have the shape of the "
+                        f"optimizer's parameter, {tuple(memory.shape)}, found {tuple(masters[index].shape)}; the state "
+                        "dict is another model's, or its parameters are in another order"
                     )
                 fp32 = torch.empty_like(memory, dtype=torch.float32, requires_grad=False)
                 self.set_master(param, fp32.copy_(masters[index]))
@@ -234,7 +234,7 @@ class Stepped:
         if part:
             optimizer.state[param] = part
 
-    def take_in(self, optimizer: Optimizer, param: Tensor) -> None:
+    def keep_own_part(self, optimizer: Optimizer, param: Tensor) -> None:
         """Cut a whole parameter's state and master down to this rank's part, if the parameter is sharded."""
         if (found := self.parts.find(param)) is not None:
             self.put_part(optimizer, param, found, self.entries(optimizer, param))
@@ -277,7 +277,7 @@ def _refuse_dcp() -> None:
     """Refuse ``optimizer.state_dict()`` to torch's ``get_optimizer_state_dict``, which drops shards and masters.
 
     Raises:
-        RuntimeError: If that function is on the stack. torch passes nothing that tells who asks.
+        RuntimeError: If that function is on the stack. torch does not tell who asks.
     """
     callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
     if "torch.distributed.checkpoint.state_dict" in callers:

@@ -104,10 +104,10 @@ class Swap:
         self._swapped: list[_Swapped] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's list, and its parameters
         self._state: Any = None
-        self._stepping = False  # False until the closure has run: gradients are still those of the last step
+        self._stepping = False  # whether the closure has run: before that, gradients are those of the last step
         self._sent: set[int] = set()  # ids of parameters that were sent before the step's end
         for param in params_of(optimizer):
-            self.stepped.take_in(optimizer, param)
+            self.stepped.keep_own_part(optimizer, param)
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -170,37 +170,37 @@ class Swap:
             self._swap_in(optimizer)
         if not callable(closure):
             return None
-        closure = self._outside(optimizer, closure)
+        closure = self._on_params(optimizer, closure)
         return (args, {**kwargs, "closure": closure}) if by_name else ((args[0], closure, *args[2:]), kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._groups:
-            return  # a step inside this one has swapped out
+            return  # a step that this one called has swapped out
         self._swap_out()
         self.stepped.updated([param for param in params_of(optimizer) if id(param) not in self._sent])
 
-    def _outside(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_params(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a closure so that it runs on the module's parameters."""
 
-        def outside(*args: Any, **kwargs: Any) -> Any:
+        def on_params(*args: Any, **kwargs: Any) -> Any:
             self._swap_out()
             result = closure(*args, **kwargs)  # if it raises, so does the step: the parameters stay where they belong
             self._stepping = True
             self._swap_in(optimizer)
             return result
 
-        return outside
+        return on_params
 
     @torch.no_grad()
     def _swap_in(self, optimizer: Optimizer) -> None:
         if self._groups:
-            return  # a step that calls another hooked one: their common closure has just swapped in
+            return  # this step calls another one with hooks: the closure of both has just swapped in
         self.stepped.parts.before_update()
         self._sent.clear()
         state = self._state = optimizer.state
-        # Noted before anything moves, so that an interrupt can be undone.
+        # Set before anything moves, so that an interrupted swap can be undone.
         self._groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        params = [param for _, belonging in self._groups for param in belonging]
+        params = [param for _, originals in self._groups for param in originals]
         tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
         for param, tensor in tensors.items():
             if tensor is not param:
@@ -213,8 +213,8 @@ class Swap:
 
     def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Put tensors into the groups of their parameters, and nothing else."""
-        for params, belonging in self._groups:
-            params[:] = [tensors[param] for param in belonging if param in tensors]  # in place: LBFGS keeps the list
+        for params, originals in self._groups:
+            params[:] = [tensors[param] for param in originals if param in tensors]  # in place: LBFGS keeps the list
 
     def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
         """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
@@ -241,8 +241,8 @@ class Swap:
         swapped, self._swapped = self._swapped, []
         groups, self._groups = self._groups, []
         state, self._state = self._state, None
-        for params, belonging in groups:
-            params[:] = belonging
+        for params, originals in groups:
+            params[:] = originals
         for it in swapped:
             if it.tensor in state:
                 state[it.param] = state.pop(it.tensor)
@@ -252,7 +252,7 @@ class Swap:
         self._write_back([it for it in swapped if id(it.param) not in self._sent])
 
     def _write_back(self, swapped: Iterable[_Swapped]) -> None:
-        # Versions miss a fused optimizer's writes, so whatever had a gradient counts as written.
+        # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
         self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
 
 

@@ -1,1 +1,1 @@
-"""What ranks know of one another: agreement through the store, failures, the control vector, the abort listener."""
+"""Knowledge of the other ranks: agreement through the store, failures, the control vector, the abort listener."""

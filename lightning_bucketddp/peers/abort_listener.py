@@ -122,7 +122,7 @@ class AbortListener:
         self._fit = 0
         self._is_stopping: Callable[[], bool] = lambda: False
         self._heard, self._leaving, self._closed = threading.Event(), threading.Event(), threading.Event()
-        self._said = False  # the reason
+        self._reason_logged = False
         if collectives.world_size == 1:
             self._closed.set()
             return
@@ -148,7 +148,7 @@ class AbortListener:
         self._fit += 1
         self._is_stopping = is_stopping
         self.failure = None
-        self._said = False
+        self._reason_logged = False
         self._heard.clear()
         self._leaving.clear()
 
@@ -182,11 +182,11 @@ class AbortListener:
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
         try:
-            self._take_leave(error)
-        except RuntimeError:  # Lightning's handler of SIGTERM has started a broadcast in between, which raises
-            self._take_leave(error)
+            self._tell_and_wait(error)
+        except RuntimeError:  # interrupted: Lightning's handler of SIGTERM starts a broadcast, which raises
+            self._tell_and_wait(error)
 
-    def _take_leave(self, error: BaseException) -> None:
+    def _tell_and_wait(self, error: BaseException) -> None:
         self._leaving.set()
         if self._closed.is_set():
             return
@@ -195,17 +195,17 @@ class AbortListener:
             self._heard.wait(1)
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
-            # Another rank that is gone may be the cause of an error of torch's.
-            torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            gone = self.ask_why(0) if torchs else ""
+            # An error of torch's may be due to a rank that is gone.
+            from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            gone = self.ask_why(0) if from_torch else ""
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)
         assert self.failure is not None
-        if own not in self.failure.text:  # where all ranks have the same error, nobody needs to be told
-            self._say()
+        if own not in self.failure.text:  # if all ranks raise the same error, it says enough
+            self._log_reason()
             if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
                 error.add_note(self._reason())
-        if first or self.roll_call.rank == 0:  # the reason may end with this process, as may the store with rank 0
+        if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             self._wait_until_all("heard")
 
     def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
@@ -238,10 +238,10 @@ class AbortListener:
         self._leaving.set()
         if not self._store_lost and not self._heard.is_set():  # else the store may be gone, and torch prints that
             with suppress(RuntimeError):
-                self._say_farewell()
+                self._tell_end()
         self._thread.join(timeout=5)
 
-    def _say_farewell(self) -> None:
+    def _tell_end(self) -> None:
         self.roll_call.end()
         self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
         if self.roll_call.rank or not _serves(self.store):
@@ -267,7 +267,7 @@ class AbortListener:
                 if failure and not self._heard.is_set():
                     self.failure = self.failure or Failure(*json.loads(failure))
                     self._heard.set()
-                    self._leave(store)
+                    self._end_main_thread(store)
         except RuntimeError:
             self._store_lost = not self._closed.is_set()
 
@@ -282,10 +282,10 @@ class AbortListener:
                 return True
         return False
 
-    def _leave(self, store: Store) -> None:
+    def _end_main_thread(self, store: Store) -> None:
         """Make the main thread leave: wake it after a second, end the process when it stands still for thirty."""
-        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread says it, if its own error is another
-            self._say()
+        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread logs it, unless it raises the same
+            self._log_reason()
         store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
             self.abort()
@@ -306,10 +306,10 @@ class AbortListener:
         assert self.failure is not None
         return f"rank {self.roll_call.rank} stops because {self.failure.text}"
 
-    def _say(self) -> None:
+    def _log_reason(self) -> None:
         """Log the reason once, and now: a launcher may end this process before its traceback is printed."""
-        if not self._said:
-            self._said = True
+        if not self._reason_logged:
+            self._reason_logged = True
             _log.error(self._reason())
 
     def _end_process(self) -> None:

@@ -1,4 +1,4 @@
-"""Entries that ranks compare to agree on something, and the errors of ranks that do not agree."""
+"""The errors of wrapping and of other ranks, and the entries that ranks compare to agree on something."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PeerFailureError(RuntimeError):
 
 
 class Entry(NamedTuple):
-    """One line of what ranks compare.
+    """One line in a comparison of ranks.
 
     Attributes:
         subject: Such as ``"parameter 'net.0.weight'"``.

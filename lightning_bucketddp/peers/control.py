@@ -1,4 +1,4 @@
-"""The control vector: what the ranks must know together after a pass, summed over them.
+"""The control vector: flags, counts and fingerprints of a pass, summed over the ranks.
 
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
@@ -54,7 +54,7 @@ def fingerprint(*parts: object) -> int:
 
 @dataclass
 class Report:
-    """What one rank says of its pass; participants add to it.
+    """One rank's report on its pass; the reducer's participants add to it.
 
     Attributes:
         fingerprint: :func:`fingerprint` of this rank's view of the pass.
@@ -63,7 +63,7 @@ class Report:
         tokens: How many tokens this rank's gradients were summed over, as far as the host knows; below 2 ** 48.
         tokens_on_device: Further tokens, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
-        out_of_data: Whether this rank has joined.
+        joined: Whether this rank has joined.
     """
 
     fingerprint: int
@@ -72,7 +72,7 @@ class Report:
     tokens: int = 0
     tokens_on_device: Tensor | None = None
     failed: bool = False
-    out_of_data: bool = False
+    joined: bool = False
 
 
 def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
@@ -80,10 +80,10 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
 
     Args:
         vector: Where to: ``HEADER`` elements and one per slot, on the CPU.
-        report: What this rank says of its pass.
+        report: This rank's report.
         used: The slots to which this rank contributes.
     """
-    header = [int(report.failed), int(report.out_of_data), *_limbs(report.tokens, _TOKEN_BITS)]
+    header = [int(report.failed), int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
@@ -113,7 +113,7 @@ class Control:
 
     Attributes:
         failed_ranks: On how many ranks backward raised.
-        ranks_out_of_data: How many ranks have joined.
+        joined_ranks: How many ranks have joined.
         agreed: All ranks had the same fingerprint.
         in_step: All ranks have begun the same number of steps.
         same_forwards: All ranks have run the same number of training forwards.
@@ -121,7 +121,7 @@ class Control:
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
         header = [*map(int, _header_of(summed))]
-        self.failed_ranks, self.ranks_out_of_data = header[:2]
+        self.failed_ranks, self.joined_ranks = header[:2]
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
@@ -164,7 +164,7 @@ class ControlExchange:
         Args:
             collectives: The group.
             device: The device whose tensors travel.
-            report: What this rank says of its pass.
+            report: This rank's report.
             slots: Number of slots in the layout.
             used: The slots to which this rank contributes.
         """
@@ -177,7 +177,7 @@ class ControlExchange:
         return cls(vector, collectives.world_size, collectives.all_reduce_sum(vector))
 
     def wait(self, poll: Callable[[], None]) -> None:
-        """Wait for the sum in the sense of the device, and start its copy to the host.
+        """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host.
 
         Args:
             poll: As for :meth:`Work.wait`.
@@ -236,10 +236,10 @@ class ControlChecks:
                 raise PeerFailureError(peers.cannot_complete(cause))
             if not control.agreed:
                 raise RankMismatchError(
-                    f"{here} took pass {number} for different things: passes of different models, or with different "
-                    "trainable parameters, or after different steps of sharded optimizers"
+                    f"{here} met in pass {number}, but in passes of different models, or with different trainable "
+                    "parameters, or after different optimizer steps; run the same program on every rank"
                 )
-            if control.ranks_out_of_data:  # a joined rank counts neither steps nor forwards
+            if control.joined_ranks:  # a joined rank counts neither steps nor forwards
                 return control
             if not control.in_step:
                 raise RankMismatchError(
@@ -258,7 +258,7 @@ class ControlChecks:
         return control
 
     def read_later(self, exchange: ControlExchange) -> None:
-        """Take a control vector that nobody needs now and that has not come to the host."""
+        """Keep a control vector that is not needed now and has not come to the host."""
         self._unread.append(exchange)
 
     def read_what_arrived(self) -> None:

@@ -27,7 +27,7 @@ _HINTS = {
         "a branch that depends on the rank"
     ),
 }
-"""What to look for where two ranks wait in these phases."""
+"""Hints for the user, by the phases in which two ranks wait."""
 
 
 class Failure(NamedTuple):
@@ -75,6 +75,7 @@ def silent(statuses: Sequence[Status]) -> str:
 def _has_come(other: Status, waiting: Status) -> bool:
     """Whether a rank has come to where another one waits, as far as is known."""
     here, there, phase = waiting.position, other.position, waiting.phase
+    # Each case asks: has it come further, or just as far and to the same thing?
     same = other.phase is not phase or other.waiting_for == waiting.waiting_for
     match phase:
         case Phase.PASS | Phase.ROOT:

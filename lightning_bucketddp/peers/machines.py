@@ -14,12 +14,12 @@ def on_one_machine(peers: Peers) -> bool:
 
     They do if all have the same host name. They do not if a launcher has started only some of the ranks here.
     """
-    machines = set(peers.exchange("the machine", machine_of_all(peers.world_size, os.environ)))
-    return len(machines) == 1 and machines != {""}  # empty where ranks know of others elsewhere
+    machines = set(peers.exchange("the machine", machine_name(peers.world_size, os.environ)))
+    return len(machines) == 1 and machines != {""}  # some rank knows of ranks on other hosts
 
 
-def machine_of_all(world_size: int, environment: Mapping[str, str]) -> str:
-    """The name of this host; empty if this rank knows of ranks elsewhere.
+def machine_name(world_size: int, environment: Mapping[str, str]) -> str:
+    """The name of this host; empty if this rank knows of ranks on other hosts.
 
     Args:
         world_size: Number of ranks in the group.

@@ -1,4 +1,4 @@
-"""What a wrapper knows of the other ranks: where all are, what they agree on, who failed."""
+"""The other ranks, as a wrapper knows them: their positions, agreements with them, their failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peers:
         number: Which of the group's wrappers this is; the same on every rank.
         rank: This rank.
         world_size: Number of ranks.
-        message: What every later use raises; empty while this rank has not given up.
+        message: Why this rank has given up: the text of the error that every later use raises. Empty if it has not.
         here: Where this rank is.
         position: How far it has come.
     """
@@ -53,7 +53,7 @@ class Peers:
         self.message = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
-        self._said: list[str] = []  # this rank's keys of the last agreement
+        self._last_keys: list[str] = []  # this rank's, of the last agreement
 
     def end_training(self) -> None:
         """Tell the other ranks that this one comes to no further pass."""
@@ -95,9 +95,9 @@ class Peers:
                         "that depends on the rank, or for an error in their output"
                     )
             answers = [value.decode() for value in store.multi_get(keys)]
-        for key in self._said:  # every rank has read the last topic, or it would not have come to this one
+        for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
             store.delete_key(key)
-        self._said = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
+        self._last_keys = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
         return answers
 
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
@@ -139,7 +139,7 @@ class Peers:
 
     @contextmanager
     def waiting_for(self, what: str | Callable[[], str], phase: Phase = Phase.RUNS) -> Iterator[None]:
-        """Context around a wait for a collective. Errors in it name the awaited thing, and this rank gives up.
+        """Context around a wait for a collective. An error in it names the awaited thing, and this rank gives up.
 
         Args:
             what: What is waited for, in words.
@@ -153,7 +153,7 @@ class Peers:
             except (PeerFailureError, RankMismatchError, CommHookError):
                 raise
             except RuntimeError as error:
-                self._give_up_lost(what if isinstance(what, str) else what(), error)
+                self._give_up_after(what if isinstance(what, str) else what(), error)
 
     def poll(self) -> None:
         """Look whether this rank waits in vain. Call it every half second while the rank waits.
@@ -183,7 +183,7 @@ class Peers:
         """Require that the ranks can go on together, as far as is known here. Asks nobody.
 
         Raises:
-            PeerFailureError: If this rank has given up, or another one has ended all.
+            PeerFailureError: If this rank has given up, or another one failed for good.
             RankMismatchError: If ranks were found at different points of the program.
         """
         if self.message:
@@ -268,16 +268,16 @@ class Peers:
             "are no longer the same; restart from a checkpoint"
         )
 
-    def _give_up_lost(self, awaited: str, error: RuntimeError) -> None:
-        """Give up as a collective raised: the consequence of something that happened elsewhere."""
+    def _give_up_after(self, awaited: str, error: RuntimeError) -> None:
+        """Give up after a collective raised, and say which rank caused it, if that can be found out."""
         if self.failure():
             with self.giving_up_on_errors():
                 self.raise_if_failed()
         told = self._listener.ask_why(self.number, self.here.names)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         self.give_up(
-            f"rank {self.rank}: reducing {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
-            f"could not reduce {awaited}: {error}; {cause}",
+            f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
+            f"failed while it waited for {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error
 
@@ -297,9 +297,9 @@ class GivingUp:
 
 
 def _wait_for(store: Store, key: str) -> bool:
-    """Wait a moment for a key; whether it is there."""
+    """Wait half a second for a key. Return whether it is there."""
     try:
         store.wait([key], timedelta(seconds=POLL_SECONDS))
-    except RuntimeError:  # timed out, in words that differ by store; a store that is gone raises here again
+    except RuntimeError:  # a time-out, which each store words differently; a store that is gone raises here again
         return store.check([key])
     return True

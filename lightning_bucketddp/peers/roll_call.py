@@ -1,4 +1,4 @@
-"""What ranks write of themselves into the store: records that answer a roll call, and failed passes."""
+"""Records in the store: each rank's status, in answer to a roll call, and failed passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FailedPass(NamedTuple):
 
 
 def read(store: Store, key: str) -> str:
-    """What is at a key; empty if nothing is."""
+    """The value at a key; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -105,7 +105,7 @@ class RollCall:
             store: The connection to use.
         """
         records = [status.snapshot() for status in self._statuses]
-        packed = pickle.dumps((_number(self._call), records))
+        packed = pickle.dumps((_call_number(self._call), records))
         store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class RollCall:
         """
         if time.monotonic() < self._called_at + unless_within:
             return []
-        call = _number(self._call) + 1
+        call = _call_number(self._call) + 1
         mine = f"{call} {self.rank}"
         if self._store.compare_set("call", self._call, mine).decode() == mine:
             self.wake()
@@ -157,6 +157,6 @@ def _failed_in(written: str) -> dict[str, FailedPass]:
     return {wrapper: FailedPass(*failed) for wrapper, failed in json.loads(written or "{}").items()}
 
 
-def _number(call: str) -> int:
+def _call_number(call: str) -> int:
     """The number of a roll call, which is written as ``"<number> <rank that calls>"``."""
     return int(call.partition(" ")[0] or 0)

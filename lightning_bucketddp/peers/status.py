@@ -10,9 +10,9 @@ from zlib import crc32
 
 
 class Phase(Enum):
-    """What a rank waits for. The comments name the counter of ``Position`` that goes with it."""
+    """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
 
-    RUNS = "nothing, or a collective that nobody counts"
+    RUNS = "nothing, or a collective that has no counter"
     ROOT = "the others, at the root of a pass"  # pass_number
     PASS = "gradients, after its backward"  # pass_number
     EXCHANGE = "BatchNorm statistics or module buffers"  # exchange
@@ -121,7 +121,7 @@ class Status:
         self.position.forward += 1
 
     def forget_forwards(self) -> None:
-        """Ranks have run different numbers of forwards, as they should."""
+        """Count forwards anew, after ranks have rightly run different numbers of them."""
         self.position.forward = 0
 
     def begin_exchange(self) -> None:

@@ -1,4 +1,4 @@
-"""What the sum of gradients over the ranks is divided by."""
+"""The divisor of the sum of gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_bucketddp.reducer.state import Pass, Role
 
 
 class GradientDivisor(Participant):
-    """Turns the mean over all ranks, which collectives give, into what the user asked for.
+    """Rescales the mean over all ranks, which collectives give, to the divisor that the user chose.
 
     Args:
-        divide_by: What the user asked for.
+        divide_by: The user's choice.
         collectives: The group.
         joining: Knows whether joined ranks are left out of the mean.
 
     Attributes:
-        factor: What the last reduction multiplied the mean over all ranks by; None for nothing.
+        factor: The factor by which the last reduction multiplied the mean over all ranks; None for no factor.
     """
 
     def __init__(self, divide_by: DivideBy, collectives: Collectives, joining: Joining) -> None:
@@ -48,8 +48,8 @@ class GradientDivisor(Participant):
         """
         if self._divide_by != "tokens":
             raise RuntimeError(
-                'expected gradient_divide_by="tokens" where tokens are counted, found '
-                f"gradient_divide_by={self._divide_by!r}"
+                'expected gradient_divide_by="tokens" where count_tokens() is called, found '
+                f"gradient_divide_by={self._divide_by!r}; leave out the call, or change the option"
             )
         if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
             self._tokens = _sum(self._tokens, tokens.detach().to(torch.int64, copy=True).reshape(()))
@@ -60,7 +60,7 @@ class GradientDivisor(Participant):
         self._tokens = _sum(self._tokens, int(number))
 
     def look(self, uncleared: str | None, holds_gradients: bool) -> None:
-        """See what is in ``.grad`` before backward.
+        """Take note of ``.grad`` before backward.
 
         Args:
             uncleared: A parameter with the gradient of an earlier reduction, which would be rescaled once more.
@@ -101,9 +101,9 @@ class GradientDivisor(Participant):
         """
         if self.rescales:
             raise RuntimeError(
-                f"rank {self._rank}: expected a backward through what forward returned, or inside backward_pass(), "
-                f"with gradient_divide_by={self._divide_by!r}; found one through neither, in which parameter {name!r} "
-                "got a gradient"
+                f"rank {self._rank}: expected a backward from an output of forward, or inside backward_pass(), with "
+                f"gradient_divide_by={self._divide_by!r}; found neither for the gradient of parameter {name!r}. Use "
+                "backward_pass()"
             )
 
     def backward_ended(self, raised: bool) -> None:
@@ -132,7 +132,7 @@ class GradientDivisor(Participant):
             return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
-        if self._joining.divides_by_active and (joined := exchange.read().ranks_out_of_data):
+        if self._joining.divides_by_active and (joined := exchange.read().joined_ranks):
             return self._world_size / (self._world_size - joined)
         return None
 

@@ -7,7 +7,7 @@ from lightning_bucketddp.reducer.state import PassState, Role
 
 
 class Joining:
-    """What this rank does where some ranks have fewer batches than others.
+    """This rank's role where some ranks have fewer batches than others.
 
     Args:
         peers: The other ranks.

@@ -29,4 +29,4 @@ class Params(Protocol):
         """Look the parameters up anew; raises a WrapError if that cannot be."""
 
     def entries(self) -> list[Entry]:
-        """What must be the same on all ranks, line by line."""
+        """The facts that must be the same on all ranks, line by line."""

@@ -1,4 +1,4 @@
-"""How a feature takes part in passes. The reducer knows participants, not what they are for."""
+"""The interface between passes and a feature that takes part in them. The reducer knows no features."""
 
 from __future__ import annotations
 

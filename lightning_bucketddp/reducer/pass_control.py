@@ -1,4 +1,4 @@
-"""The control vector of a pass: what this rank reports, and what it reads."""
+"""The control vector of a pass: sends this rank's report, and reads the sum of all reports."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PassControl:
         self._collectives, self._peers, self._checks, self._table = collectives, peers, checks, table
         self.exchange: ControlExchange | None = None
 
-    def report(self, trainable: TrainableSet, failed: bool, out_of_data: bool) -> Report:
-        """What this rank says of a pass before participants add to it."""
+    def report(self, trainable: TrainableSet, failed: bool, joined: bool) -> Report:
+        """This rank's report on a pass, before participants add to it."""
         at = self._peers.position
         seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.here.updated)
-        return Report(seen, at.step, at.forward, failed=failed, out_of_data=out_of_data)
+        return Report(seen, at.step, at.forward, failed=failed, joined=joined)
 
     def send(self, report: Report, used: Collection[int]) -> ControlExchange:
         """Send the control vector in a collective of its own."""

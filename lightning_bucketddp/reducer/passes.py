@@ -300,8 +300,8 @@ class Passes:
         self._require_idle()
         if self.joining.uneven:
             raise RuntimeError(
-                f"rank {self.reducer.peers.rank}: expected a backward outside of no_sync() inside join(), found a "
-                "reduction by hand, in which ranks that have run out of data would not take part; reduce in backward"
+                f"rank {self.reducer.peers.rank}: expected gradients to be reduced in backward inside join(), found "
+                "start_grad_sync(), in which joined ranks take no part; run the last backward outside of no_sync()"
             )
         with self._settling("a reduction"):
             self._open(Origin.CALL, synchronised=True)

@@ -1,4 +1,4 @@
-"""What happened in a pass, for people: a frozen record, its table, and log lines.
+"""The record of a pass, for people: frozen values, a table, and log lines.
 
 ``TORCH_DISTRIBUTED_DEBUG``, or ``torch.distributed.set_debug_level``, chooses the lines that the logger
 ``lightning_bucketddp`` gets at level INFO. Ranks may differ in it, as nothing here is sent:
@@ -58,7 +58,7 @@ class BucketRecord:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What this rank saw of a synchronised pass; ``str()`` gives a table.
+    """A synchronised pass as this rank saw it; ``str()`` gives a table.
 
     Attributes:
         number: Which synchronised pass, counted from 0, as in errors.
@@ -168,11 +168,11 @@ class PassRecorder(Participant):
             self._local_passes += 1
 
     def settle(self, settled: Settled) -> None:
-        """Keep what all ranks reported."""
+        """Keep the ranks' reports."""
         self._settled = settled
 
     def ended(self) -> None:
-        """Keep what the record is made of, unless the pass was dropped. It is made if somebody asks."""
+        """Keep the facts for the record, unless the pass was dropped. The record is made when somebody asks."""
         opened, settled, self._settled = self._opened, self._settled, None
         local_passes, self._local_passes = self._local_passes, 0
         if opened is None or settled is None:
@@ -228,7 +228,7 @@ def _bucket_record(layout: Layout, index: int, launched_at: float, early: bool) 
 
 
 def _describe(layout: Layout, rank: int, pass_number: int) -> str:
-    """Where gradients lie from a pass on, in a line."""
+    """Describe the layout from a pass on, in a line."""
     buckets = [f"{_size(layout.bucket_nbytes(bucket))} {_range(_names(layout, bucket))}" for bucket in layout.buckets]
     return (
         f"rank {rank}: gradients of {len(layout.slots)} parameters laid out for pass {pass_number}: "

@@ -204,7 +204,7 @@ class Reducer:
         self.storage.require_untouched(slot)
         self.buckets.pending.add(slot)
         bucket.missing.discard(slot)
-        self.storage.arrived(slot)
+        self.storage.gradient_ready(slot)
         if self.buckets.in_order:
             return None if bucket.missing else bucket
         for participant in self.participants:

@@ -98,7 +98,7 @@ class AllReduce(Reduction):
         return None if divisor is None else 1.0 / divisor
 
     def carries_control(self, bucket: Bucket) -> bool:
-        """Where there is room, and the collective is a plain sum."""
+        """True if there is room, and the collective is a plain sum."""
         return bucket.with_tail is not None and self.scale(bucket) is not None
 
     def start(self, bucket: Bucket) -> Work:

@@ -1,4 +1,4 @@
-"""The states of a reducer, and what a pass is when it opens."""
+"""The states of a reducer, and the facts of a pass that are known when it opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward on several devices of one process: torch DDP's ``device_ids`` of 2020."""
+"""Forward on several devices of one process, for ``BucketDDP(device_ids=[0, 1])``; torch DDP had it in 2020."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ReplicatedForward:
 def replicated_forward(
     module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None, dim: int
 ) -> ReplicatedForward | None:
-    """Make what runs a module on several devices.
+    """Make the forward that runs a module on several devices.
 
     Args:
         module: The module.

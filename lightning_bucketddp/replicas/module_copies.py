@@ -1,4 +1,4 @@
-"""Structural copies of a module: module objects of their own around tensors that somebody else provides."""
+"""Structural copies of a module: new module objects around given tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in _REGISTRIES]
-"""Where a module keeps its hooks. Private: there is no public way to those that it has."""
+"""The attributes in which a module keeps its hooks. They are private: torch has no public list of hooks."""
 
 _CONTAINERS = frozenset({list, tuple, dict, OrderedDict})
 _PLAIN = frozenset({bool, int, float, str, set, type(None)})
@@ -53,7 +53,7 @@ def fill(
             attributes.update(vars(original), _is_replica=True)  # the mark of torch.nn.DataParallel
             for name in _REGISTRIES:
                 attributes[name] = {key: replacements.get(id(it), it) for key, it in attributes[name].items()}
-            for name in HOOKS:  # what a replica registers in its forward is for its own samples
+            for name in HOOKS:  # hooks that a replica registers in its forward are for its own samples
                 attributes[name] = attributes[name].copy()
         for position, name, value in references:
             new = _redirected(value, replacements)
@@ -120,13 +120,13 @@ def require_copyable(module: nn.Module) -> None:
         where = f"submodule {name!r}" if name else "the module"
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(
-                f"expected modules of Python, found that {where} is a {type(part).__name__}, whose parameters are "
-                "bound to its compiled code; replicate the module that was scripted or traced"
+                f"expected Python modules, found that {where} is a {type(part).__name__}, whose compiled code is bound "
+                "to its parameters; replicate the module from which it was scripted or traced"
             )
         if isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None:
             raise TypeError(
-                f"expected modules that are not compiled, found that {where} is, and its compiled code is bound to the "
-                "original's parameters; replicate the module before it is compiled"
+                f"expected modules that are not compiled, found that {where} is. Its compiled code is bound to its "
+                "parameters; replicate the module before it is compiled"
             )
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and nn.parameter.is_lazy(tensor):
@@ -145,7 +145,7 @@ def require_no_collectives(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise ValueError(
-                f"expected replicas without collectives of their own, found SyncBatchNorm {name!r}: threads would "
-                "start theirs in any order. Use BatchNorm, which normalises each replica's samples, or one process per "
-                'device, as with strategy="bucketddp"'
+                f"expected a module without collectives of its own, found SyncBatchNorm {name!r}: replicas are threads "
+                "and would start collectives in any order. Use BatchNorm, which normalises each replica's samples, or "
+                'one process per device, as with strategy="bucketddp"'
             )

@@ -1,4 +1,4 @@
-"""Nested containers of tensors: what modules take and return."""
+"""Nested containers of tensors, as modules take and return them."""
 
 from __future__ import annotations
 

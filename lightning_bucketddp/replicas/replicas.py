@@ -24,9 +24,12 @@ _HELD = "_bucketddp_replicas"
 """The attribute in which a module keeps its replicas between calls of :func:`data_parallel`."""
 
 _FIRST = 2**63 - 1
-"""Sequence number of the nodes that bring gradients to the original. Of the nodes that are ready, the engine runs the
-one with the largest number, by default the youngest. Copies are older than all of forward, so their gradients would
-come last of all. Setting the number is private; without it all is right, and late."""
+"""Sequence number of the nodes that bring gradients to the original.
+
+Of the nodes that are ready, the engine runs the one with the largest number, by default the youngest. Copies are older
+than all of forward, so their gradients would come last of all. The setter of the number is private to torch. Without it
+gradients are the same, but come late.
+"""
 
 
 class Replicas:

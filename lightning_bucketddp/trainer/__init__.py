@@ -1,1 +1,1 @@
-"""Lightning: the strategies for Trainer and Fabric, and what they need of both."""
+"""Lightning: the strategies for Trainer and Fabric, and their parts."""

@@ -25,7 +25,7 @@ def is_checkpoint_directory(path: Path) -> bool:
     return (path / ".metadata").is_file()  # torch.distributed.checkpoint's
 
 
-def _parts_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
+def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
     if wrapper is not None:
         return wrapper.sharded_checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
@@ -64,7 +64,7 @@ def save_parts(
     resumable = "optimizer_states" in checkpoint
     if resumable:
         checkpoint["optimizer_states"] = []  # tells Lightning that training can be resumed
-    _parts_of(module, wrapper).save(path, optimizers if resumable else (), checkpoint, overwrite=True)
+    _checkpoint_of(module, wrapper).save(path, optimizers if resumable else (), checkpoint, overwrite=True)
 
 
 def load_weights(
@@ -90,7 +90,7 @@ def load_weights(
             f"expected weights_only to be left out for the directory {path}, found {weights_only!r}: the directory "
             "holds pickles besides tensors"
         )
-    checkpoint = _parts_of(module, wrapper).load(path, (), module.strict_loading)
+    checkpoint = _checkpoint_of(module, wrapper).load(path, (), module.strict_loading)
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
             f"expected a Trainer's checkpoint in {path}, found one that save_sharded() has written; load it by "

@@ -1,4 +1,4 @@
-"""What the strategies for Trainer and Fabric share: registered names, forwarded calls, the process group's life."""
+"""Shared by the strategies for Trainer and Fabric: registered names, forwarded calls, the process group's life."""
 
 from __future__ import annotations
 

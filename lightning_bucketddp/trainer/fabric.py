@@ -251,7 +251,7 @@ class _BackwardSync:
             return nullcontext()
         if not isinstance(module, BucketDDP):
             raise TypeError(
-                f"expected a module that was set up with this strategy, found {type(module).__name__}; its gradients "
-                "are not averaged by a BucketDDP"
+                f"expected a module that fabric.setup() returned, found {type(module).__name__}; set it up with this "
+                "strategy first"
             )
         return module.no_sync()

@@ -25,7 +25,7 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
         plugin: The plugin.
         wrapper: The wrapped module.
         sharded: Whether gradients are sharded. The wrapper then clips them. Clipping that the user's own plugin
-            overrides stays: it looks at gradients, and raises.
+            overrides stays. It reads sharded gradients, and so raises.
 
     Returns:
         A function that gives the plugin its own methods back.

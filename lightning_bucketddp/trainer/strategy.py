@@ -104,7 +104,7 @@ class BucketDDPStrategy(DDPStrategy):
         if uneven_inputs == "active_ranks" and self._options.rescales:
             raise ValueError(
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
-                "divided by"
+                "divided by. Leave one of them out"
             )
         require_averaging_possible(model_averaging_period, self._options)
         super().__init__(

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 _END = object()
 _NO_LENGTH = -1
 _NOTHING, _REPEATS, _OWN, _PAUSES = range(4)
+"""States of a rank: without any batch, repeating its last one, with a batch of its own, and with None for a batch."""
 _STATES = 4
 
 
@@ -99,12 +100,12 @@ class EvenedLoader:
         if _NOTHING in states:
             raise RuntimeError(
                 f"rank {self._rank}: expected at least one training batch on each rank, found none on rank "
-                f"{states.index(_NOTHING)}; with uneven_inputs a rank that runs out repeats its last batch"
+                f"{states.index(_NOTHING)}, which has no batch to repeat; give each rank some data"
             )
         if state == _PAUSES and self._last is None:
             raise RuntimeError(
-                f"rank {self._rank}: expected a batch where another rank has its first one, found None; with "
-                "uneven_inputs a rank that has none repeats its last batch"
+                f"rank {self._rank}: expected a first batch, as another rank has one, found None; with uneven_inputs a "
+                "rank without a batch repeats its last one, which this rank does not have yet"
             )
 
     def take(self) -> tuple[int, ...]:
@@ -134,8 +135,8 @@ def require_countable_batches(module: pl.LightningModule, earlier: EvenedLoader 
     """
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "expected a training_step that gets batches, as uneven_inputs is given; found one that takes them from "
-            "`dataloader_iter`, so that nobody knows which of them count"
+            "expected a training_step that gets a batch, as uneven_inputs is given; found one that takes batches from "
+            "`dataloader_iter`, which hides which of them count. Use training_step(self, batch, batch_idx)"
         )
     if earlier is not None and not earlier.started:
         raise ValueError(

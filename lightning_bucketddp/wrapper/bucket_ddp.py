@@ -185,7 +185,7 @@ class BucketDDP(nn.Module, Joinable):
         if self._replaced:
             raise RuntimeError(
                 "expected the BucketDDP that wrapped the module last, found an earlier one: gradients are averaged by "
-                "the later one. Train through that"
+                "the later one. Train through the later one"
             )
 
     # -- passes --------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         uneven, throw = self._runtime.uneven, throw_on_early_termination
         if enable and not throw:
-            uneven.require_nobody_misses_a_rank()
+            uneven.require_ranks_may_leave()
         try:
             with Join([self], enable, throw, divide_by_initial_world_size=divide_by_initial_world_size):
                 yield

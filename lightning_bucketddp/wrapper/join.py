@@ -105,14 +105,14 @@ class UnevenInputs(JoinHook):
     def _require_plain_mean(self, where: str) -> None:
         if self._options.rescales:
             raise ValueError(
-                f"expected gradients that are divided by the world size {where}, found "
-                f"gradient_divide_by={self._options.gradient_divide_by!r}"
+                f'expected gradient_divide_by="world_size" {where}, found '
+                f"gradient_divide_by={self._options.gradient_divide_by!r}; leave one of the two out"
             )
 
     # -- torch's join ----------------------------------------------------------------------------------
 
-    def require_nobody_misses_a_rank(self) -> None:
-        """Require that the others can go on without a rank that has left its loop.
+    def require_ranks_may_leave(self) -> None:
+        """Require that a rank may leave its loop, and the others go on without its data.
 
         Raises:
             ValueError: If a ``SyncBatchNorm`` or a sharded optimizer needs it.

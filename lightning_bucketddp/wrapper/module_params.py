@@ -98,7 +98,7 @@ class ModuleParams:
         self._own_grad_dtypes.clear()
 
     def entries(self) -> list[Entry]:
-        """Options, parameters and module buffers, which must be the same on all ranks."""
+        """Options, parameters and module buffers, line by line: they must be the same on all ranks."""
         lines = [Entry(f"option {name}", value) for name, value in self._options.described()]
         for name, param in self.named:
             spec = ParamSpec.of(name, param)
@@ -133,12 +133,12 @@ class ModuleParams:
         for holder in holders_of_masters(replaced):
             raise WrapError(
                 f"parameters were replaced after the module was wrapped, and {type(holder).__name__} has fp32 masters "
-                f"of the old ones{_listed(replaced.values())}; make a new optimizer"
+                f"of the old ones{_listed(replaced.values())}; make a new optimizer of the new parameters"
             )
         if self._options.shard_optimizer:
             raise WrapError(
                 "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
-                f"shards of the old ones{_listed(replaced.values())}; close() the wrapper, wrap again, make a new one"
+                f"shards of the old ones{_listed(replaced.values())}; close() it, wrap again and make a new optimizer"
             )
         for optimizer in self.optimizers:
             params = (param for group in optimizer.param_groups for param in group["params"])

@@ -196,7 +196,7 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
 
 
 def refuse(process_group: dist.ProcessGroup | None, timeout: timedelta | None, problem: Exception) -> NoReturn:
-    """Raise an error of this rank's, found before it made a :class:`Runtime`, after telling the others."""
+    """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
     Peers(Collectives(process_group), timeout).require_same(_AGREED, [], problem)
     raise problem
 
@@ -224,10 +224,10 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     if device_mesh is None:
         return process_group
     if process_group is not None:
-        raise WrapError("expected a process_group or a device_mesh, found both")
+        raise WrapError("expected a process_group or a device_mesh, found both; leave one of them out")
     if device_mesh.ndim != 1:
         raise WrapError(
-            f'expected a device mesh of one dimension, found {device_mesh}; pass the one to train over, as mesh["dp"]'
+            f'expected a device mesh of one dimension, found {device_mesh}; pass one of its dimensions, as mesh["dp"]'
         )
     return device_mesh.get_group()
 

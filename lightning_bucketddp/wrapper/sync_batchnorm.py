@@ -149,7 +149,7 @@ class StatisticsLink(Participant):
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """A BatchNorm layer whose statistics are those of all ranks' batches together.
+    """A BatchNorm layer with statistics over the batches of all ranks together.
 
     Only :func:`convert_sync_batchnorm` makes it, by changing a layer's class. So references, hooks, attributes,
     ``isinstance`` and keys of the state dict stay as they are.

@@ -53,8 +53,8 @@ def require_valid_parameters(module: nn.Module, may_be_frozen: bool = False) -> 
     for name, owner in module.named_modules():
         if isinstance(owner, nn.SyncBatchNorm) and not isinstance(owner, SyncBatchNorm) and types == ["cpu"]:
             raise WrapError(
-                f"module {name!r} is torch's SyncBatchNorm, which works on accelerators only, found parameters on the "
-                "CPU; convert it with lightning_bucketddp.convert_sync_batchnorm()"
+                f"expected no SyncBatchNorm of torch's on the CPU, found {name!r}: it works on accelerators only. "
+                "Convert it with lightning_bucketddp.convert_sync_batchnorm()"
             )
 
 

@@ -102,7 +102,7 @@ def test_groups_of_a_group_that_is_not_the_default_one(run_ranks: RunRanks) -> N
 def refusals() -> None:
     for error, options, words in [
         (ValueError, {"shard_optimizer": True, "shard_group_size": 2}, "shard_group_size=2 and 3 ranks"),
-        (ValueError, {"shard_group_size": 3}, "cannot be had with shard_optimizer=False"),
+        (ValueError, {"shard_group_size": 3}, "cannot be combined with shard_optimizer=False"),
         (
             RankMismatchError,
             {"shard_optimizer": True, "shard_group_size": (1, 3, 3)[dist.get_rank()]},

@@ -222,7 +222,7 @@ def in_the_second_pass(what: str) -> str:
     [
         ("publishes", ["rank 0: pass 1 cannot be completed: rank 1 raised OSError: disk full"]),
         ("interrupted", ["rank 0: pass 1 cannot be completed: rank 1 raised KeyboardInterrupt"]),
-        ("dies", ["rank 0: reducing the gradients of 'head.", "failed in pass 1", "rank(s) 1"]),
+        ("dies", ["rank 0: waiting for the gradients of 'head.", "failed in pass 1", "rank(s) 1"]),
     ],
 )
 def test_a_rank_that_waits_hears_of_a_failure(run_ranks: RunRanks, what: str, words: list[str]) -> None:

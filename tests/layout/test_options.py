@@ -13,7 +13,7 @@ def test_gradient_dtypes_may_depend_on_the_name() -> None:
     assert options.grad_dtype_of("net.high.weight", torch.bfloat16) is torch.bfloat16
     assert options.grad_dtype_of("net.low.index", torch.int64) is torch.int64
     assert Options(grad_dtype="fp32").grad_dtype_of("weight", torch.float64) is torch.float64
-    with pytest.raises(ValueError, match=r"'high' holds, torch.float32; found torch.bfloat16 for the pattern '\*'"):
+    with pytest.raises(ValueError, match=r"'high', which is torch.float32; found torch.bfloat16 for the pattern '\*'"):
         options.grad_dtype_of("high", torch.float32)
     options.require_patterns_match(["net.low.weight"])
     with pytest.raises(ValueError, match=r"found '\*\.low\.\*': no match"):

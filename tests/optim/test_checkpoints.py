@@ -324,12 +324,12 @@ def test_what_does_not_fit_is_refused_by_every_rank(run_ranks: RunRanks, tmp_pat
     first, second = run_ranks(2, refused, str(tmp_path))
     assert first == second
     expected = [
-        "with the same names, found without 'other'",
-        "with the same names, found with unknown 'tail.mean'",
+        "the names of the module in the checkpoint, found one without 'other'",
+        "the names of the module in the checkpoint, found one with unknown 'tail.mean'",
         "Size mismatch between saved torch.Size([2]) and current: torch.Size([4]) for model.tail.mean",
         "expected as many optimizers as the checkpoint has, 2, found 1",
         "expected as many optimizers as the checkpoint has, 2, found 3",
-        "expected a directory, found none",
+        "expected a directory that save_sharded() has written, found none",
         "expected group 0 of optimizer 0 to hold the parameters with which it was saved, found 'layer.bias' in",
         "expected optimizer 0 to hold parameters of the module, which are saved by name; found another one",
         "failed on rank 1: Odd: no state today",

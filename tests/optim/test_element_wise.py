@@ -83,7 +83,7 @@ def test_what_is_element_wise_is_taken() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (torch.optim.LBFGS, {}, r"step\(\) alone .*found LBFGS: its directions.*each rank would see a part only"),
+        (torch.optim.LBFGS, {}, r"step\(\) alone .*found LBFGS: its directions.*would have only a part"),
         (torch.optim.Adafactor, {}, "Adafactor: it keeps sums over rows and columns"),
         (torch.optim.Muon, {}, "Muon: it orthogonalises"),
         (torch.optim.SparseAdam, {}, "SparseAdam: it is for sparse"),
@@ -91,7 +91,7 @@ def test_what_is_element_wise_is_taken() -> None:
         (OwnSgd, {}, r"found tests.optim.test_element_wise.OwnSgd\. If .*declare_element_wise"),
         (called("lion_pytorch.lion_pytorch.Unknown"), {}, r"found lion_pytorch.lion_pytorch.Unknown\. If"),
         (called("timm.optim.lion.Lion"), {"caution": True}, r"timm\.optim\.lion\.Lion with caution=True: it takes a"),
-        (declare_element_wise(ScheduleFree), {}, r"ScheduleFree with train\(\) and eval\(\).*shard_optimizer=False"),
+        (declare_element_wise(ScheduleFree), {}, r"ScheduleFree: its train\(\) and eval\(\).*shard_optimizer=False"),
     ],
 )
 def test_optimizers_that_cannot_be_sharded_say_why(kind: Any, options: dict[str, Any], words: str) -> None:

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.optim.lazy_all_gather import GatheredLater, reads_past_python
+from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter, reads_past_python
 from tests.optim.common import RunRanks, average
 from tests.reference import largest_difference_between_ranks
 
@@ -101,7 +101,7 @@ class Twins:
         for optimizer in self.optimizers:
             optimizer.step()
         self.steps += 1
-        assert all(isinstance(param, GatheredLater) for param in self.late())
+        assert all(isinstance(param, AwaitedParameter) for param in self.late())
 
     def late(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
@@ -189,13 +189,13 @@ def no_use() -> None:
             param.grad = None
             assert param.grad is None
         twins.ours.zero_grad()
-        assert all(isinstance(param, GatheredLater) for param in twins.late()), "nobody needed a value"
+        assert all(isinstance(param, AwaitedParameter) for param in twins.late()), "nobody needed a value"
         twins.module.layers[0](torch.ones(1, 8))
-        late = {name for name, param in twins.module.named_parameters() if isinstance(param, GatheredLater)}
+        late = {name for name, param in twins.module.named_parameters() if isinstance(param, AwaitedParameter)}
         assert not {"layers.0.weight", "layers.0.bias"} & late
         assert {"recurrent.weight_hh_l0", "attention.in_proj_weight"} <= late
         twins.ours.wait_for_parameters()
-        assert not any(isinstance(param, GatheredLater) for param in twins.late())
+        assert not any(isinstance(param, AwaitedParameter) for param in twins.late())
 
 
 def test_nobody_waits_for_more_than_is_used(run_ranks: RunRanks) -> None:

@@ -621,7 +621,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="or has whole master parameters"):
         ours.prepare_optimizer(prepared)
     for options, words in [
-        ({"scatter_every_pass": True}, "cannot be had with shard_optimizer=False"),
+        ({"scatter_every_pass": True}, "cannot be combined with shard_optimizer=False"),
         ({"shard_optimizer": True, "scatter_every_pass": True, "gradient_divide_by": "tokens"}, "tokens of all passes"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -15,10 +15,10 @@ def summed(reports: list[Report], used: list[set[int]], dtype: torch.dtype) -> t
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_a_control_vector_tells_what_ranks_reported(dtype: torch.dtype) -> None:
-    reports = [Report(7, steps=3, tokens=2**40 + 5), Report(7, steps=3, tokens=4097, failed=True, out_of_data=True)]
+    reports = [Report(7, steps=3, tokens=2**40 + 5), Report(7, steps=3, tokens=4097, failed=True, joined=True)]
     vector = summed(reports, [{0, 1, 2}, {1}], dtype)
     control = Control(vector, 2)
-    assert (control.failed_ranks, control.ranks_out_of_data) == (1, 1)
+    assert (control.failed_ranks, control.joined_ranks) == (1, 1)
     assert [control.used_somewhere(slot) for slot in range(3)] == [True] * 3
     assert ControlExchange(vector, 2).tokens().item() == 2**40 + 5 + 4097
     assert not Control(summed([Report(7)] * 2, [set(), {1}], dtype), 2).used_somewhere(0)

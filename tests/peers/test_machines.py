@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import MIB
-from lightning_bucketddp.peers.machines import machine_of_all
+from lightning_bucketddp.peers.machines import machine_name
 
 RunRanks = Callable[..., list[Any]]
 HOST = socket.gethostname()
@@ -22,7 +22,7 @@ SHARED, APART = [12], [4, 4, 4]
 
 @pytest.mark.parametrize(("started_here", "machine"), [(None, HOST), ("4", HOST), ("8", HOST), ("?", HOST), ("2", "")])
 def test_a_launcher_of_fewer_ranks_knows_of_other_machines(started_here: str | None, machine: str) -> None:
-    assert machine_of_all(4, {} if started_here is None else {"LOCAL_WORLD_SIZE": started_here}) == machine
+    assert machine_name(4, {} if started_here is None else {"LOCAL_WORLD_SIZE": started_here}) == machine
 
 
 def default_buckets(started_here: list[str | None], hosts: list[str]) -> list[int]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
-from lightning_bucketddp.optim.lazy_all_gather import GatheredLater
+from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter
 from lightning_bucketddp.replicas.forward import warn_of_replicas
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import passes_of, views_of
@@ -299,7 +299,7 @@ def in_other_ways(share: bool) -> None:
         nets = [replicated(build("mlp"), share, bucket_cap_mb=TINY, **options), BucketDDP(build("mlp"), **options)]
         late: list[bool] = []
         nets[0].module.register_forward_pre_hook(
-            lambda it, _, late=late: late.extend(isinstance(p, GatheredLater) for p in it.parameters())
+            lambda it, _, late=late: late.extend(isinstance(p, AwaitedParameter) for p in it.parameters())
         )
         for net in nets:
             optimizer = torch.optim.Adam(net.parameters(), lr=0.01)

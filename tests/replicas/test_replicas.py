@@ -435,8 +435,8 @@ def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
     compiled.compile()
     for refused, kind, message in (
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), TypeError, r"submodule '0' is a .*ScriptModule"),
-        (torch.compile(nn.Linear(2, 2)), TypeError, "the module is, and its compiled code"),
-        (compiled, TypeError, "the module is, and its compiled code"),
+        (torch.compile(nn.Linear(2, 2)), TypeError, "the module is. Its compiled code"),
+        (compiled, TypeError, "the module is. Its compiled code"),
         (nn.LazyLinear(2), ValueError, "found 'weight' that waits for its first batch"),
     ):
         with pytest.raises(kind, match=message):

@@ -61,7 +61,7 @@ def test_all_ranks_skip_none_or_no_rank_does() -> None:
     loader = evened([None, "a", None, None], Scripted(4, pause, own, own, again, again), rank=0)
     assert list(loader) == [None, "a", "a", None]
     assert [loader.take() for _ in range(4)] == [(0, 1), (0, 1), (1,), (0, 1)]
-    with pytest.raises(RuntimeError, match="rank 0: expected a batch where another rank has its first one, found None"):
+    with pytest.raises(RuntimeError, match="rank 0: expected a first batch, as another rank has one, found None"):
         list(evened([None, "a"], Scripted(2, own), rank=0))
 
 

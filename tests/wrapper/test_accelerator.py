@@ -374,13 +374,13 @@ def two_streams(setting: str, late: str, first: str, cap: float) -> None:
     plain = TwoStreams(late, first)
     streams: set[int] = set()
     storage = reducer_of(net).storage
-    arrived = storage.arrived
+    gradient_ready = storage.gradient_ready
 
     def noted(slot: int) -> None:
         streams.add(torch.cuda.current_stream().stream_id)
-        arrived(slot)
+        gradient_ready(slot)
 
-    storage.arrived = noted  # type: ignore[method-assign]
+    storage.gradient_ready = noted  # type: ignore[method-assign]
     for step, local in enumerate([False, False, True, True, False]):
         if step != 4:
             clear(net, plain)

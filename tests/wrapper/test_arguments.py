@@ -105,7 +105,7 @@ def refused_arguments() -> None:
         (Mlp(), {"output_device": 0}, "no device_ids and no output_device"),
         (Mlp(), both, "found both"),
         (Mlp(), {"device_mesh": plane}, "one dimension"),
-        (nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()), {}, "module 'norm' is torch's SyncBatchNorm"),
+        (nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()), {}, "torch's on the CPU, found 'norm'"),
         (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, r"found \['cpu', 'meta'\]"),
         (sharded, {}, "parameter 'weight' is a DTensor"),
         (Mlp().requires_grad_(False), {}, "at least one parameter that requires grad"),

@@ -192,7 +192,7 @@ def refused() -> None:
     with ours.join():
         with ours.no_sync():
             backward(ours)
-        with pytest.raises(RuntimeError, match="found a reduction by hand"):
+        with pytest.raises(RuntimeError, match="found start_grad_sync"):
             ours.allreduce_gradients()
     ours.allreduce_gradients()
     assert ours.passes == 1

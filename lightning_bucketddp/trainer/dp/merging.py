@@ -1,4 +1,4 @@
-"""Merge what replicas return and log. ``self.log`` is recorded while they run, and called once afterwards."""
+"""Merge the outputs and logs of replicas. ``self.log`` is recorded while they run, and called once afterwards."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _empty(copy: Any) -> None:
         attributes[key] = [] if isinstance(default, list) else default.detach().to(copy.device, copy=True)
     vars(copy).clear()
     copy.__setstate__(attributes)
-    copy.reset()  # whatever else it keeps
+    copy.reset()  # other attributes too
     copy._update_count = _START
 
 
