@@ -21,13 +21,14 @@ def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
     return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
 
 
+Problem = tuple[list[ParamSpec], list[int], int | None, list[int], int]
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int | None, list[int], int]:
+def problems(draw: st.DrawFn) -> Problem:
     shapes = draw(st.lists(st.lists(st.integers(0, 60), max_size=3), min_size=1, max_size=25))
-    devices = st.sampled_from(["cuda:0", "cuda:1"])
-    specs = [
-        spec(f"p{at}", tuple(shape), draw(st.sampled_from(DTYPES)), draw(devices)) for at, shape in enumerate(shapes)
-    ]
+    dtypes, devices = st.sampled_from(DTYPES), st.sampled_from(["cuda:0", "cuda:1"])
+    specs = [spec(f"p{at}", tuple(shape), draw(dtypes), draw(devices)) for at, shape in enumerate(shapes)]
     groups = draw(st.lists(st.integers(0, 2), min_size=len(specs), max_size=len(specs)))
     cap = draw(st.one_of(st.none(), st.integers(0, 4000)))
     return specs, draw(st.permutations(range(len(specs)))), cap, groups, draw(st.sampled_from([1, 48]))
@@ -35,9 +36,7 @@ def problems(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int | None, l
 
 @settings(deadline=None)
 @given(problems())
-def test_slots_and_buckets_have_the_properties_of_a_layout(
-    problem: tuple[list[ParamSpec], list[int], int | None, list[int], int],
-) -> None:
+def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> None:
     specs, order, cap, groups, multiple = problem
     layout = plan(*problem)
     position = {slot: at for at, slot in enumerate(order)}

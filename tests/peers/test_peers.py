@@ -59,14 +59,12 @@ def test_ranks_exchange_answers_and_clear_up(ranks: Callable[[int], list[Peers]]
     three = ranks(3)
     store = three[0]._listener.store
     for topic in ("first", "second"):
-        assert (
-            on_all(three, lambda it, topic=topic: it.exchange(topic, f"{topic} of {it.rank}"))
-            == [[f"{topic} of {rank}" for rank in range(3)]] * 3
-        )
+        found = on_all(three, lambda it, topic=topic: it.exchange(topic, f"{topic} of {it.rank}"))
+        assert found == [[f"{topic} of {rank}" for rank in range(3)]] * 3
     assert not any(store.check([f"1/1/first/{what}"]) for what in (0, 1, 2, "said", "complete"))
 
 
-def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers]]) -> None:
+def test_a_failure_is_known_until_the_next_pass_or_for_good(ranks: Callable[[int], list[Peers]]) -> None:
     first, second = ranks(2)
     second.publish_failure("raised A", for_good=False)
     second.publish_failure("raised B", for_good=False)
@@ -74,10 +72,7 @@ def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers
     first.here.end_pass()
     assert first.failure() == "", "training goes on where all ranks raised"
     first.raise_if_failed()
-
-
-def test_a_failure_for_good_is_known_for_good(ranks: Callable[[int], list[Peers]]) -> None:
-    first, second = ranks(2)
+    second.here.end_pass()
     second.publish_failure("raised A", for_good=False)
     second.publish_failure("gave up")
     first.publish_failure("raised C", for_good=False)

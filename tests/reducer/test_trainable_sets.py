@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.grads.support import RunRanks, on_ranks
-from tests.inside import passes_of, reducer_of, upkeep_of
+from tests.inside import passes_of, reducer_of
 from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
 from tests.reference import TINY, Twins, largest_difference_between_ranks
 
@@ -201,20 +201,6 @@ def test_the_other_network_of_a_gan_is_not_reduced() -> None:
             control = 0 if last.with_tail is None else last.with_tail.nbytes - last.flat.nbytes
             assert sum(sizes) == sum(-(-p.numel() // 16) * 64 for p in trained.parameters()) + control
     ours.close()
-
-
-@on_ranks(2)
-def test_a_trainable_set_may_change_every_step() -> None:
-    twins = Twins(Mlp(depth=6))
-    generator = torch.Generator().manual_seed(5)
-    for step in range(12):
-        frozen = torch.rand(6, generator=generator) < 0.5
-        for module in twins.modules:
-            for layer, freeze in zip(module.layers, frozen.tolist(), strict=True):
-                layer.requires_grad_(not freeze)
-        twins.step(mse(step))
-    assert len(upkeep_of(twins.ours)._parts.planner._grouping_sets) == 8, "more sets than bucket boundaries follow"
-    twins.ours.close()
 
 
 @on_ranks(4)
