@@ -80,24 +80,19 @@ def mib(layout: Layout) -> list[float]:
     return [layout.bucket_nbytes(bucket) / MIB for bucket in layout.buckets]
 
 
-def test_default_buckets_are_small_at_both_ends() -> None:
+def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> None:
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
     for ranks in (2, 8):
         assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
+    for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
+        assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
 
 
 def test_a_parameter_beyond_the_cap_has_its_own_bucket() -> None:
     layout = plan([spec("a", (4,)), spec("big", (1000,)), spec("b", (4,))], [0, 1, 2], bucket_cap_bytes=200)
     assert [bucket.slots for bucket in layout.buckets] == [(0,), (1,), (2,)]
-
-
-def test_more_ranks_have_fewer_default_buckets() -> None:
-    caps = [default_bucket_cap(320 * MIB, ranks, False) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
-    assert caps == [10, 10, 20, 25, 25, 25, 25]
-    caps = [default_bucket_cap(32 * MIB, ranks, False) // MIB for ranks in (2, 4, 8, 64, 256, 4096)]
-    assert caps == [4, 4, 4, 6, 8, 8]
 
 
 def test_views_keep_dense_strides() -> None:
