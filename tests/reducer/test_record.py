@@ -4,12 +4,11 @@ import dataclasses
 import logging
 import re
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.peers.control import HEADER
@@ -107,26 +106,13 @@ def test_a_dropped_pass_leaves_no_record() -> None:
     ours.close()
 
 
-class SlowBackward(torch.autograd.Function):
-    """The identity. Its backward sleeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
 @on_ranks(2)
 def test_times_tell_backward_from_exposed_communication() -> None:
     seconds = 0.6 if dist.get_rank() == 1 else 0.2
     ours = BucketDDP(nn.Linear(8, 8))
     hidden = ours(batch(0, dist.get_rank())[0])
-    run_backward(ours, SlowBackward.apply(hidden, seconds).square().mean(), guarded=True)
+    hidden.register_hook(lambda _: time.sleep(seconds))
+    run_backward(ours, hidden.square().mean(), guarded=True)
     record = ours.last_pass()
     assert record.backward_seconds >= seconds
     assert record.exposed_seconds > 0.1 or dist.get_rank() == 1, "rank 0 had to wait"

@@ -35,9 +35,7 @@ _METHODS = {
     "reduce_scatter_single_coalesced": ["reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"],
     "all_to_all": ["alltoall"],
     "all_to_all_single": ["all_to_all_single", "alltoall_base"],
-    "gather": ["gather"],
-    "scatter": ["scatter"],
-    "send": ["send"],
+    **{name: [name] for name in ("gather", "scatter", "send")},
     "recv": ["recv", "recv_anysource"],
     "barrier": ["barrier", "monitored_barrier"],
 }
@@ -135,10 +133,10 @@ def recording() -> Iterator[Recorder]:
         wrapper_init(wrapper, module, *args, **options)
         recorder.roles.wrappers.append(weakref.ref(wrapper))
 
-    methods = [(operation, name) for operation, names in _METHODS.items() for name in names]
     replaced = {
         name: counted(operation, getattr(dist.ProcessGroup, name))
-        for operation, name in methods
+        for operation, names in _METHODS.items()
+        for name in names
         if hasattr(dist.ProcessGroup, name)
     }
     with patch.multiple(dist.ProcessGroup, **replaced), patch.object(BucketDDP, "__init__", init):
