@@ -117,7 +117,7 @@ class Run:
         self.params = dict(self.module.named_parameters())
         self.travels_as_it_is = not case.options.keys() & {"wire_dtype", "comm_hook"}
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)
-        self.passes = 0
+        self.passes = self.number = 0
         self.nudged: set[str] = set()  # whose gradients differ between the ranks until they are reduced again
         self.digests: list[str] = []
 
@@ -126,11 +126,8 @@ class Run:
 
     def run(self) -> None:
         for number, item in enumerate(self.case.rounds):
-            try:
-                self.round(number, item)
-            except BaseException as error:
-                error.add_note(f"in round {number}")
-                raise
+            self.number = number
+            self.round(number, item)
         self.aside("dropped")  # settles a last backward that raised
         before = copies(self.grads())
         self.ours.close()
@@ -314,11 +311,13 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
         case = draw_case(seed, dist.get_world_size())
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
         buffers.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[misc]
+        run = None
         try:
             run = Run(case)
             run.run()
         except BaseException as error:
-            raise AssertionError(f"{rerun(seed)}\n{case}\n{traceback.format_exc()}") from error
+            number = run.number if run else "-"
+            raise AssertionError(f"{rerun(seed)}\n{case}\nround {number}\n{traceback.format_exc()}") from error
         digests.append(run.digests)
     return digests
 

@@ -1,11 +1,10 @@
 """A gradient's way to the wire: how many frames it takes, and how a feature takes part in it."""
 
 import copy
-import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -33,15 +32,9 @@ WAYS: list[tuple[dict[str, Any], int]] = [
 
 def package_frames() -> list[str]:
     """The frames of the package on the stack, from the wire to autograd's hook; empty if there is no hook below."""
-    names: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code, frame = frame.f_code, frame.f_back
-        if code.co_filename.startswith(PACKAGE):
-            names.append(f"{Path(code.co_filename).stem}.{code.co_name}")
-            if names[-1] == "hooks.on_gradient":
-                return names
-    return []
+    codes = [frame.f_code for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename.startswith(PACKAGE)]
+    names = [f"{Path(code.co_filename).stem}.{code.co_name}" for code in codes]
+    return names[: names.index("hooks.on_gradient") + 1] if "hooks.on_gradient" in names else []
 
 
 def send(found: list[list[str]], original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -157,12 +157,6 @@ def log_of_three_passes(level: dist.DebugLevel | None = None) -> list[str]:
     return lines
 
 
-def require_details(lines: list[str]) -> None:
-    kinds = ["layout" if "laid out" in line else line.split(",")[0] for line in lines]
-    assert kinds == ["layout", "INFO pass 0", "layout", "INFO pass 1", "INFO pass 2"]
-    assert all("exposed" in line and "last.bias" in line for line in lines if "INFO pass" in line)
-
-
 def test_the_log_says_as_much_as_the_debug_level_asks(run_ranks: RunRanks) -> None:
     assert run_ranks(2, log_of_three_passes, dist.DebugLevel.OFF) == [[], []]
     for rank, lines in enumerate(run_ranks(2, log_of_three_passes, dist.DebugLevel.INFO)):
@@ -179,7 +173,9 @@ def test_the_environment_variable_sets_the_level(monkeypatch: pytest.MonkeyPatch
     pool = WorkerPool(2, nursery)
     try:
         for lines in pool.run(log_of_three_passes):
-            require_details(lines)
+            kinds = ["layout" if "laid out" in line else line.split(",")[0] for line in lines]
+            assert kinds == ["layout", "INFO pass 0", "layout", "INFO pass 1", "INFO pass 2"]
+            assert all("exposed" in line and "last.bias" in line for line in lines if "INFO pass" in line)
     finally:
         pool.stop()
         nursery.end()

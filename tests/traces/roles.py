@@ -36,15 +36,14 @@ class Roles:
         if not sent:
             return ""
         dtype, numel = sent[0].dtype, sum(tensor.numel() for tensor in sent)
-        wrappers = [(at, it) for at, ref in enumerate(self.wrappers) if (it := ref()) is not None and not it.closed]
         if operation == "all_reduce" and dtype is torch.int64:
-            slots = [(at, len(it.layout.slots)) for at, it in wrappers]
+            slots = [(at, len(it.layout.slots)) for at, it in self._open()]
             ended = [at for at, count in slots if count < numel <= _MOST_PER_SLOT * count + _MOST_BESIDE]
             if ended:
                 self._next_bucket = {key: due for key, due in self._next_bucket.items() if key[0] not in ended}
                 first, self._buckets_since_control = self._buckets_since_control, False
                 return "control" if first else "order"
-        elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel, wrappers)):
+        elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel)):
             return bucket
         if operation in ("broadcast", "all_reduce") and numel > 1:  # a single number may be anything
             for module in [it for ref in self.modules if (it := ref()) is not None]:
@@ -56,19 +55,14 @@ class Roles:
                     return "parameters and module buffers"
         return ""
 
-    def _bucket(
-        self,
-        operation: str,
-        group: dist.ProcessGroup,
-        label: str,
-        dtype: torch.dtype,
-        numel: int,
-        wrappers: list[tuple[int, BucketDDP]],
-    ) -> str:
+    def _open(self) -> list[tuple[int, BucketDDP]]:
+        return [(at, it) for at, ref in enumerate(self.wrappers) if (it := ref()) is not None and not it.closed]
+
+    def _bucket(self, operation: str, group: dist.ProcessGroup, label: str, dtype: torch.dtype, numel: int) -> str:
         """The bucket of this size that follows the one before, or the first of this size."""
         found: list[tuple[int, bool, int, int]] = []
         gathers = operation.startswith("all_gather")
-        for at, wrapper in wrappers:
+        for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
             last = len(layout.buckets) - 1
             for index, bucket in enumerate(layout.buckets):
