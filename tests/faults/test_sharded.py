@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, declare_element_wise
+from tests.grads.support import RunRanks, on_ranks
 from tests.models import Branches, Fragile, batch, loss_of
-from tests.reference import largest_difference_between_ranks
+from tests.reference import TINY, largest_difference_between_ranks
 
-RunRanks = Callable[..., list[Any]]
-TINY = 0.0003
 SECONDS = 15  # far below the collectives' timeout
 
 
@@ -75,43 +74,41 @@ def run_steps(ours: BucketDDP, optimizer: Breaking, how: str) -> None:
     ours.wait_for_parameters()
 
 
-HOW = {
-    "skips": ["after 3 optimizer steps", "rank 1", "optimizer step 4"],
-    "raises in step": ["after 3 optimizer steps", "rank 1", "optimizer step 4"],
-    "raises late in step": ["rank 1 raised in optimizer.step()"],
-    "raises in backward": ["rank 1", "cannot be completed"],
-    "dies": ["nothing is heard of rank(s) 1"],
-}
+OTHER_STEP = ["after 3 optimizer steps", "rank 1", "optimizer step 4"]
 
 
-GROUPED = ["skips", "raises in backward", "dies"]
-
-
-@pytest.mark.parametrize(("how", "grouped"), [*((how, False) for how in HOW), *((how, True) for how in GROUPED)])
-def test_a_rank_that_does_something_else_is_named(run_ranks: RunRanks, how: str, grouped: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "words", "grouped"),
+    [
+        ("skips", OTHER_STEP, True),
+        ("raises in step", OTHER_STEP, False),
+        ("raises late in step", ["rank 1 raised in optimizer.step()"], False),
+        ("raises in backward", ["rank 1", "cannot be completed"], True),
+        ("dies", ["nothing is heard of rank(s) 1"], False),
+        ("dies", ["nothing is heard of rank(s) 1"], True),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named(
+    run_ranks: RunRanks, how: str, words: list[str], grouped: bool
+) -> None:
     world_size, options = (4, {"shard_group_size": 2}) if grouped else (3, {})
     may_exit = [1] if how == "dies" else []
     found = run_ranks(world_size, until_it_fails, how, options, fresh=True, may_exit=may_exit, timeout=60)
     for rank, message in enumerate(found):
-        assert message is None if rank in may_exit else all(it in message for it in HOW[how]), (rank, message)
+        assert message is None if rank in may_exit else all(it in message for it in words), (rank, message)
 
 
-def ended_early() -> str:
+@on_ranks(3, fresh=True)
+def test_a_rank_that_ends_without_the_last_step_is_named() -> None:
     ours, optimizer = begin(Fragile())
     train(ours, optimizer, 0)
     train(ours, optimizer, 1, "skips" if dist.get_rank() == 1 else "")
     if dist.get_rank() == 1:
         ours.end_training()
         time.sleep(5)  # the process is there, and comes to nothing
-        return "rank 1 has ended training"
-    with pytest.raises((RankMismatchError, PeerFailureError)) as caught:
-        ours.wait_for_parameters()
-    return str(caught.value)
-
-
-def test_a_rank_that_ends_without_the_last_step_is_named(run_ranks: RunRanks) -> None:
-    for message in run_ranks(3, ended_early, fresh=True):
-        assert "rank 1 has ended training" in message
+    else:
+        with pytest.raises((RankMismatchError, PeerFailureError), match="rank 1 has ended training"):
+            ours.wait_for_parameters()
 
 
 def steps_nobody_waits_for(laid_out: bool) -> None:
@@ -134,17 +131,12 @@ def test_steps_that_nobody_waits_for_are_noticed(run_ranks: RunRanks, laid_out: 
     run_ranks(2, steps_nobody_waits_for, laid_out, fresh=True)
 
 
-def every_rank(options: dict[str, Any]) -> float:
-    ours, optimizer = begin(Fragile(), **options)
-    for step in range(8):
-        what = {2: "raises in backward", 3: "skips", 4: "raises in step", 5: "raises in backward"}.get(step, "")
-        train(ours, optimizer, step, what)
-    values = float(sum(param.detach().double().sum() for param in ours.parameters()))
-    assert largest_difference_between_ranks(ours.module) == 0
-    ours.close()
-    return values
-
-
-def test_training_goes_on_where_all_ranks_did_the_same(run_ranks: RunRanks) -> None:
+@on_ranks(4)
+def test_training_goes_on_where_all_ranks_did_the_same() -> None:
+    everyone_does = {2: "raises in backward", 3: "skips", 4: "raises in step", 5: "raises in backward"}
     for options in ({"shard_group_size": 2}, {}):
-        assert len(set(run_ranks(4, every_rank, options))) == 1
+        ours, optimizer = begin(Fragile(), **options)
+        for step in range(8):
+            train(ours, optimizer, step, everyone_does.get(step, ""))
+        assert largest_difference_between_ranks(ours.module) == 0
+        ours.close()

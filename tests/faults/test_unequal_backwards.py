@@ -1,7 +1,6 @@
 """One rank runs a backward more than the other in a manual step, as PPO does that stops early on KL."""
 
 import os
-import re
 import signal
 import threading
 import time
@@ -56,7 +55,7 @@ def unequal(longer_rank: int | None, sigterm: bool) -> tuple[int, str, float]:
     return model.steps, message, time.monotonic() - model.since
 
 
-@pytest.mark.parametrize(("longer_rank", "sigterm"), [(None, False), (0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("longer_rank", "sigterm"), [(None, False), (0, False), (1, True)])
 def test_one_backward_more_is_an_error_on_all_ranks(
     run_ranks: Callable[..., list[Any]], longer_rank: int | None, sigterm: bool
 ) -> None:
@@ -66,7 +65,5 @@ def test_one_backward_more_is_an_error_on_all_ranks(
             continue
         assert steps <= UNEQUAL_STEP + 1
         assert seconds < SECONDS
-        named = set(re.findall(r"(?:rank|step) \d", message))
-        assert {"rank 0", "rank 1", f"step {UNEQUAL_STEP + 1}"} <= named, message
-        counts = set(re.findall(r"\b\d\b", re.sub(r"(?:rank|step) \d", "", message)))
-        assert {"2", "3"} <= counts, message
+        for words in ("rank 0", "rank 1", f"step {UNEQUAL_STEP + 1}", " 2 ", " 3 "):
+            assert words in message

@@ -21,13 +21,14 @@ def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
     return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
 
 
+Problem = tuple[list[ParamSpec], list[int], int | None, list[int], int]
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int | None, list[int], int]:
+def problems(draw: st.DrawFn) -> Problem:
     shapes = draw(st.lists(st.lists(st.integers(0, 60), max_size=3), min_size=1, max_size=25))
-    devices = st.sampled_from(["cuda:0", "cuda:1"])
-    specs = [
-        spec(f"p{at}", tuple(shape), draw(st.sampled_from(DTYPES)), draw(devices)) for at, shape in enumerate(shapes)
-    ]
+    dtypes, devices = st.sampled_from(DTYPES), st.sampled_from(["cuda:0", "cuda:1"])
+    specs = [spec(f"p{at}", tuple(shape), draw(dtypes), draw(devices)) for at, shape in enumerate(shapes)]
     groups = draw(st.lists(st.integers(0, 2), min_size=len(specs), max_size=len(specs)))
     cap = draw(st.one_of(st.none(), st.integers(0, 4000)))
     return specs, draw(st.permutations(range(len(specs)))), cap, groups, draw(st.sampled_from([1, 48]))
@@ -35,9 +36,7 @@ def problems(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], int | None, l
 
 @settings(deadline=None)
 @given(problems())
-def test_slots_and_buckets_have_the_properties_of_a_layout(
-    problem: tuple[list[ParamSpec], list[int], int | None, list[int], int],
-) -> None:
+def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> None:
     specs, order, cap, groups, multiple = problem
     layout = plan(*problem)
     position = {slot: at for at, slot in enumerate(order)}
@@ -81,24 +80,19 @@ def mib(layout: Layout) -> list[float]:
     return [layout.bucket_nbytes(bucket) / MIB for bucket in layout.buckets]
 
 
-def test_default_buckets_are_small_at_both_ends() -> None:
+def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> None:
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
     for ranks in (2, 8):
         assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
+    for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
+        assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
 
 
 def test_a_parameter_beyond_the_cap_has_its_own_bucket() -> None:
     layout = plan([spec("a", (4,)), spec("big", (1000,)), spec("b", (4,))], [0, 1, 2], bucket_cap_bytes=200)
     assert [bucket.slots for bucket in layout.buckets] == [(0,), (1,), (2,)]
-
-
-def test_more_ranks_have_fewer_default_buckets() -> None:
-    caps = [default_bucket_cap(320 * MIB, ranks, False) // MIB for ranks in (1, 2, 4, 8, 64, 256, 4096)]
-    assert caps == [10, 10, 20, 25, 25, 25, 25]
-    caps = [default_bucket_cap(32 * MIB, ranks, False) // MIB for ranks in (2, 4, 8, 64, 256, 4096)]
-    assert caps == [4, 4, 4, 6, 8, 8]
 
 
 def test_views_keep_dense_strides() -> None:

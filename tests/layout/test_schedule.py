@@ -18,8 +18,7 @@ from lightning_bucketddp.layout.schedule import (
     tree_all_reduce,
 )
 
-MB = 1_000_000
-MS = 0.001
+MB, MS = 1_000_000, 0.001
 BANDWIDTH_ONLY = CollectiveCost(0.0, 1.0)
 
 
@@ -50,18 +49,15 @@ def test_no_plan_finishes_before_the_planned_one(
 def test_the_example_of_the_documentation() -> None:
     cost = CollectiveCost(4 * MS, 8 * MS / MB)
     ready, nbytes = [10 * MS, 14 * MS, 18 * MS, 40 * MS], [MB] * 4
-
-    def times(*boundaries: int) -> list[tuple[int, int]]:
-        buckets = simulate(ready, nbytes, boundaries, cost).buckets
-        return [(round(bucket.start / MS), round(bucket.end / MS)) for bucket in buckets]
-
-    assert times(4) == [(40, 76)]
-    assert times(1, 2, 3, 4) == [(10, 22), (22, 34), (34, 46), (46, 58)]
     assert plan_boundaries(ready, nbytes, cost) == (1, 3, 4)
-    assert times(1, 3, 4) == [(10, 22), (22, 42), (42, 54)]
-    timeline = simulate(ready, nbytes, (1, 3, 4), cost)
-    assert timeline.lower_bound / MS == pytest.approx(52)
-    assert timeline.exposed / MS == pytest.approx(14)
+    for boundaries, times in [
+        ((4,), [(40, 76)]),
+        ((1, 2, 3, 4), [(10, 22), (22, 34), (34, 46), (46, 58)]),
+        ((1, 3, 4), [(10, 22), (22, 42), (42, 54)]),
+    ]:
+        timeline = simulate(ready, nbytes, boundaries, cost)
+        assert [(round(bucket.start / MS), round(bucket.end / MS)) for bucket in timeline.buckets] == times
+    assert (timeline.lower_bound / MS, timeline.exposed / MS) == pytest.approx((52, 14))
 
 
 def test_latency_wants_one_bucket_and_bandwidth_many() -> None:
@@ -69,12 +65,8 @@ def test_latency_wants_one_bucket_and_bandwidth_many() -> None:
     assert plan_boundaries(ready, nbytes, CollectiveCost(10.0, 0.0)) == (3,)
     planned = plan_boundaries(ready, nbytes, BANDWIDTH_ONLY)
     assert simulate(ready, nbytes, planned, BANDWIDTH_ONLY).finish == 16.0
-
-
-def test_a_gradient_waits_for_those_before_it() -> None:
     timeline = simulate([5.0, 1.0], [1.0, 1.0], (1, 2), BANDWIDTH_ONLY)
-    assert [bucket.ready for bucket in timeline.buckets] == [5.0, 5.0]
-    assert timeline.finish == 7.0
+    assert [bucket.ready for bucket in timeline.buckets] == [5.0, 5.0], "a gradient waits for those before it"
 
 
 def test_twenty_thousand_parameters_are_planned_quickly() -> None:

@@ -6,9 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +16,8 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
+from tests.grads.support import RunRanks, on_ranks
 from tests.models import Mlp
-
-RunRanks = Callable[..., list[Any]]
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def begin(is_stopping: bool = False) -> AbortListener:
@@ -39,13 +27,17 @@ def begin(is_stopping: bool = False) -> AbortListener:
     return listener
 
 
-def one_after_the_other() -> list[tuple[list[str], list[str]]]:
-    """What each rank says, and the notes that its error gets, in four ends that follow each other."""
+@on_ranks(2)
+def test_the_first_failure_is_told_to_the_others() -> None:
+    """Four ends that follow each other; in the last two rank 1 fails first."""
     rank = dist.get_rank()
-    found = []
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(abort_listener.__name__).addHandler(handler)
+    told = "rank 0 stops because rank 1 raised ValueError: seen by 1"
     for fit, kind in enumerate(("none", "same", "different", "consequence"), 1):
-        lines = Lines()
-        logging.getLogger(abort_listener.__name__).addHandler(lines)
+        said.clear()
         listener = begin()
         error: Exception = ValueError("no such file" if kind == "same" else f"seen by {rank}")
         if kind == "consequence" and rank == 0:
@@ -54,24 +46,18 @@ def one_after_the_other() -> list[tuple[list[str], list[str]]]:
             time.sleep(0.2)
         if kind != "none":
             listener.failed(error)
-        if kind in ("different", "consequence") and rank == 1:
+        first_failed = kind in ("different", "consequence")
+        if first_failed and rank == 1:
             assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
         assert (listener.failure is not None) == (kind != "none")
         listener.end()
-        logging.getLogger(abort_listener.__name__).removeHandler(lines)
-        found.append((lines.lines, list(getattr(error, "__notes__", []))))
+        expected = [told] if first_failed and rank == 0 else []
+        assert said == expected, kind
+        assert getattr(error, "__notes__", []) == (expected if sys.version_info >= (3, 11) else []), kind
         dist.barrier()
+    logging.getLogger(abort_listener.__name__).removeHandler(handler)
     listener.close()
     assert not listener._thread.is_alive()
-    return found
-
-
-def test_the_first_failure_is_told_to_the_others(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, one_after_the_other)
-    assert second == [([], [])] * 4, "the rank that failed first has nothing to be told"
-    told = "rank 0 stops because rank 1 raised ValueError: seen by 1"
-    notes = [told] if sys.version_info >= (3, 11) else []
-    assert first == [([], []), ([], []), ([told], notes), ([told], notes)]
 
 
 def stuck(said: Path) -> float:
@@ -96,52 +82,47 @@ def test_a_rank_that_is_stuck_is_ended(run_ranks: RunRanks, tmp_path: Path) -> N
     assert "in stuck" in said, "where it was stuck"
 
 
-def saving() -> bool:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_is_stopping_is_left_alone() -> None:
     """Rank 1 takes its time on its way out."""
     abort_listener.LEAVE_SECONDS = abort_listener._ABORT_SECONDS = 0.2
     listener = begin(is_stopping=True)
     if dist.get_rank() == 1:
         time.sleep(2)
     listener.failed(OSError("disk full"))
-    return listener.failure is not None
+    assert listener.failure is not None
 
 
-def test_a_rank_that_is_stopping_is_left_alone(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, saving, fresh=True) == [True, True]
-
-
-def blocked() -> tuple[float, bool]:
+@on_ranks(2, fresh=True)
+def test_a_rank_blocked_in_a_collective_wakes() -> None:
     """Rank 0 waits for rank 1, which has failed and lives on, its connections open."""
     listener = begin()
-    since = time.monotonic()
     if dist.get_rank() == 1:
         listener.failed(OSError("disk full"))
-        time.sleep(8)
+        time.sleep(7)
     else:
+        since = time.monotonic()
         with pytest.raises(RuntimeError):
             dist.broadcast(torch.zeros(1), src=0)
-    return time.monotonic() - since, dist.is_initialized()
+        assert time.monotonic() - since < 6
+        assert dist.is_initialized()
 
 
-def test_a_rank_blocked_in_a_collective_wakes(run_ranks: RunRanks) -> None:
-    (seconds, initialised), _ = run_ranks(2, blocked, fresh=True)
-    assert seconds < 6
-    assert initialised
+def listeners() -> int:
+    return [thread.name for thread in threading.enumerate()].count("bucketddp-abort-listener")
 
 
-def many_wrappers() -> tuple[int, int]:
-    """Threads while wrappers are open, and after they were made and dropped many times."""
+def many_wrappers() -> None:
     gc.collect()  # wrappers that were dropped may hold their group, and so its listener, until then
     wrappers = [BucketDDP(Mlp()) for _ in range(3)]
-    during = [thread.name for thread in threading.enumerate()]
+    assert listeners() == 1
     for _ in range(5):
         BucketDDP(Mlp()).close()
         BucketDDP(Mlp())
-    after = [thread.name for thread in threading.enumerate()]
+    assert listeners() == 1
     assert len(wrappers) == 3
-    return during.count("bucketddp-abort-listener"), after.count("bucketddp-abort-listener")
 
 
 def test_all_wrappers_of_a_group_have_one_listener(run_ranks: RunRanks) -> None:
     for _ in range(2):  # those of groups that have ended are gone
-        assert run_ranks(2, many_wrappers) == [(1, 1)] * 2
+        run_ranks(2, many_wrappers)

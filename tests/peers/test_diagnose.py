@@ -48,83 +48,63 @@ def test_ranks_that_may_still_come_are_left_alone(others: list[Status]) -> None:
     assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
 
 
-def test_ranks_that_have_ended_run_what_follows() -> None:
+def test_ended_and_silent_ranks_may_still_come() -> None:
     assert diagnose([at(0, exchange=1, ended=True, **BUFFERS), at(1, ended=True)]) is None
-
-
-def test_silent_ranks_may_still_come() -> None:
     ranks = [at(0, **IN_PASS), at(1), at(2, heard=False)]
     assert diagnose(ranks) is None
     assert silent(ranks) == "nothing is heard of rank(s) 2"
     assert silent(ranks[:2]) == ""
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "mismatch", "words"),
-    [
-        (at(0), at(1, failure="raised OSError: disk full"), False, "rank 1 raised OSError: disk full"),
-        (
-            at(0, **IN_PASS),
-            at(1, ended=True, pass_number=3),
-            False,
-            "rank 1 has ended training after 3 passes, while rank 0 is in pass 6",
-        ),
-        (
-            at(0, step=3, backward=2, **IN_PASS),
-            at(1, step=3, backward=2, step_ended=True, pass_number=6),
-            True,
-            "rank 1 ran 2 backwards in step 3, in which rank 0 is in pass 6, backward 3 of the step",
-        ),
-        (
-            at(0, step=3, **IN_PASS),
-            at(1, step=4, exchange=1, pass_number=6, **BUFFERS),
-            True,
-            "rank 1 ran no backward in step 3, in which rank 0 is in pass 6",
-        ),
-        (
-            at(0, step=3, exchange=2, **BUFFERS),
-            at(1, step=4, exchange=1),
-            True,
-            "rank 1 has left step 3, in which rank 0 waits for the module buffers in pass 0",
-        ),
-        (
-            at(0, Phase.EXCHANGE, "the statistics of 'a'", exchange=2, pass_number=6),
-            at(1, exchange=1, **IN_PASS),
-            True,
-            "rank 1 is in pass 6 and has ended its backward, while rank 0 waits for the statistics of 'a' in pass 6: "
-            "look for a loss that does not reach that layer",
-        ),
-        (
-            at(0, exchange=2, **BUFFERS),
-            at(1, Phase.EXCHANGE, "'a'", exchange=2),
-            True,
-            "rank 0 waits for the module buffers in pass 0, while rank 1 waits for 'a' in pass 0: look for a forward",
-        ),
-        (
-            at(0, update=3, **IN_PASS),
-            at(1, Phase.UPDATE, "'head.weight'", update=4, pass_number=6),
-            True,
-            "after 3 optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4: look for an optimizer",
-        ),
-        (
-            at(0, trainable=(True, True), **IN_PASS),
-            at(1, Phase.AGREEMENT, "sets", agreement=1, trainable=(True, False)),
-            True,
-            "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1",
-        ),
-        (
-            at(0, **IN_PASS),
-            at(1, Phase.AGREEMENT, "the parameters of pass 6", agreement=1, pass_number=6),
-            True,
-            "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on the parameters of pass 6",
-        ),
-    ],
-)
-def test_a_diagnosis_names_both_ranks(first: Status, second: Status, mismatch: bool, words: str) -> None:
-    for order in ([first, second], [second, first]):
+STATISTICS = {"phase": Phase.EXCHANGE, "what": "the statistics of 'a'"}
+SETS = {"phase": Phase.AGREEMENT, "what": "sets", "agreement": 1}
+MISTAKES: dict[str, tuple[Status, Status]] = {
+    "rank 1 ran 2 backwards in step 3, in which rank 0 is in pass 6, backward 3 of the step": (
+        at(0, step=3, backward=2, **IN_PASS),
+        at(1, step=3, backward=2, step_ended=True, pass_number=6),
+    ),
+    "rank 1 ran no backward in step 3, in which rank 0 is in pass 6": (
+        at(0, step=3, **IN_PASS),
+        at(1, step=4, exchange=1, pass_number=6, **BUFFERS),
+    ),
+    "rank 1 has left step 3, in which rank 0 waits for the module buffers in pass 0": (
+        at(0, step=3, exchange=2, **BUFFERS),
+        at(1, step=4, exchange=1),
+    ),
+    "rank 1 is in pass 6 and has ended its backward, while rank 0 waits for the statistics of 'a' in pass 6: "
+    "look for a loss that does not reach that layer": (
+        at(0, exchange=2, pass_number=6, **STATISTICS),
+        at(1, exchange=1, **IN_PASS),
+    ),
+    "rank 0 waits for the module buffers in pass 0, while rank 1 waits for the statistics of 'a' in pass 0: look for a "
+    "forward": (at(0, exchange=2, **BUFFERS), at(1, exchange=2, **STATISTICS)),
+    "after 3 optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4: look for an optimizer": (
+        at(0, update=3, **IN_PASS),
+        at(1, Phase.UPDATE, "'head.weight'", update=4, pass_number=6),
+    ),
+    "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1": (
+        at(0, trainable=(True, True), **IN_PASS),
+        at(1, trainable=(True, False), **SETS),
+    ),
+    "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on sets": (
+        at(0, **IN_PASS),
+        at(1, pass_number=6, **SETS),
+    ),
+}
+ENDED = at(1, ended=True, pass_number=3)
+FAILURES = {
+    "rank 1 raised OSError: disk full": (at(0), at(1, failure="raised OSError: disk full")),
+    "rank 1 has ended training after 3 passes, while rank 0 is in pass 6": (at(0, **IN_PASS), ENDED),
+}
+
+
+@pytest.mark.parametrize("words", [*MISTAKES, *FAILURES])
+def test_a_diagnosis_names_both_ranks(words: str) -> None:
+    ranks = list({**MISTAKES, **FAILURES}[words])
+    for order in (ranks, ranks[::-1]):
         found = diagnose(order, NAMES)
         assert found is not None
-        assert found.mismatch is mismatch
+        assert found.mismatch == (words in MISTAKES)
         assert words in found.text
 
 

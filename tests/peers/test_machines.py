@@ -2,8 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.peers.machines import machine_name
+from tests.grads.support import case, on_ranks
 
-RunRanks = Callable[..., list[Any]]
 HOST = socket.gethostname()
 SHARED, APART = [12], [4, 4, 4]
 """MiB of the default buckets of 12 MiB on one machine and on several."""
@@ -25,32 +24,26 @@ def test_a_launcher_of_fewer_ranks_knows_of_other_machines(started_here: str | N
     assert machine_name(4, {} if started_here is None else {"LOCAL_WORLD_SIZE": started_here}) == machine
 
 
-def default_buckets(started_here: list[str | None], hosts: list[str]) -> list[int]:
-    """The sizes in MiB of the default buckets, after a pass."""
-    rank = dist.get_rank()
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    if (started := started_here[rank]) is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = started
-    socket.gethostname = lambda: hosts[rank]
-    torch.manual_seed(0)
-    ours = BucketDDP(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))))
-    for _ in range(2):
-        ours(torch.ones(1, 1024)).sum().backward()
-    return [ours.layout.bucket_nbytes(bucket) // MIB for bucket in ours.layout.buckets]
-
-
-@pytest.mark.parametrize(
-    ("started_here", "hosts", "expected"),
-    [
-        ([None, None], ["a", "a"], SHARED),
-        ([None, None], ["a", "b"], APART),
-        (["2", "2"], ["a", "a"], SHARED),
-        (["1", "1"], ["a", "a"], APART),
-        (["2", "1"], ["a", "a"], APART),
-        ([None, "1"], ["a", "a"], APART),
-    ],
-)
-def test_default_buckets_follow_from_all_ranks_sharing_one_machine(
-    run_ranks: RunRanks, started_here: list[str | None], hosts: list[str], expected: list[int]
-) -> None:
-    assert run_ranks(2, default_buckets, started_here, hosts, fresh=True) == [expected] * 2
+@on_ranks(2)
+def test_default_buckets_follow_from_all_ranks_sharing_one_machine() -> None:
+    """The launcher says it to each rank; else host names do."""
+    cases: list[tuple[list[str], str, list[int]]] = [
+        (["", ""], "ab", APART),
+        (["2", "2"], "aa", SHARED),
+        (["1", "1"], "aa", APART),
+        (["", "1"], "aa", APART),
+    ]
+    for started_here, hosts, expected in cases:
+        started, host = started_here[dist.get_rank()], hosts[dist.get_rank()]
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+        with patch.dict(os.environ), patch.object(socket, "gethostname", lambda host=host: host):
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+            if started:
+                os.environ["LOCAL_WORLD_SIZE"] = started
+            ours = BucketDDP(module)
+            for _ in range(2):
+                ours(torch.ones(1, 1024)).sum().backward()
+        with case(started_here, hosts):
+            assert [ours.layout.bucket_nbytes(bucket) // MIB for bucket in ours.layout.buckets] == expected
+        ours.close()

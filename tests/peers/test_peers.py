@@ -17,6 +17,7 @@ from lightning_bucketddp.peers.roll_call import FailedPass, RollCall
 from lightning_bucketddp.peers.status import Phase, Status
 
 _numbers = itertools.count()
+MakeRanks = Callable[[int], list[Peers]]
 
 
 class Group:
@@ -36,7 +37,7 @@ class Collectives:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Peers]]]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRanks]:
     made: list[Any] = []
     monkeypatch.setattr(peers_file, "POLL_SECONDS", 0.05)
 
@@ -50,23 +51,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Peer
         listen(collectives).close()
 
 
-def on_all(ranks: list[Peers], call: Callable[[Peers], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(call, ranks, timeout=20))
-
-
-def test_ranks_exchange_answers_and_clear_up(ranks: Callable[[int], list[Peers]]) -> None:
+def test_ranks_exchange_answers_and_clear_up(ranks: MakeRanks) -> None:
     three = ranks(3)
-    store = three[0]._listener.store
     for topic in ("first", "second"):
-        assert (
-            on_all(three, lambda it, topic=topic: it.exchange(topic, f"{topic} of {it.rank}"))
-            == [[f"{topic} of {rank}" for rank in range(3)]] * 3
-        )
-    assert not any(store.check([f"1/1/first/{what}"]) for what in (0, 1, 2, "said", "complete"))
+        with ThreadPoolExecutor(3) as pool:
+            said = [pool.submit(it.exchange, topic, f"{topic} of {it.rank}") for it in three]
+            assert [it.result(timeout=20) for it in said] == [[f"{topic} of {rank}" for rank in range(3)]] * 3
+    assert not any(three[0]._listener.store.check([f"1/1/first/{key}"]) for key in (0, 1, 2, "said", "complete"))
 
 
-def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers]]) -> None:
+def test_a_failure_is_known_until_the_next_pass_or_for_good(ranks: MakeRanks) -> None:
     first, second = ranks(2)
     second.publish_failure("raised A", for_good=False)
     second.publish_failure("raised B", for_good=False)
@@ -74,10 +68,7 @@ def test_a_failed_pass_is_known_until_the_next(ranks: Callable[[int], list[Peers
     first.here.end_pass()
     assert first.failure() == "", "training goes on where all ranks raised"
     first.raise_if_failed()
-
-
-def test_a_failure_for_good_is_known_for_good(ranks: Callable[[int], list[Peers]]) -> None:
-    first, second = ranks(2)
+    second.here.end_pass()
     second.publish_failure("raised A", for_good=False)
     second.publish_failure("gave up")
     first.publish_failure("raised C", for_good=False)
@@ -95,7 +86,7 @@ def poll(rank: Peers) -> None:
         rank.poll()
 
 
-def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: Callable[[int], list[Peers]]) -> None:
+def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: MakeRanks) -> None:
     first, second = ranks(2)
     for each in (first, second):
         each.here.begin_step()
@@ -107,7 +98,7 @@ def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: Callable[[int], list[Pe
         poll(second)
 
 
-def test_silent_ranks_are_named(ranks: Callable[[int], list[Peers]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_ranks_are_named(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_bucketddp.peers.roll_call.ANSWER_SECONDS", 0.5)
     first, second, _ = ranks(3)
     assert first._listener.ask_why(first.number) == ""

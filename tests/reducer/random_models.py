@@ -1,11 +1,12 @@
 """Random models for the fuzz test: stages of every kind that a gradient buffer has to cope with.
 
-A model is described by a tuple of :class:`Stage` values, which print as what they are, and is the same in every process
-that builds it from the same description.
+A tuple of :class:`Stage` values describes a model, which is the same in every process.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,61 +20,42 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a random model.
+    """One stage of a random model."""
 
-    Attributes:
-        kind: A key of :data:`KINDS`, or ``"tied"``: the weight of the first linear stage once more.
-        checkpoint: ``""``, ``"reentrant"`` or ``"plain"``.
-        calls: How often the stage is run in a row.
-    """
-
-    kind: str
-    checkpoint: str = ""
-    calls: int = 1
+    kind: str  # a key of KINDS, or "tied": the weight of the first linear stage once more
+    checkpoint: str = ""  # or "reentrant" or "plain"
+    calls: int = 1  # in a row
 
 
-class Cast(nn.Module):
-    """A linear layer in another dtype."""
+class Layer(nn.Module):
+    """A layer, and how it is applied."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, apply_to: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).to(dtype)
+        self.layer, self.apply_to = layer, apply_to
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.layer(h.to(self.layer.weight.dtype)).to(h.dtype)
+        return self.apply_to(self.layer, h)
 
 
-class Conv(nn.Module):
-    """A convolution in channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, h: Tensor) -> Tensor:
-        image = h.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last)
-        return self.conv(image).reshape(-1, WIDTH)
+def cast(linear: nn.Linear, h: Tensor) -> Tensor:
+    return linear(h.to(linear.weight.dtype)).to(h.dtype)
 
 
-class Embedded(nn.Module):
-    """An embedding of which some rows stay unused."""
+def in_channels_last(conv: nn.Conv2d, h: Tensor) -> Tensor:
+    return conv(h.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last)).reshape(-1, WIDTH)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
 
-    def forward(self, h: Tensor) -> Tensor:
-        return h * self.table(torch.arange(BATCH))
+def look_up(table: nn.Embedding, h: Tensor) -> Tensor:
+    return h * table(torch.arange(BATCH))  # some rows stay unused
 
 
 class Matrix(nn.Module):
-    """A matrix parameter with strides of its own: transposed, or with gaps between its elements."""
+    """A matrix parameter with strides of its own."""
 
-    def __init__(self, gaps: bool) -> None:
+    def __init__(self, matrix: Tensor) -> None:
         super().__init__()
-        values = torch.randn(WIDTH, 2 * WIDTH)[:, ::2] if gaps else torch.randn(WIDTH, WIDTH).t()
-        self.matrix = nn.Parameter(0.5 * values if not gaps else values)
+        self.matrix = nn.Parameter(matrix)
         assert not self.matrix.is_contiguous()
 
     def forward(self, h: Tensor) -> Tensor:
@@ -107,16 +89,16 @@ class Idle(nn.Module):
         return torch.zeros_like(h)
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "bf16": lambda: Cast(torch.bfloat16),
-    "fp64": lambda: Cast(torch.float64),
-    "conv": Conv,
+    "bf16": lambda: Layer(nn.Linear(WIDTH, WIDTH).bfloat16(), cast),
+    "fp64": lambda: Layer(nn.Linear(WIDTH, WIDTH).double(), cast),
+    "conv": lambda: Layer(nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last), in_channels_last),
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
     "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
-    "embedding": Embedded,
-    "transposed": lambda: Matrix(gaps=False),
-    "gaps": lambda: Matrix(gaps=True),
+    "embedding": lambda: Layer(nn.Embedding(7, WIDTH), look_up),
+    "transposed": lambda: Matrix(0.5 * torch.randn(WIDTH, WIDTH).t()),
+    "gaps": lambda: Matrix(torch.randn(WIDTH, 2 * WIDTH)[:, ::2]),
     "oddments": Oddments,
     "idle": Idle,
 }
@@ -125,9 +107,7 @@ KINDS = {
 class RandomModel(nn.Module):
     """Stages in a row, of which a call takes some, and a parameter that forward does not use.
 
-    Args:
-        stages: What to build.
-        seed: Of the values, and of the order in which stages are registered.
+    ``seed`` decides on values, and on the order in which stages are registered.
     """
 
     def __init__(self, stages: tuple[Stage, ...], seed: int) -> None:
@@ -155,10 +135,9 @@ class RandomModel(nn.Module):
                 continue
             layer = self.layers[str(index)]
             for _ in range(stage.calls):
-                if stage.checkpoint:
-                    h = torch.tanh(h + checkpoint(layer, h, use_reentrant=stage.checkpoint == "reentrant"))
-                else:
-                    h = torch.tanh(h + layer(h))
+                reentrant = stage.checkpoint == "reentrant"
+                out = checkpoint(layer, h, use_reentrant=reentrant) if stage.checkpoint else layer(h)
+                h = torch.tanh(h + out)
         return RaiseInBackward.apply(h) if fail == "output" else h
 
 

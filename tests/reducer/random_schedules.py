@@ -4,8 +4,9 @@ Everything is drawn from one seed, the same in every process. What a rank may do
 its loss is a constant) is drawn per rank; what the ranks must do alike is drawn once.
 """
 
+import pprint
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,98 +19,54 @@ STEADY_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward.
+    """One forward."""
 
-    Attributes:
-        take: Per rank, which stages it uses.
-        local: Whether it is inside ``no_sync``.
-        direct: Whether it goes past the wrapper, as ``wrapper.module(...)``.
-        training: ``module.train()`` or ``module.eval()``.
-        inputs_require_grad: Whether the batch does.
-    """
-
-    take: tuple[tuple[bool, ...], ...]
-    local: bool
-    direct: bool
-    training: bool
+    take: tuple[tuple[bool, ...], ...]  # per rank, which stages it uses
+    local: bool  # inside `no_sync`
+    direct: bool  # past the wrapper, as `wrapper.module(...)`
+    training: bool  # `module.train()` or `module.eval()`
     inputs_require_grad: bool
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward.
+    """One backward."""
 
-    Attributes:
-        of: Which forwards of the round are summed in the loss.
-        local: Whether it is inside ``no_sync``.
-        guarded: Whether it is inside ``backward_pass``.
-        only: Per parameter, whether it is named in ``backward(inputs=...)``; None for a plain call.
-        penalty: Whether the loss has a term that does not come by forward's output.
-        constant: Per rank, whether its loss is a constant instead.
-        fail: Where backward raises, on every rank: ``"input"``, ``"output"`` or ``""``.
-    """
-
-    of: tuple[int, ...]
-    local: bool
-    guarded: bool
-    only: tuple[bool, ...] | None
-    penalty: bool
-    constant: tuple[bool, ...]
-    fail: str = ""
+    of: tuple[int, ...]  # which forwards of the round are summed in the loss
+    local: bool  # inside `no_sync`
+    guarded: bool  # inside `backward_pass`
+    only: tuple[bool, ...] | None  # per parameter, whether `backward(inputs=...)` names it; None for a plain call
+    penalty: bool  # the loss has a term that does not come by forward's output
+    constant: tuple[bool, ...]  # per rank, whether its loss is a constant instead
+    fail: str = ""  # where backward raises, on every rank: "input" or "output"
 
 
 @dataclass(frozen=True)
 class Round:
-    """What happens between two optimizer steps, or less.
+    """What happens between two optimizer steps, or less."""
 
-    Attributes:
-        trainable: Per parameter, ``requires_grad`` from now on; None to leave it.
-        zero: ``"none"``, ``"zero"`` (as ``set_to_none=False``) or ``""`` for no ``zero_grad``.
-        nudge: Whether each rank then changes its gradients in place, each otherwise.
-        aside: A forward without backward: ``"no_grad"``, ``"eval"`` (without gradients too), ``"dropped"`` or ``""``.
-        forwards: In this order, before all backwards.
-        backwards: In this order.
-        step: Whether the optimizer steps in the end.
-    """
-
-    trainable: tuple[bool, ...] | None
-    zero: str
-    nudge: bool
-    aside: str
-    forwards: tuple[Forward, ...]
+    trainable: tuple[bool, ...] | None  # per parameter, `requires_grad` from now on; None to leave it
+    zero: str  # "none", "zero" (as `set_to_none=False`) or "" for no `zero_grad`
+    nudge: bool  # each rank then changes its gradients in place, each otherwise
+    aside: str  # a forward without backward: "no_grad", "eval" (without gradients too), "dropped" or ""
+    forwards: tuple[Forward, ...]  # before all backwards
     backwards: tuple[Backward, ...]
-    step: bool
+    step: bool  # the optimizer steps in the end
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is wrapped (with which parameters frozen), and what it goes through.
-
-    Attributes:
-        replicas: ``"shared"`` or ``"copied"``: two replicas in each process, whose parameters are; ``""`` for none.
-    """
+    """A model, how it is wrapped (with which parameters frozen), and what it goes through."""
 
     seed: int
     stages: tuple[Stage, ...]
     trainable: tuple[bool, ...] | None
     options: dict[str, Any]
-    replicas: str
+    replicas: str  # two replicas in each process, whose parameters are "shared" or "copied"; "" for none
     rounds: tuple[Round, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"options {self.options}, replicas {self.replicas!r}, trainable {_bits(self.trainable)}",
-            *(f"stage {i}: {s}" for i, s in enumerate(self.stages)),
-        ]
-        for number, item in enumerate(self.rounds):
-            head = f"round {number}: trainable {_bits(item.trainable)}, zero {item.zero!r}, nudge {item.nudge}"
-            lines.append(f"{head}, aside {item.aside!r}, step {item.step}")
-            lines += [f"    {call}" for call in (*item.forwards, *item.backwards)]
-        return "\n".join(lines)
-
-
-def _bits(flags: tuple[bool, ...] | None) -> str:
-    return "as it was" if flags is None else "".join("01"[flag] for flag in flags)
+        return pprint.pformat(self, width=160, compact=True)
 
 
 def synchronised(step: Round, backward: Backward) -> bool:
@@ -120,25 +77,26 @@ def synchronised(step: Round, backward: Backward) -> bool:
     return not wrapped[0].local
 
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {},
+    {},
+    {"pad_buckets_to": 100},
+    {"grad_dtype": torch.float32},
+    {"wire_dtype": torch.bfloat16},
+    {"overlap": False},
+    {"use_contiguous_buffers": False},
+    {"comm_hook": "bf16", "overlap": False},
+]
+
+
 def draw_options(draw: random.Random, steady: bool) -> dict[str, Any]:
     """Keyword arguments of ``BucketDDP``; new ones go here."""
     return {
         "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
         "find_unused_parameters": not steady and draw.random() < 0.3,
         "module_buffers": draw.choice(["broadcast", "mean", "off"]),
-        **draw.choice(
-            [
-                {},
-                {},
-                {},
-                {"pad_buckets_to": 100},
-                {"grad_dtype": torch.float32},
-                {"wire_dtype": torch.bfloat16},
-                {"overlap": False},
-                {"use_contiguous_buffers": False},
-                {"comm_hook": "bf16", "overlap": False},
-            ][: 6 if steady else 9]
-        ),
+        **draw.choice(WAYS[: 6 if steady else 9]),
     }
 
 
@@ -208,27 +166,18 @@ class _Rounds:
         return flags if any(flags) else None
 
     def plain_round(self) -> Round:
-        everything = ((True,) * len(self.stages),) * self.world_size
+        everything, nobody = ((True,) * len(self.stages),) * self.world_size, (False,) * self.world_size
         forward = Forward(everything, local=False, direct=False, training=True, inputs_require_grad=self.reentrant)
-        constant = (False,) * self.world_size
-        backward = Backward((0,), local=False, guarded=False, only=None, penalty=False, constant=constant)
+        backward = Backward((0,), local=False, guarded=False, only=None, penalty=False, constant=nobody)
         return Round(None, "none", nudge=False, aside="", forwards=(forward,), backwards=(backward,), step=True)
 
     def round(self) -> Round:
         trainable = self.trainable(self.freezes)
         local = self.chance(0.35)
         direct = self.chance(self.past_the_wrapper)
-        guarded = self.chance(0.4)
-        if direct and self.reentrant:
-            guarded = True
+        guarded = self.chance(0.4) or (direct and self.reentrant)
         forwards = tuple(
-            Forward(
-                self.take(),
-                local,
-                direct,
-                training=self.batch_norm or self.chance(0.9),
-                inputs_require_grad=self.chance(0.3),
-            )
+            Forward(self.take(), local, direct, self.batch_norm or self.chance(0.9), self.chance(0.3))
             for _ in range(2 if self.two_forwards and self.chance(0.3) else 1)
         )
         uses: list[tuple[int, ...]] = [(0,)] * self.draw.choice([1, 1, 1, 2, 3])
@@ -236,7 +185,7 @@ class _Rounds:
             uses = self.draw.choice([[(0, 1)], [(0,), (1,)], [(1,), (0,)], [(0, 1), (0, 1)], [(0,), (0, 1), (1,)]])
         if self.chance(0.05):
             backwards = (self.failing(local, direct, guarded),)
-            forwards = tuple(Forward(f.take, f.local, f.direct, f.training, True) for f in forwards)
+            forwards = tuple(replace(forward, inputs_require_grad=True) for forward in forwards)
         else:
             backwards = tuple(self.backward(of, local, direct, guarded) for of in uses)
         return Round(
@@ -254,9 +203,8 @@ class _Rounds:
         if guarded or not (direct or penalty):  # otherwise the forward decides, wherever backward is
             local = self.chance(0.3)
         only = self.flags(self.params, 0.5) if not self.reentrant and self.chance(0.15) else None
-        constant = (False,) * self.world_size
-        if guarded and self.chance(0.2):
-            constant = self.flags(self.world_size, 0.5)
+        some_constant = guarded and self.chance(0.2)
+        constant = self.flags(self.world_size, 0.5) if some_constant else (False,) * self.world_size
         return Backward(of, local, guarded, only, penalty, constant)
 
     def failing(self, local: bool, direct: bool, guarded: bool) -> Backward:

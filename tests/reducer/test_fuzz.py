@@ -8,9 +8,10 @@ import hashlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import buffers as grad_buffer
+from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.inside import views_of
 from tests.reducer.random_models import BATCH, WIDTH, RandomModel
@@ -34,21 +35,14 @@ Grads = dict[str, Tensor | None]
 
 
 class Reference:
-    """The gradients of all ranks, worked out in this process, in double precision.
-
-    Attributes:
-        module: The module, unwrapped.
-        grads: Per rank, what ``.grad`` is.
-        pending: Per rank, the parameters with a gradient since the last reduction.
-        scale: Per parameter, the largest number that went into its gradient: what rounding is measured by.
-    """
+    """The gradients of all ranks, worked out in this process, in double precision."""
 
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self.module = module
         self.params = dict(module.named_parameters())
-        self.grads: list[Grads] = [dict.fromkeys(self.params) for _ in range(world_size)]
-        self.pending: list[set[str]] = [set() for _ in range(world_size)]
-        self.scale = dict.fromkeys(self.params, 0.0)
+        self.grads: list[Grads] = [dict.fromkeys(self.params) for _ in range(world_size)]  # what `.grad` is
+        self.pending: list[set[str]] = [set() for _ in range(world_size)]  # have a gradient since the last reduction
+        self.scale = dict.fromkeys(self.params, 0.0)  # the largest number in a gradient: rounding is measured by it
 
     def add(self, rank: int, grads: Grads) -> None:
         """One backward of one rank."""
@@ -56,27 +50,20 @@ class Reference:
             if grad is None:
                 continue
             before = self.grads[rank][name]
-            self.grads[rank][name] = grad if before is None else before + grad
+            total = grad if before is None else before + grad
+            self.grads[rank][name] = total
             self.pending[rank].add(name)
-            self._measure(name, grad)
-            self._measure(name, self.grads[rank][name])
-
-    def _measure(self, name: str, grad: Tensor | None) -> None:
-        if grad is not None and grad.numel():
-            self.scale[name] = max(self.scale[name], grad.abs().max().item())
+            if grad.numel():
+                self.scale[name] = max(self.scale[name], grad.abs().max().item(), total.abs().max().item())
 
     def reduce(self) -> set[str]:
         """A synchronised pass ends: means over the ranks. Returns the parameters that no rank used."""
         untouched = set()
-        for name, param in self.params.items():
+        for name in self.params:
             if any(name in mine and g[name] is not None for mine, g in zip(self.pending, self.grads, strict=True)):
-                total = torch.zeros_like(double(param))
+                found = [grads[name] for grads in self.grads if grads[name] is not None]
                 for grads in self.grads:
-                    grad = grads[name]
-                    if grad is not None:
-                        total = total + grad
-                for grads in self.grads:
-                    grads[name] = total / len(self.grads)
+                    grads[name] = torch.stack(found).sum(0) / len(self.grads)
             else:
                 untouched.add(name)
         for mine in self.pending:
@@ -96,7 +83,7 @@ def double(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
-def digest(tensors: dict[str, Tensor | None]) -> str:
+def digest(tensors: Grads) -> str:
     """A hash of names and bits."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
@@ -106,12 +93,12 @@ def digest(tensors: dict[str, Tensor | None]) -> str:
     return found.hexdigest()[:16]
 
 
-class Run:
-    """One case on this rank.
+def copies(grads: Grads) -> Grads:
+    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
 
-    Attributes:
-        digests: What must be the same on every rank, in order.
-    """
+
+class Run:
+    """One case on this rank. ``digests`` must be the same on every rank."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -130,7 +117,7 @@ class Run:
         self.params = dict(self.module.named_parameters())
         self.travels_as_it_is = not case.options.keys() & {"wire_dtype", "comm_hook"}
         self.optimizer = torch.optim.SGD(self.params.values(), lr=0.05)
-        self.passes = 0
+        self.passes = self.number = 0
         self.nudged: set[str] = set()  # whose gradients differ between the ranks until they are reduced again
         self.digests: list[str] = []
 
@@ -139,13 +126,10 @@ class Run:
 
     def run(self) -> None:
         for number, item in enumerate(self.case.rounds):
-            try:
-                self.round(number, item)
-            except BaseException as error:
-                error.add_note(f"in round {number}")
-                raise
+            self.number = number
+            self.round(number, item)
         self.aside("dropped")  # settles a last backward that raised
-        before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
+        before = copies(self.grads())
         self.ours.close()
         for name, grad in self.grads().items():
             expected = None if before[name] is None else before[name].to(self.params[name].dtype)
@@ -179,8 +163,6 @@ class Run:
                 for param, flag in zip(module.parameters(), trainable, strict=True):
                     param.requires_grad_(flag)
 
-    # -- what ours and the reference do alike --------------------------------------------------------
-
     def inputs(self, number: int, at: int, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(hash((self.case.seed, number, at, rank)) % 2**31)
         return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
@@ -191,13 +173,8 @@ class Run:
         x, target = self.inputs(number, at, rank)
         x.requires_grad_(call.inputs_require_grad)
         module.train(call.training)
-        with ExitStack() as stack:
-            if isinstance(module, BucketDDP):
-                if call.local:
-                    stack.enter_context(module.no_sync())
-                if call.direct:
-                    module = module.module
-            output = module(x, call.take[rank], fail)
+        with module.no_sync() if call.local and module is self.ours else nullcontext():
+            output = (self.module if call.direct and module is self.ours else module)(x, call.take[rank], fail)
         return (output - target).square().mean()
 
     def loss(self, module: nn.Module, backward: Backward, losses: list[Tensor], rank: int) -> Tensor:
@@ -213,8 +190,6 @@ class Run:
         chosen = [p for p, flag in zip(params, backward.only, strict=True) if flag and p.requires_grad]
         return chosen or [p for p in params if p.requires_grad]
 
-    # -- the reference -------------------------------------------------------------------------------
-
     def expected(self, number: int, item: Round, backward: Backward, rank: int) -> Grads:
         """What one backward of one rank adds to its gradients."""
         module = self.reference.module
@@ -226,8 +201,6 @@ class Run:
         grads = {name: None if p.grad is None else double(p.grad) for name, p in self.reference.params.items()}
         module.zero_grad()
         return grads
-
-    # -- ours ----------------------------------------------------------------------------------------
 
     def zero(self, how: str) -> None:
         self.optimizer.zero_grad(set_to_none=how == "none")
@@ -246,25 +219,13 @@ class Run:
                     self.nudged.add(name)
 
     def aside(self, kind: str) -> None:
-        x, _ = self.inputs(-1, 0, self.rank)
-        everything = (True,) * len(self.case.stages)
-        if kind == "dropped":
+        """A forward that nothing follows."""
+        if kind:
+            x, _ = self.inputs(-1, 0, self.rank)
+            self.ours.train(kind != "eval")
+            with torch.set_grad_enabled(kind == "dropped"):
+                self.ours(x, (True,) * len(self.case.stages))
             self.ours.train()
-            self.ours(x, everything)
-        elif kind:
-            self.ours.train(kind == "no_grad")
-            with torch.no_grad():
-                self.ours(x, everything)
-            self.ours.train()
-
-    @contextmanager
-    def around(self, backward: Backward, loss: Tensor) -> Iterator[None]:
-        with ExitStack() as stack:
-            if backward.local:
-                stack.enter_context(self.ours.no_sync())
-            if backward.guarded:
-                stack.enter_context(self.ours.backward_pass(loss))
-            yield
 
     def backward(
         self, item: Round, backward: Backward, losses: list[Tensor], retain: bool, expected: list[Grads]
@@ -276,17 +237,20 @@ class Run:
         if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
             backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
         loss = self.loss(self.module, backward, losses, self.rank)
-        before = {name: None if grad is None else grad.clone() for name, grad in self.grads().items()}
+        before = copies(self.grads())
         try:
-            with self.around(backward, loss):
+            with (
+                self.ours.no_sync() if backward.local else nullcontext(),
+                self.ours.backward_pass(loss) if backward.guarded else nullcontext(),
+            ):
                 if loss.requires_grad:
                     only = None if backward.constant[self.rank] else self.inputs_argument(self.module, backward)
                     loss.backward(retain_graph=retain, inputs=only)
         except ArithmeticError:
             assert backward.fail
             self.passes += reduced
-            for rank in range(self.world_size):
-                self.reference.pending[rank].clear()
+            for pending in self.reference.pending:
+                pending.clear()
             self.zero("none")
             return
         assert not backward.fail
@@ -311,13 +275,12 @@ class Run:
         """
         if any(grad is not None for grad in grads.values()):
             return True
-        return (
-            bool(self.case.options.get("find_unused_parameters"))
-            and backward.only is None
-            and any(
-                call.inputs_require_grad and not call.direct and (any(call.take[rank]) or call is item.forwards[-1])
-                for call in (item.forwards[index] for index in backward.of)
-            )
+        if not self.case.options["find_unused_parameters"] or backward.only is not None:
+            return False
+        calls = [item.forwards[index] for index in backward.of]
+        return any(
+            call.inputs_require_grad and not call.direct and (any(call.take[rank]) or call is item.forwards[-1])
+            for call in calls
         )
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
@@ -335,13 +298,8 @@ class Run:
             rounded = self.params[name].dtype if self.travels_as_it_is else torch.bfloat16
             tolerance = TOLERANCE.get(rounded, 0.0) * self.reference.scale[name]
             tolerance += DEFAULT_TOLERANCE * max(self.reference.scale.values())
-            torch.testing.assert_close(
-                double(grad),
-                expected,
-                rtol=0,
-                atol=tolerance,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+            message = partial("{}: {}".format, name)
+            torch.testing.assert_close(double(grad), expected, rtol=0, atol=tolerance, msg=message)
 
 
 def run_cases(seeds: list[int]) -> list[list[str]]:
@@ -352,13 +310,14 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
     for seed in seeds:
         case = draw_case(seed, dist.get_world_size())
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
+        buffers.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[misc]
         run = None
-        grad_buffer.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[attr-defined]
         try:
             run = Run(case)
             run.run()
         except BaseException as error:
-            raise AssertionError(f"{rerun(seed)}\n{case}\n{traceback.format_exc()}") from error
+            number = run.number if run else "-"
+            raise AssertionError(f"{rerun(seed)}\n{case}\nround {number}\n{traceback.format_exc()}") from error
         digests.append(run.digests)
     return digests
 

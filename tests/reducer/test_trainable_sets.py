@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.inside import passes_of, reducer_of, upkeep_of
+from tests.grads.support import RunRanks, on_ranks
+from tests.inside import passes_of, reducer_of
 from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
 from tests.reference import TINY, Twins, largest_difference_between_ranks
-
-RunRanks = Callable[..., list[Any]]
 
 
 def mse(step: int) -> Callable[[nn.Module], Tensor]:
@@ -29,63 +28,35 @@ def taking(step: int, take: str = "both") -> Callable[[nn.Module], Tensor]:
     return lambda net: net(inputs, take).square().mean()
 
 
-def mlp(depth: int) -> Mlp:
-    torch.manual_seed(1)
-    return Mlp(depth=depth)
-
-
-def count_reduced_bytes(ours: BucketDDP) -> list[int]:
-    """The bytes of every bucket that is launched from now on."""
-    sizes: list[int] = []
-    start = ours._runtime.collectives.all_reduce_mean
-
-    def noted(flat: Tensor, *args: Any, **options: Any) -> Any:
-        sizes.append(flat.nbytes)
-        return start(flat, *args, **options)
-
-    ours._runtime.collectives.all_reduce_mean = noted
-    return sizes
-
-
-def unfreeze_layer_by_layer(steps: int) -> None:
-    module = mlp(4)
+@on_ranks(2, 3)
+def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
+    module = Mlp(depth=4)
     alone = copy.deepcopy(module)
-    for model in (module, alone):
-        model.layers.requires_grad_(False)
     ours = BucketDDP(module, bucket_cap_mb=TINY)
-    slots_before = len(ours.layout.slots)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    full = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (module, alone)]
+    unfrozen = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}
     agreements = []
-    for step in range(steps):
+    for step in range(12):
         for model in (module, alone):
-            if step in (5, 10):
-                model.layers[3 if step == 5 else 0].requires_grad_(True)
-            if step == 15:
-                model.layers.requires_grad_(True)
-        optimizer.zero_grad()
+            model.zero_grad()
+            for at in range(4) if step in unfrozen else ():
+                model.layers[at].requires_grad_(at in unfrozen[step])
         mse(step)(ours).backward()
-        optimizer.step()
         batches = [batch(step, rank) for rank in range(dist.get_world_size())]
-        full.zero_grad()
         loss_of(alone(torch.cat([b[0] for b in batches])), torch.cat([b[1] for b in batches])).backward()
-        full.step()
+        for optimizer in optimizers:
+            optimizer.step()
         agreements.append(passes_of(ours).peers.position.agreement)
     torch.testing.assert_close(module.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
     assert len(set(agreements)) == 4, "the ranks agree on changes alone"
-    assert len(ours.layout.slots) > slots_before
     assert len(ours.layout.buffers) == 1
     assert largest_difference_between_ranks(module) == 0
     ours.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_unfrozen_backbone_stays_the_same_on_all_ranks(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, unfreeze_layer_by_layer, 30)
-
-
-def unfrozen_for_a_local_pass() -> None:
-    plain = mlp(2)
+@on_ranks(2)
+def test_parameters_unfrozen_for_a_local_pass_count() -> None:
+    plain = Mlp(depth=2)
     plain.layers[0].requires_grad_(False)
     twins = Twins(plain)
     for step in range(3):
@@ -99,7 +70,9 @@ def unfrozen_for_a_local_pass() -> None:
     twins.ours.close()
 
 
-def frozen_after_a_local_pass_that_reaches_nothing_on_rank_1() -> None:
+@on_ranks(2)
+def test_parameters_frozen_after_a_local_pass_count() -> None:
+    """The local pass reaches them on rank 0 alone."""
     plain = Branches()
     plain.stem.requires_grad_(False)
     twins = Twins(plain)
@@ -112,9 +85,10 @@ def frozen_after_a_local_pass_that_reaches_nothing_on_rank_1() -> None:
     twins.ours.close()
 
 
-def frozen_between_forward_and_backward() -> None:
+@on_ranks(2)
+def test_parameters_may_be_frozen_between_forward_and_backward() -> None:
     """Autograd calls the hooks of parameters that were frozen since forward, and accumulates nothing."""
-    twins = Twins(mlp(4))
+    twins = Twins(Mlp(depth=4))
     for step in range(6):
         twins.zero_grad()
         for model, module in zip((twins.plain, twins.ours), twins.modules, strict=True):
@@ -128,20 +102,9 @@ def frozen_between_forward_and_backward() -> None:
     twins.ours.close()
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        unfrozen_for_a_local_pass,
-        frozen_after_a_local_pass_that_reaches_nothing_on_rank_1,
-        frozen_between_forward_and_backward,
-    ],
-)
-def test_the_trainable_sets_of_local_passes_count(run_ranks: RunRanks, job: Callable[[], None]) -> None:
-    run_ranks(2, job)
-
-
-def new_parameters_alone() -> None:
-    """The pass of the new parameters has no old ones: no old hook is called."""
+@on_ranks(2)
+def test_new_parameters_may_be_trained_alone() -> None:
+    """No old hook is called in their pass."""
     plain = Branches()
     plain.right.requires_grad_(False)
     twins = Twins(plain)
@@ -154,9 +117,8 @@ def new_parameters_alone() -> None:
     twins.ours.close()
 
 
-def unfrozen_and_repeated() -> None:
-    """A re-entrant checkpoint calls the unfrozen block three times: its gradients come three times."""
-    torch.manual_seed(1)
+@on_ranks(2)
+def test_unfrozen_parameters_may_be_checkpointed_repeatedly() -> None:
     plain = Checkpointed(use_reentrant=True, calls=3)
     plain.stem.requires_grad_(False)
     plain.block.requires_grad_(False)
@@ -170,38 +132,6 @@ def unfrozen_and_repeated() -> None:
     twins.ours.close()
 
 
-@pytest.mark.parametrize("job", [new_parameters_alone, unfrozen_and_repeated])
-def test_unfrozen_parameters_are_reduced_and_their_order_learned(run_ranks: RunRanks, job: Callable[[], None]) -> None:
-    run_ranks(2, job)
-
-
-def frozen_for_good() -> tuple[int, int, int]:
-    module = Mlp(width=64, depth=4)
-    ours = BucketDDP(module, bucket_cap_mb=0.05)
-    sizes = count_reduced_bytes(ours)
-
-    def step() -> int:
-        sizes.clear()
-        ours.zero_grad()
-        mse(0)(ours).backward()
-        return sum(sizes)
-
-    step()
-    everything = step()
-    module.layers.requires_grad_(False)
-    module.layers[1].requires_grad_(True)
-    part = step()
-    assert module.layers[0].weight.grad is None
-    ours.close()
-    return everything, part, sum(p.numel() * 4 for p in module.parameters() if p.requires_grad)
-
-
-def test_a_frozen_parameter_stops_costing_bandwidth(run_ranks: RunRanks) -> None:
-    for everything, part, expected in run_ranks(2, frozen_for_good):
-        assert expected <= part <= expected * 1.05
-        assert everything > 3 * part
-
-
 class Gan(nn.Module):
     def __init__(self, buffers: bool = False) -> None:
         super().__init__()
@@ -213,66 +143,50 @@ class Gan(nn.Module):
         return self.critic(self.norm(self.generator(x)))
 
 
-def toggled_networks() -> None:
-    torch.manual_seed(2)
+def toggle(module: nn.Module, step: int) -> None:
+    module.generator.requires_grad_(step % 2 == 0)
+    module.critic.requires_grad_(step % 2 == 1)
+
+
+@on_ranks(2)
+def test_the_other_network_of_a_gan_is_not_reduced() -> None:
     twins = Twins(Gan(), bucket_cap_mb=None)
     ours = twins.ours
-    sizes = count_reduced_bytes(ours)
+    sizes: list[int] = []
+    start = ours._runtime.collectives.all_reduce_mean
+
+    def noted(flat: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(flat.nbytes)
+        return start(flat, *args, **options)
+
+    ours._runtime.collectives.all_reduce_mean = noted
     for step in range(6):
         inputs = batch(step, dist.get_rank())[0]
         for module in twins.modules:
-            module.generator.requires_grad_(step % 2 == 0)
-            module.critic.requires_grad_(step % 2 == 1)
+            toggle(module, step)
         sizes.clear()
         twins.step(lambda net, x=inputs: net(x).mean())
+        trained, frozen = (ours.module.generator, ours.module.critic)[:: 1 if step % 2 == 0 else -1]
+        assert frozen.weight.grad is None
         if step >= 2:
-            trained = ours.module.generator if step % 2 == 0 else ours.module.critic
             last = reducer_of(ours).buckets.active[-1]
             control = 0 if last.with_tail is None else last.with_tail.nbytes - last.flat.nbytes
             assert sum(sizes) == sum(-(-p.numel() // 16) * 64 for p in trained.parameters()) + control
-    for bucket in ours.layout.buckets:
-        networks = {ours.layout.slots[slot].spec.name.split(".")[0] for slot in bucket.slots}
-        assert len(networks) == 1, "the two networks never share a bucket"
     ours.close()
 
 
-def test_the_other_network_of_a_gan_is_not_reduced(run_ranks: RunRanks) -> None:
-    run_ranks(2, toggled_networks)
-
-
-def random_freezing() -> None:
-    twins = Twins(mlp(6))
-    generator = torch.Generator().manual_seed(5)
-    for step in range(20):
-        frozen = torch.rand(6, generator=generator) < 0.5
-        for module in twins.modules:
-            for layer, freeze in zip(module.layers, frozen.tolist(), strict=True):
-                layer.requires_grad_(not freeze)
-        twins.step(mse(step))
-    assert len(upkeep_of(twins.ours)._parts.planner._grouping_sets) == 8, "more sets than bucket boundaries follow"
-    twins.ours.close()
-
-
-def test_a_trainable_set_that_changes_every_step(run_ranks: RunRanks) -> None:
-    run_ranks(2, random_freezing)
-
-
-def straggler() -> None:
+@on_ranks(4)
+def test_a_question_about_the_next_pass_is_no_disagreement() -> None:
     """Rank 3 is late. The others wait for module buffers while rank 1 asks about the next pass's set already."""
     ours = BucketDDP(Gan(buffers=True))
     for step in range(4):
-        ours.module.generator.requires_grad_(step % 2 == 0)
-        ours.module.critic.requires_grad_(step % 2 == 1)
+        toggle(ours.module, step)
         if step == 2 and dist.get_rank() == 3:
             time.sleep(1.5)  # several polls
         ours.zero_grad()
         ours(batch(step, dist.get_rank())[0]).mean().backward()
     assert ours.passes == 4
     ours.close()
-
-
-def test_a_question_about_the_next_pass_is_no_disagreement(run_ranks: RunRanks) -> None:
-    run_ranks(4, straggler)
 
 
 def one_rank_alone(change: str) -> tuple[str, float]:
@@ -301,9 +215,7 @@ def one_rank_alone(change: str) -> tuple[str, float]:
     return str(error.value), elapsed
 
 
-@pytest.mark.parametrize(
-    ("world_size", "change"), [(2, "unfreeze"), (3, "freeze"), (2, "freeze again"), (3, "freeze between")]
-)
+@pytest.mark.parametrize(("world_size", "change"), [(2, "unfreeze"), (2, "freeze again"), (3, "freeze between")])
 def test_a_rank_that_changes_alone_is_named(run_ranks: RunRanks, world_size: int, change: str) -> None:
     for rank, (message, elapsed) in enumerate(run_ranks(world_size, one_rank_alone, change, fresh=True)):
         assert f"rank {rank}: ranks disagree on which parameters are trainable in pass 4" in message

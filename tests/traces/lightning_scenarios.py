@@ -1,5 +1,7 @@
 """The scenarios with a Trainer or Fabric, whose own collectives are recorded too."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPFabricStrategy
 from tests.lightning_models import Gan, PoolEnvironment, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp
+from tests.reference import TINY
 from tests.traces.recorder import mark
-from tests.traces.scenarios import TINY, adamw, add, loss_in, scenario, sgd
+from tests.traces.scenarios import SCENARIOS, Scenario, adamw, mse, sgd
 
 
 class Marks(pl.Callback):
@@ -36,9 +39,9 @@ class Marks(pl.Callback):
 class Model(pl.LightningModule):
     """Two parts, so that one may be frozen, and a loss that is logged for all ranks in validation."""
 
-    def __init__(self, net: nn.Module | None = None, optimizer: str = "sgd") -> None:
+    def __init__(self, build: Callable[[], nn.Module] = Mlp, optimizer: str = "sgd") -> None:
         super().__init__()
-        self.backbone = Mlp() if net is None else net
+        self.backbone = build()
         self.head = nn.Linear(4, 4)
         self.optimizer = optimizer
 
@@ -59,15 +62,18 @@ class Model(pl.LightningModule):
         return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.05)
 
 
-def fit(
-    model: pl.LightningModule, train_data: Any = None, options: dict[str, Any] | None = None, **settings: Any
-) -> None:
-    """Two steps and no validation, unless the settings of the Trainer say so; ``options`` are the strategy's."""
-    mark("start of fit")
-    callbacks = [Marks(), *settings.pop("callbacks", [])]
-    runs = trainer(ours(**(options or {})), callbacks=callbacks, **settings)
-    train_data = data(batches=2) if train_data is None else train_data
-    runs.fit(model, train_data, data(batches=1) if settings.get("limit_val_batches") else None)
+class Skips(Model):
+    """Has no loss in one batch of each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == dist.get_rank() else self.loss(batch)
+
+
+class BranchByRank(Model):
+    """Takes another branch on each rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.backbone(batch[0], ["left", "right"][dist.get_rank()]), batch[1])
 
 
 def uneven() -> DataLoader[Any]:
@@ -76,66 +82,63 @@ def uneven() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=4)
 
 
-@scenario()
-def trainer_nothing_on_one_rank() -> None:
-    class Skips(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-            return None if batch_idx == dist.get_rank() else self.loss(batch)
+def fits(
+    name: str,
+    build: Callable[[], pl.LightningModule] = Model,
+    train_data: Callable[[], Any] = lambda: data(batches=2),
+    options: dict[str, Any] | None = None,
+    callbacks: Callable[[], list[pl.Callback]] = list,
+    **settings: Any,
+) -> None:
+    """Adds a fit of two steps without validation, unless the Trainer's ``settings`` differ."""
 
-    fit(Skips())
+    def run() -> None:
+        mark("start of fit")
+        runs = trainer(ours(**(options or {})), callbacks=[Marks(), *callbacks()], **settings)
+        runs.fit(build(), train_data(), data(batches=1) if settings.get("limit_val_batches") else None)
 
-
-@scenario()
-def trainer_branch_by_rank() -> None:
-    class ByRank(Model):
-        def loss(self, batch: Any) -> Tensor:
-            return nn.functional.mse_loss(self.backbone(batch[0], ["left", "right"][dist.get_rank()]), batch[1])
-
-    fit(ByRank(Branches()))
-
-
-def fabric(accumulate: int, clip: bool, **options: Any) -> None:
-    mark("launch")
-    strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment(), bucket_cap_mb=TINY, **options)
-    runs = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-    runs.launch()
-    mark("setup")
-    module = ConvBatchNorm()
-    model, optimizer = runs.setup(module, adamw(module) if "shard_optimizer" in options else sgd(module))
-    for step in range(4):
-        mark(f"backward {step}")
-        last = step % accumulate == accumulate - 1
-        with runs.no_backward_sync(model, enabled=not last):
-            runs.backward(loss_in(model, step))
-        if last:
-            mark(f"step {step}")
-            if clip:
-                runs.clip_gradients(model, optimizer, max_norm=0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-    mark("teardown")
-    strategy.teardown()
+    SCENARIOS[f"trainer_{name}"] = Scenario(run)
 
 
-add(
-    trainer_with_validation=lambda: fit(Model(ConvBatchNorm()), limit_val_batches=1, num_sanity_val_steps=1),
-    trainer_accumulation_and_clipping=lambda: fit(
-        Model(), data(batches=4), accumulate_grad_batches=2, gradient_clip_val=0.1
-    ),
-    trainer_manual_optimisation=lambda: fit(Gan()),
-    trainer_lbfgs=lambda: fit(Model(optimizer="lbfgs")),
-    trainer_unfreezes_a_backbone=lambda: fit(
-        Model(), callbacks=[BackboneFinetuning(1, backbone_initial_lr=0.05)], max_epochs=2
-    ),
-    trainer_sharded_with_clipping_and_validation=lambda: fit(
-        Model(optimizer="adamw"), options={"shard_optimizer": True}, gradient_clip_val=0.1, limit_val_batches=1
-    ),
-    trainer_sync_batchnorm=lambda: fit(Model(ConvBatchNorm()), sync_batchnorm=True),
-    trainer_uneven_inputs_by_world_size=lambda: fit(
-        Model(ConvBatchNorm()), uneven(), {"uneven_inputs": "world_size"}, max_epochs=2
-    ),
-    trainer_uneven_inputs_by_active_ranks=lambda: fit(Model(), uneven(), {"uneven_inputs": "active_ranks"}),
-    fabric_plain=lambda: fabric(1, False),
-    fabric_accumulation_and_clipping=lambda: fabric(2, True),
-    fabric_sharded_with_clipping=lambda: fabric(1, True, shard_optimizer=True),
-)
+def runs_fabric(name: str, accumulate: int = 1, clip: bool = True, **options: Any) -> None:
+    def run() -> None:
+        mark("launch")
+        strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment(), bucket_cap_mb=TINY, **options)
+        runs = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+        runs.launch()
+        mark("setup")
+        module = ConvBatchNorm()
+        model, optimizer = runs.setup(module, adamw(module) if "shard_optimizer" in options else sgd(module))
+        for step in range(4):
+            mark(f"backward {step}")
+            last = step % accumulate == accumulate - 1
+            with runs.no_backward_sync(model, enabled=not last):
+                runs.backward(mse(model, step))
+            if last:
+                mark(f"step {step}")
+                if clip:
+                    runs.clip_gradients(model, optimizer, max_norm=0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+        mark("teardown")
+        strategy.teardown()
+
+    SCENARIOS[f"fabric_{name}"] = Scenario(run)
+
+
+batch_norm = partial(Model, ConvBatchNorm)
+sharded: dict[str, Any] = {"build": partial(Model, optimizer="adamw"), "options": {"shard_optimizer": True}}
+fits("nothing_on_one_rank", Skips)
+fits("branch_by_rank", partial(BranchByRank, Branches))
+fits("with_validation", batch_norm, limit_val_batches=1, num_sanity_val_steps=1)
+fits("accumulation_and_clipping", train_data=partial(data, batches=4), accumulate_grad_batches=2, gradient_clip_val=0.1)
+fits("manual_optimisation", Gan)
+fits("lbfgs", partial(Model, optimizer="lbfgs"))
+fits("unfreezes_a_backbone", callbacks=lambda: [BackboneFinetuning(1, backbone_initial_lr=0.05)], max_epochs=2)
+fits("sharded_with_clipping_and_validation", **sharded, limit_val_batches=1, gradient_clip_val=0.1)
+fits("sync_batchnorm", batch_norm, sync_batchnorm=True)
+fits("uneven_inputs_by_world_size", batch_norm, uneven, {"uneven_inputs": "world_size"}, max_epochs=2)
+fits("uneven_inputs_by_active_ranks", Model, uneven, {"uneven_inputs": "active_ranks"})
+runs_fabric("plain", clip=False)
+runs_fabric("accumulation_and_clipping", accumulate=2)
+runs_fabric("sharded_with_clipping", shard_optimizer=True)

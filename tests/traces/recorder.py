@@ -6,9 +6,10 @@ line is ``operation, reduce op or root, dtype, elements, role``.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,34 +20,26 @@ from tests.traces.roles import LENGTH_UNKNOWN, Roles
 Trace = dict[str, list[str]]
 """A rank's lines by the label of the group."""
 
-# torch's methods, of which names change between versions: what a line calls them, and which argument is sent.
-_OPERATIONS: dict[str, tuple[str, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce_coalesced", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather_coalesced", 1),
-    "all_gather_single": ("all_gather_single", 1),
-    "_allgather_base": ("all_gather_single", 1),
-    "all_gather_single_coalesced": ("all_gather_single_coalesced", 1),
-    "allgather_into_tensor_coalesced": ("all_gather_single_coalesced", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter_single", 1),
-    "_reduce_scatter_base": ("reduce_scatter_single", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_single_coalesced", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", 1),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all_single", 1),
-    "alltoall_base": ("all_to_all_single", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recv", 0),
-    "barrier": ("barrier", -1),
-    "monitored_barrier": ("barrier", -1),
+# What a line calls an operation, and torch's methods for it, of which names change between versions.
+_METHODS = {
+    "all_reduce": ["allreduce"],
+    "all_reduce_coalesced": ["allreduce_coalesced"],
+    "broadcast": ["broadcast"],
+    "reduce": ["reduce"],
+    "all_gather": ["allgather"],
+    "all_gather_coalesced": ["allgather_coalesced"],
+    "all_gather_single": ["all_gather_single", "_allgather_base"],
+    "all_gather_single_coalesced": ["all_gather_single_coalesced", "allgather_into_tensor_coalesced"],
+    "reduce_scatter": ["reduce_scatter"],
+    "reduce_scatter_single": ["reduce_scatter_single", "_reduce_scatter_base"],
+    "reduce_scatter_single_coalesced": ["reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"],
+    "all_to_all": ["alltoall"],
+    "all_to_all_single": ["all_to_all_single", "alltoall_base"],
+    **{name: [name] for name in ("gather", "scatter", "send")},
+    "recv": ["recv", "recv_anysource"],
+    "barrier": ["barrier", "monitored_barrier"],
 }
+_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "send", "recv")
 
 
 class Recorder:
@@ -63,11 +56,10 @@ class Recorder:
         self._marks: dict[str, str] = {}
         self._labels: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
-    def record(self, group: dist.ProcessGroup, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def record(self, operation: str, group: dist.ProcessGroup, given: list[Any]) -> None:
         """Adds one line."""
-        operation, sent_at = _OPERATIONS[method]
-        given = (*args, *options.values())
-        sent = list(_tensors(given[sent_at])) if 0 <= sent_at < len(given) else []
+        sent_at = 0 if operation in _IN_PLACE else 1
+        sent = list(_tensors(given[sent_at : sent_at + 1])) if operation != "barrier" else []
         dtype = str(sent[0].dtype).removeprefix("torch.") if sent else "-"
         elements: int | str = sum(tensor.numel() for tensor in sent) if sent else "-"
         label = self._label(group)
@@ -99,7 +91,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _reduce_op_or_root(operation: str, arguments: Iterable[Any]) -> str:
+def _reduce_op_or_root(operation: str, arguments: list[Any]) -> str:
     """What the options of a call say; torch passes them in an object, or one by one."""
     for value in arguments:
         if hasattr(value, "rootRank") and operation != "reduce":
@@ -125,38 +117,30 @@ def recording() -> Iterator[Recorder]:
     """Records this process's collectives, of all threads."""
     global current
     recorder = current = Recorder()
-    originals: dict[tuple[type, str], Any] = {}
 
-    def replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name, None)
-        if original is not None:
-            originals[owner, name] = vars(owner)[name]  # binds, as the function that getattr gives does not
-            setattr(owner, name, functools.wraps(original)(make(original)))
+    def counted(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+            recorder.record(operation, group, [*args, *options.values()])
+            return original(group, *args, **options)
 
-    def counted(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-                recorder.record(group, name, args, options)
-                return original(group, *args, **options)
+        return run
 
-            return run
+    wrapper_init = BucketDDP.__init__
 
-        return make
+    def init(wrapper: BucketDDP, module: nn.Module, *args: Any, **options: Any) -> None:
+        recorder.roles.modules.append(weakref.ref(module))
+        wrapper_init(wrapper, module, *args, **options)
+        recorder.roles.wrappers.append(weakref.ref(wrapper))
 
-    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(wrapper: BucketDDP, module: nn.Module, *args: Any, **options: Any) -> None:
-            recorder.roles.wrapping(module)
-            original(wrapper, module, *args, **options)
-            recorder.roles.wrapped(wrapper)
-
-        return init
-
-    for name in _OPERATIONS:
-        replace(dist.ProcessGroup, name, counted(name))
-    replace(BucketDDP, "__init__", noted)
-    try:
-        yield recorder
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
-        current = None
+    replaced = {
+        name: counted(operation, getattr(dist.ProcessGroup, name))
+        for operation, names in _METHODS.items()
+        for name in names
+        if hasattr(dist.ProcessGroup, name)
+    }
+    with patch.multiple(dist.ProcessGroup, **replaced), patch.object(BucketDDP, "__init__", init):
+        try:
+            yield recorder
+        finally:
+            current = None

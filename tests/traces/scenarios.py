@@ -13,50 +13,26 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, convert_sync_batchnorm
-from tests.models import (
-    Branches,
-    Checkpointed,
-    ConvBatchNorm,
-    Fragile,
-    Lookup,
-    MixedDtypes,
-    Mlp,
-    OutOfOrder,
-    Towers,
-    batch,
-    loss_of,
-    tokens,
-)
+from tests import models
+from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, batch, loss_of, tokens
+from tests.reference import TINY
 from tests.traces.recorder import mark
-
-TINY = 0.0003  # MiB: several buckets in the smallest model
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A function that is recorded.
-
-    Attributes:
-        run: The function.
-        ranks: Number of ranks.
-        fresh: Whether the ranks' processes cannot be used afterwards.
-    """
+    """A function that is recorded, on how many ranks, and whether their processes cannot be used afterwards."""
 
     run: Callable[[], object]
-    ranks: int
+    ranks: int = 2
     fresh: bool = False
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def add(ranks: int = 2, **runs: Callable[[], object]) -> None:
-    """Adds functions to the table, by name."""
-    SCENARIOS.update({name: Scenario(run, ranks) for name, run in runs.items()})
-
-
 def scenario(ranks: int = 2, fresh: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Adds one that is longer than a line."""
+    """Adds a function to the table."""
 
     def add_one(run: Callable[[], None]) -> Callable[[], None]:
         SCENARIOS[run.__name__] = Scenario(run, ranks, fresh)
@@ -65,81 +41,107 @@ def scenario(ranks: int = 2, fresh: bool = False) -> Callable[[Callable[[], None
     return add_one
 
 
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05)  # without momentum, which would not go from sparse to dense
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
 def wrap(module: nn.Module, **options: Any) -> BucketDDP:
     mark("wrapping")
     return BucketDDP(module, **{"bucket_cap_mb": TINY, **options})
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.05)  # without momentum, which would not go from sparse to dense
-
-
-def loss_in(net: nn.Module, step: int = 0, *args: Any, **options: Any) -> Tensor:
+def mse(net: nn.Module, step: int = 0, **options: Any) -> Tensor:
     inputs, target = batch(step, dist.get_rank())
     dtype = next(net.parameters()).dtype
-    return loss_of(net(inputs.to(dtype), *args, **options).float(), target)
+    return loss_of(net(inputs.to(dtype), **options).float(), target)
+
+
+def lookup(net: nn.Module, step: int, **options: bool) -> Tensor:
+    return net(*tokens(step, dist.get_rank()), **options).square().mean()
 
 
 def train(
     net: BucketDDP,
     steps: int = 2,
     micro: int = 1,
-    loss: Callable[[BucketDDP, int], Tensor] = loss_in,
-    before_step: Callable[[BucketDDP], object] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[..., Tensor] = mse,
+    call: Callable[[int, int], dict[str, Any]] = lambda step, rank: {},
+    optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    before_step: Callable[[BucketDDP], object] = lambda net: None,
     set_to_none: bool = True,
 ) -> None:
-    """Some steps, each of ``micro`` backwards of which the last one is synchronised."""
-    optimizer = optimizer or sgd(net)
+    """Some steps, each of ``micro`` backwards of which the last one is synchronised.
+
+    ``call`` tells what forward is given besides its inputs, by step and rank.
+    """
+    optimizer = optimizer(net) if callable(optimizer) else optimizer
     for step in range(steps):
         mark(f"step {step}")
         optimizer.zero_grad(set_to_none)
-        for index in range(micro):
-            with net.no_sync() if index < micro - 1 else nullcontext():
-                loss(net, step * micro + index).backward()
-        if before_step is not None:
-            before_step(net)
+        for at in range(step * micro, step * micro + micro):
+            with net.no_sync() if (at + 1) % micro else nullcontext():
+                loss(net, at, **call(at, dist.get_rank())).backward()
+        before_step(net)
         optimizer.step()
 
 
-def raising(run: Callable[[], object], *errors: type[Exception]) -> None:
-    with pytest.raises(errors):
-        run()
+def trains(
+    name: str,
+    build: Callable[[], nn.Module] = Mlp,
+    options: dict[str, Any] | None = None,
+    ranks: int = 2,
+    between: Callable[[BucketDDP], object] | None = None,
+    **settings: Any,
+) -> None:
+    """Adds one training, or two with something ``between`` them; ``settings`` are those of ``train``."""
+
+    def run() -> None:
+        net = wrap(build(), **(options or {}))
+        train(net, **settings)
+        if between is not None:
+            between(net)
+            train(net, **settings)
+
+    SCENARIOS[name] = Scenario(run, ranks)
 
 
 # -- passes ------------------------------------------------------------------------------------------
+
+
+def one_backward_more(net: nn.Module, step: int) -> Tensor:
+    mse(net, step).backward()
+    return mse(net, step + 9)
+
+
+trains("plain", steps=3)
+trains("plain_three_ranks", ranks=3)
+trains("order_learned_in_the_first_pass", models.OutOfOrder)
+trains("order_that_differs_between_ranks", models.Towers, call=lambda step, rank: {"swapped": rank == 1})
+trains("accumulation", micro=3)
+trains("zero_grad_to_zeros", steps=3, set_to_none=False)
+trains("two_backwards_without_zero_grad", loss=one_backward_more)
+trains("reentrant_checkpoint", lambda: models.Checkpointed(use_reentrant=True, calls=2))
+trains("mixed_dtypes", models.MixedDtypes)
+trains("compiled", lambda: torch.compile(Mlp(), backend="eager"))
 
 
 @scenario()
 def accumulation_from_the_second_step() -> None:
     net = wrap(Mlp())
     train(net, steps=1)
-    train(net, steps=2, micro=2)
+    train(net, micro=2)
 
 
 @scenario()
 def gradients_by_autograd_grad() -> None:
     net = wrap(Mlp())
-    torch.autograd.grad(loss_in(net), list(net.parameters()))
-    train(net, steps=2)
+    torch.autograd.grad(mse(net), list(net.parameters()))
+    train(net)
 
-
-add(
-    plain=lambda: train(wrap(Mlp()), steps=3),
-    order_learned_in_the_first_pass=lambda: train(wrap(OutOfOrder())),
-    order_that_differs_between_ranks=lambda: train(
-        wrap(Towers()), loss=lambda net, step: loss_in(net, step, swapped=dist.get_rank() == 1)
-    ),
-    accumulation=lambda: train(wrap(Mlp()), micro=3),
-    zero_grad_to_zeros=lambda: train(wrap(Mlp()), steps=3, set_to_none=False),
-    two_backwards_without_zero_grad=lambda: train(
-        wrap(Mlp()), loss=lambda net, step: (loss_in(net, step).backward(), loss_in(net, step + 9))[1]
-    ),
-    reentrant_checkpoint=lambda: train(wrap(Checkpointed(use_reentrant=True, calls=2))),
-    mixed_dtypes=lambda: train(wrap(MixedDtypes())),
-    compiled=lambda: train(wrap(torch.compile(Mlp(), backend="eager"))),
-)
-add(ranks=3, plain_three_ranks=lambda: train(wrap(Mlp())))
 
 # -- what is trained, and what gets a gradient -------------------------------------------------------
 
@@ -171,28 +173,27 @@ def two_wrappers_in_one_backward() -> None:
     nets = [wrap(Branches()), wrap(Mlp())]
     for step in range(3):
         mark(f"step {step}")
-        take = "left" if dist.get_rank() else "both"
-        (loss_in(nets[0], step, take) + loss_in(nets[1], step)).backward()
+        (mse(nets[0], step, take="left" if dist.get_rank() else "both") + mse(nets[1], step)).backward()
         for net in nets:
             net.zero_grad()
 
 
-@scenario()
-def unfreezing() -> None:
+def frozen_layers() -> nn.Module:
     module = Mlp()
     module.layers.requires_grad_(False)
-    net = wrap(module)
-    train(net, steps=2)
-    module.layers.requires_grad_(True)
-    train(net, steps=2)
+    return module
+
+
+trains("unfreezing", frozen_layers, between=lambda net: net.module.requires_grad_(True))
+trains("freezing", between=lambda net: net.module.layers[0].requires_grad_(False))
+trains("replaced_head", between=lambda net: setattr(net.module, "head", nn.Linear(16, 4)))
 
 
 @scenario()
-def freezing() -> None:
+def wrapped_again() -> None:
     net = wrap(Mlp())
-    train(net, steps=2)
-    net.module.layers[0].requires_grad_(False)
-    train(net, steps=2)
+    train(net)
+    train(wrap(net.module))
 
 
 @scenario()
@@ -201,52 +202,46 @@ def loss_that_reaches_nothing_on_one_rank() -> None:
     for step in range(3):
         mark(f"step {step}")
         net.zero_grad()
-        loss = torch.ones((), requires_grad=True) if step == dist.get_rank() == 1 else loss_in(net, step)
+        loss = torch.ones((), requires_grad=True) if step == dist.get_rank() == 1 else mse(net, step)
         with net.backward_pass(loss):
             loss.backward()
 
 
-@scenario()
-def find_unused_parameters() -> None:
-    net = wrap(Branches(), find_unused_parameters=True)
-    train(net, loss=lambda net, step: loss_in(net, step, "left" if dist.get_rank() else "none"))
+left_or_none: dict[str, Any] = {"call": lambda step, rank: {"take": "left" if rank else "none"}}
+trains("find_unused_parameters", Branches, {"find_unused_parameters": True}, **left_or_none)
+trains("branch_by_rank", Branches, call=lambda step, rank: {"take": "right" if rank else "left"})
+trains("parameters_that_no_rank_uses", Branches, call=lambda step, rank: {"take": "left" if step else "both"})
 
-
-add(
-    branch_by_rank=lambda: train(
-        wrap(Branches()), loss=lambda net, step: loss_in(net, step, ["left", "right"][dist.get_rank()])
-    ),
-    parameters_that_no_rank_uses=lambda: train(
-        wrap(Branches()), loss=lambda net, step: loss_in(net, step, "left" if step else "both")
-    ),
-)
-
-
-# -- sparse gradients --------------------------------------------------------------------------------
-
-
-def lookup_loss(net: BucketDDP, step: int, **options: bool) -> Tensor:
-    return net(*tokens(step, dist.get_rank()), **options).square().mean()
-
-
-add(
-    sparse=lambda: train(wrap(Lookup()), loss=lookup_loss),
-    sparse_mean_with_accumulation=lambda: train(wrap(Lookup("mean")), loss=lookup_loss, micro=2),
-    sparse_on_one_rank_dense_on_the_other=lambda: train(
-        wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, tied=step == dist.get_rank() == 1)
-    ),
-    sparse_unused_on_one_rank=lambda: train(
-        wrap(Lookup()), loss=lambda net, step: lookup_loss(net, step, use_words=step != dist.get_rank())
-    ),
-)
-
+trains("sparse", Lookup, loss=lookup)
+trains("sparse_mean_with_accumulation", lambda: Lookup("mean"), loss=lookup, micro=2)
+tied_once: dict[str, Any] = {"call": lambda step, rank: {"tied": step == rank == 1}}
+trains("sparse_on_one_rank_dense_on_the_other", Lookup, loss=lookup, **tied_once)
+trains("sparse_unused_on_one_rank", Lookup, loss=lookup, call=lambda step, rank: {"use_words": step != rank})
 
 # -- how gradients travel ----------------------------------------------------------------------------
 
 
+def counted(net: BucketDDP, step: int) -> Tensor:
+    net.count_tokens(step + 1)
+    return mse(net, step)
+
+
+trains("divided_by_tokens", Mlp, {"gradient_divide_by": "tokens"}, loss=counted, micro=2)
+trains("divided_by_an_integer", Mlp, {"gradient_divide_by": 7})
+trains("hook_fp16", Mlp, {"comm_hook": "fp16"})
+trains("hook_bf16", Mlp, {"comm_hook": "bf16"})
+trains("wire_bf16", Mlp, {"wire_dtype": "bfloat16"})
+trains("wire_fp16_three_ranks", Mlp, {"wire_dtype": "float16"}, ranks=3)
+trains("gradients_not_in_buffers", models.MixedDtypes, {"use_contiguous_buffers": False})
+trains("no_overlap", Mlp, {"overlap": False})
+trains("fp16_parameters", lambda: Mlp().half())
+trains("fp32_gradients_and_masters", lambda: Mlp().bfloat16(), {"grad_dtype": torch.float32}, micro=2)
+trains("max_abs_grad", Mlp, {"max_abs_grad": 100.0})
+trains("padded_buckets", Mlp, {"pad_buckets_to": 512})
+
+
 def two_stages(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    dist.all_reduce(buffer, op=dist.ReduceOp.MAX)
+    dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.MAX)
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
@@ -255,7 +250,7 @@ def hook_of_ones_own() -> None:
     net = wrap(Mlp())
     train(net, steps=1)
     net.register_comm_hook(None, two_stages)
-    train(net, steps=2)
+    train(net)
 
 
 @scenario()
@@ -265,150 +260,96 @@ def hook_powersgd() -> None:
 
 
 @scenario()
-def divided_by_tokens() -> None:
-    def loss(net: BucketDDP, step: int) -> Tensor:
-        net.count_tokens(step + 1)
-        return loss_in(net, step)
-
-    train(wrap(Mlp(), gradient_divide_by="tokens"), loss=loss, micro=2)
-
-
-@scenario()
 def megatron_calls() -> None:
     net = wrap(Mlp())
     for step in range(2):
         mark(f"step {step}")
         with net.no_sync():
-            loss_in(net, step).backward()
+            mse(net, step).backward()
         net.allreduce_gradients()
         net.zero_grad_buffer()
     mark("broadcast_params")
     net.broadcast_params()
 
 
-add(
-    hook_fp16=lambda: train(wrap(Mlp(), comm_hook="fp16")),
-    hook_bf16=lambda: train(wrap(Mlp(), comm_hook="bf16")),
-    wire_bf16=lambda: train(wrap(Mlp(), wire_dtype="bfloat16")),
-    gradients_not_in_buffers=lambda: train(wrap(MixedDtypes(), use_contiguous_buffers=False)),
-    no_overlap=lambda: train(wrap(Mlp(), overlap=False)),
-    fp16_parameters=lambda: train(wrap(Mlp().half())),
-    fp32_gradients_and_masters=lambda: train(wrap(Mlp().bfloat16(), grad_dtype=torch.float32), micro=2),
-    divided_by_an_integer=lambda: train(wrap(Mlp(), gradient_divide_by=7)),
-    max_abs_grad=lambda: train(wrap(Mlp(), max_abs_grad=100.0)),
-    padded_buckets=lambda: train(wrap(Mlp(), pad_buckets_to=512)),
-)
-add(ranks=3, wire_fp16_three_ranks=lambda: train(wrap(Mlp(), wire_dtype="float16")))
-
 # -- a sharded optimizer -----------------------------------------------------------------------------
 
 
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=0.01)
-
-
-def shard(steps: int = 2, micro: int = 1, module: nn.Module | None = None, **options: Any) -> BucketDDP:
-    net = wrap(module if module is not None else Mlp(), shard_optimizer=True, **options)
-    train(net, steps, micro, optimizer=adamw(net))
-    return net
-
-
-@scenario()
-def sharded_clipping() -> None:
-    net = wrap(Mlp(), shard_optimizer=True)
-    train(net, optimizer=adamw(net), before_step=lambda net: net.clip_grad_norm_(0.1))
+SHARDED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "sharded": (Mlp, {}, {}),
+    "sharded_three_ranks": (Mlp, {}, {"ranks": 3}),
+    "sharded_many_buckets": (lambda: Mlp(depth=8), {}, {}),
+    "sharded_accumulation": (Mlp, {}, {"micro": 2}),
+    "sharded_scatter_every_pass": (Mlp, {"scatter_every_pass": True}, {"micro": 3}),
+    "sharded_in_groups_of_one": (Mlp, {"shard_group_size": 1}, {}),
+    "sharded_in_groups_of_two": (Mlp, {"shard_group_size": 2}, {"ranks": 4}),
+    "sharded_wire_bf16": (Mlp, {"wire_dtype": "bfloat16"}, {}),
+    "sharded_masters": (lambda: Mlp().bfloat16(), {"grad_dtype": torch.float32}, {}),
+    "sharded_clipping": (Mlp, {}, {"before_step": lambda net: net.clip_grad_norm_(0.1)}),
+}
+for name, (build, options, settings) in SHARDED.items():
+    trains(name, build, {"shard_optimizer": True, **options}, optimizer=adamw, **settings)
 
 
 @scenario()
 def sharded_freezing_and_questions() -> None:
     net = wrap(Mlp(), shard_optimizer=True)
     optimizer = adamw(net)
-    train(net, 2, optimizer=optimizer)
+    train(net, optimizer=optimizer)
     net.module.layers[0].requires_grad_(False)
-    train(net, 2, optimizer=optimizer, before_step=lambda net: net.full_grad(net.module.head.weight))
+    train(net, optimizer=optimizer, before_step=lambda net: net.full_grad(net.module.head.weight))
     mark("optimizer_state_dict")
     net.optimizer_state_dict(optimizer)
 
 
-add(
-    sharded=shard,
-    sharded_many_buckets=lambda: shard(module=Mlp(depth=8)),
-    sharded_accumulation=lambda: shard(micro=2),
-    sharded_scatter_every_pass=lambda: shard(micro=3, scatter_every_pass=True),
-    sharded_in_groups_of_one=lambda: shard(shard_group_size=1),
-    sharded_wire_bf16=lambda: shard(wire_dtype="bfloat16"),
-    sharded_masters=lambda: shard(module=Mlp().bfloat16(), grad_dtype=torch.float32),
-)
-add(ranks=3, sharded_three_ranks=shard)
-add(ranks=4, sharded_in_groups_of_two=lambda: shard(shard_group_size=2))
-
-# -- join --------------------------------------------------------------------------------------------
+# -- ranks that end or fail, and module buffers ------------------------------------------------------
 
 
-def join(net: BucketDDP, by_initial: bool) -> None:
+def join(build: Callable[[], nn.Module], by_initial: bool) -> None:
+    net = wrap(build())
     with net.join(divide_by_initial_world_size=by_initial):
         train(net, steps=2 + dist.get_rank())
         mark("out of data")
     train(net, steps=1)
 
 
-add(
-    join_by_initial_world_size=lambda: join(wrap(Mlp()), True),
-    join_with_module_buffers=lambda: join(wrap(ConvBatchNorm()), True),
-)
-add(ranks=3, join_by_ranks_with_data=lambda: join(wrap(Mlp()), False))
-
-# -- failures ----------------------------------------------------------------------------------------
+SCENARIOS["join_by_initial_world_size"] = Scenario(lambda: join(Mlp, True))
+SCENARIOS["join_with_module_buffers"] = Scenario(lambda: join(ConvBatchNorm, True))
+SCENARIOS["join_by_ranks_with_data"] = Scenario(lambda: join(Mlp, False), ranks=3)
 
 
 @scenario(fresh=True)
 def failure_on_one_rank() -> None:
-    net = wrap(Fragile(), bucket_cap_mb=0.0001)
-    train(net, steps=2)
+    net = wrap(models.Fragile(), bucket_cap_mb=0.0001)
+    train(net)
     mark("step 2")
-    loss = loss_in(net, 2, fail=dist.get_rank() == 1)
-
-    def backward() -> None:
-        with net.backward_pass(loss):
-            loss.backward()
-
-    raising(backward, ArithmeticError, PeerFailureError)
+    loss = mse(net, 2, fail=dist.get_rank() == 1)
+    with pytest.raises((ArithmeticError, PeerFailureError)), net.backward_pass(loss):
+        loss.backward()
 
 
-@scenario()
-def failure_on_all_ranks() -> None:
-    net = wrap(Fragile(), bucket_cap_mb=0.0001)
-    train(net, steps=2)
+def fail(net: BucketDDP) -> None:
     mark("failing")
-    raising(lambda: loss_in(net, 2, fail=True).backward(), ArithmeticError)
-    train(net, steps=2)
+    with pytest.raises(ArithmeticError):
+        mse(net, 2, fail=True).backward()
 
 
-# -- module buffers ----------------------------------------------------------------------------------
-
-
-@scenario()
-def evaluation_on_one_rank() -> None:
-    net = wrap(ConvBatchNorm())
-    train(net, steps=2)
+def evaluate_on_rank_0(net: BucketDDP) -> None:
     mark("evaluation")
     if dist.get_rank() == 0:
         with torch.no_grad():
-            loss_in(net.eval())
-            loss_in(net.train())
-    train(net, steps=2)
+            mse(net.eval())
+            mse(net.train())
 
 
-add(
-    module_buffers_broadcast=lambda: train(wrap(ConvBatchNorm())),
-    module_buffers_mean=lambda: train(wrap(ConvBatchNorm(), module_buffers="mean")),
-    module_buffers_off=lambda: train(wrap(ConvBatchNorm(), module_buffers="off")),
-    module_buffers_with_accumulation=lambda: train(wrap(ConvBatchNorm()), micro=3),
-    sync_batchnorm=lambda: train(wrap(convert_sync_batchnorm(ConvBatchNorm()))),
-)
-
-
-# -- other ways to run -------------------------------------------------------------------------------
+trains("failure_on_all_ranks", models.Fragile, {"bucket_cap_mb": 0.0001}, between=fail)
+trains("evaluation_on_one_rank", ConvBatchNorm, between=evaluate_on_rank_0)
+for choice in ("broadcast", "mean", "off"):
+    trains(f"module_buffers_{choice}", ConvBatchNorm, {"module_buffers": choice})
+trains("module_buffers_with_accumulation", ConvBatchNorm, micro=3)
+trains("sync_batchnorm", lambda: convert_sync_batchnorm(ConvBatchNorm()))
+trains("no_first_synchronisation", ConvBatchNorm, {"init_sync": False})
+trains("two_replicas_in_each_process", Mlp, {"device_ids": ["cpu", "cpu"]})
 
 
 @scenario(ranks=3)
@@ -416,24 +357,3 @@ def subgroup() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         train(wrap(ConvBatchNorm(), process_group=group))
-
-
-@scenario()
-def wrapped_again() -> None:
-    net = wrap(Mlp())
-    train(net, steps=2)
-    train(wrap(net.module), steps=2)
-
-
-@scenario()
-def replaced_head() -> None:
-    net = wrap(Mlp())
-    train(net, steps=2)
-    net.module.head = nn.Linear(16, 4)
-    train(net, steps=2)
-
-
-add(
-    two_replicas_in_each_process=lambda: train(wrap(Mlp(), device_ids=["cpu", "cpu"])),
-    no_first_synchronisation=lambda: train(wrap(ConvBatchNorm(), init_sync=False), steps=2),
-)
