@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.reference import assert_grads, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+from tests.wrapper.cases import TINY, RunRanks, backward, on_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "device_ids": None,
@@ -34,27 +34,22 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def every_argument() -> None:
+@on_ranks(2)
+def test_every_argument_by_name_and_by_position() -> None:
+    theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters)[2 : 2 + len(ARGUMENTS)]
+    assert theirs == list(ARGUMENTS), "torch has changed the order of its arguments"
     module = Mlp()
     plain = copy.deepcopy(module)
     BucketDDP(Mlp(), **ARGUMENTS).close()
     ours = BucketDDP(module, *ARGUMENTS.values())
     ours._set_static_graph()
-    for step in range(2):
-        for model in (plain, ours):
-            model.zero_grad()
-            backward(model, step)
-        assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
+    for model in (plain, ours):
+        backward(model)
+    assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
     assert_grads(module, mean_over_ranks(plain))
     assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
     ours.close()
     BucketDDP(Mlp(), device_ids=[]).close()  # torch takes it for None
-
-
-def test_every_argument_by_name_and_by_position(run_ranks: RunRanks) -> None:
-    theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters)[2 : 2 + len(ARGUMENTS)]
-    assert theirs == list(ARGUMENTS), "torch has changed the order of its arguments"
-    run_ranks(2, every_argument)
 
 
 MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first, and in a later forward
@@ -68,7 +63,8 @@ MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first,
 }
 
 
-def module_buffers_after(arguments: dict[str, Any], first: float, later: float) -> None:
+@on_ranks(2, MODULE_BUFFERS)
+def test_each_choice_for_module_buffers(arguments: dict[str, Any], first: float, later: float) -> None:
     module = ConvBatchNorm()
     module.norm.momentum = 0.0
     rank = dist.get_rank()
@@ -82,18 +78,11 @@ def module_buffers_after(arguments: dict[str, Any], first: float, later: float) 
     ours.close()
 
 
-def all_choices_for_module_buffers() -> None:
-    check_each(MODULE_BUFFERS, module_buffers_after)
-
-
-def test_each_choice_for_module_buffers(run_ranks: RunRanks) -> None:
-    run_ranks(2, all_choices_for_module_buffers)
-
-
 # -- refused -----------------------------------------------------------------------------------------
 
 
-def refused_arguments() -> None:
+@on_ranks(2, fresh=True)
+def test_arguments_that_cannot_be_honoured_are_refused() -> None:
     plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     both = {"process_group": dist.group.WORLD, "device_mesh": plane["inner"]}
     sharded = nn.Linear(4, 4)
@@ -116,10 +105,6 @@ def refused_arguments() -> None:
             with pytest.raises((RuntimeError, ValueError)) as theirs:
                 DistributedDataParallel(module, **arguments)
             assert isinstance(error.value, theirs.type), "code that catches torch's error catches ours"
-
-
-def test_arguments_that_cannot_be_honoured_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, refused_arguments, fresh=True)
 
 
 def one_rank_asks_for_devices() -> str:
@@ -154,7 +139,8 @@ def test_one_dimension_of_a_device_mesh(run_ranks: RunRanks) -> None:
     assert sums[0] == sums[1] != sums[2] == sums[3], "equal in a row, different between the rows"
 
 
-def some_left_alone() -> None:
+@on_ranks(2)
+def test_parameters_and_module_buffers_to_ignore() -> None:
     own = dist.get_rank() + 1.0
     module = ConvBatchNorm()
     ignored = ["conv2.weight", "norm.running_mean"]
@@ -179,10 +165,6 @@ def some_left_alone() -> None:
     ours.close()
 
 
-def test_parameters_and_module_buffers_to_ignore(run_ranks: RunRanks) -> None:
-    run_ranks(2, some_left_alone)
-
-
 # -- copies ------------------------------------------------------------------------------------------
 
 
@@ -193,8 +175,8 @@ def pickled(ours: BucketDDP) -> BucketDDP:
     return torch.load(memory, weights_only=False)
 
 
-def a_copy(copied: Any) -> None:
-    torch.manual_seed(1)
+@on_ranks(2, {"deepcopy": [copy.deepcopy], "pickle": [pickled]})
+def test_copies_and_pickles_train(copied: Any) -> None:
     module = Mlp()
     ours = BucketDDP(module, bucket_cap_mb=TINY, grad_dtype=torch.float64)
     backward(ours)
@@ -212,49 +194,31 @@ def a_copy(copied: Any) -> None:
     backward(ours, 2)
     for wrapper in (ours, other):
         wrapper.close()
-    again = copy.deepcopy(ours)
+    again = copied(ours)
     backward(again)  # closed: forwards only
     assert again.module.head.weight.grad is not None
-
-
-def copies() -> None:
-    check_each({"deepcopy": [copy.deepcopy], "pickle": [pickled]}, a_copy)
     ours = BucketDDP(Mlp(), process_group=dist.new_group([0, 1]))
-    for copied in (copy.deepcopy, pickled):
-        with pytest.raises(RuntimeError, match="the default process group where a BucketDDP is copied or pickled"):
-            copied(ours)
+    with pytest.raises(RuntimeError, match="the default process group where a BucketDDP is copied or pickled"):
+        copied(ours)
     backward(ours)
     assert ours.passes == 1
     ours.close()
 
 
-def test_copies_and_pickles_train(run_ranks: RunRanks) -> None:
-    run_ranks(2, copies)
-
-
 # -- what torch's has besides ------------------------------------------------------------------------
 
 
-def by_attribute() -> None:
-    module = Mlp()
-    plain = copy.deepcopy(module)
-    ours = BucketDDP(module)
+@on_ranks(2)
+def test_the_attribute_of_no_sync_may_be_set_directly() -> None:
+    ours = BucketDDP(Mlp())
     for step in range(2):
         ours.require_backward_grad_sync = step == 1
         backward(ours, step)
-        backward(plain, step)
         assert ours.passes == step
-    assert_grads(module, mean_over_ranks(plain))
     with ours.no_sync():
-        with ours.no_sync():
-            pass
         assert not ours.require_backward_grad_sync
     assert ours.require_backward_grad_sync
     ours.close()
-
-
-def test_the_attribute_of_no_sync_may_be_set_directly(run_ranks: RunRanks) -> None:
-    run_ranks(2, by_attribute)
 
 
 def skipped_backward() -> list[str]:
@@ -278,19 +242,3 @@ def test_a_rank_that_skips_a_backward_is_noticed_once(run_ranks: RunRanks) -> No
     for rank, (message,) in enumerate(run_ranks(2, skipped_backward)):
         assert "ranks met in pass 1 after different numbers of training forwards" in message
         assert f"{[2, 3][rank]} on this rank" in message
-
-
-def forward_to_the_device() -> None:
-    """The CPU refuses ``device_ids``; the device that they lead to is used alike."""
-    ours = BucketDDP(Mlp())
-    seen: list[Tensor] = []
-    ours.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    ours._input_device = torch.device("cpu")
-    inputs, _ = batch(0, 0)
-    ours(inputs)
-    assert seen[0] is inputs
-    ours.close()
-
-
-def test_inputs_that_are_in_place_are_not_copied(run_ranks: RunRanks) -> None:
-    run_ranks(1, forward_to_the_device)

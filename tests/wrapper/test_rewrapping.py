@@ -11,10 +11,14 @@ from torch.optim import optimizer as optimizer_file
 from lightning_bucketddp import BucketDDP
 from tests.models import Mlp, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import RunRanks, backward, check_each
+from tests.wrapper.cases import backward, on_ranks
+
+FP32, BF16 = torch.float32, torch.bfloat16
+MASTERS = {"grad_dtype": FP32}
 
 
-def wrap_again() -> None:
+@on_ranks(2)
+def test_the_last_wrapper_takes_over() -> None:
     module, plain = Mlp(), Mlp()
     cells = []
     for step in range(3):  # a notebook cell that is run again
@@ -49,9 +53,10 @@ def wrap_again() -> None:
     wrapper.close()
 
 
-def wrap_parts() -> None:
-    """Wrappers around other parameters, or ones that are frozen there, stay as they are."""
-    module = Mlp()
+@on_ranks(2)
+def test_wrappers_around_other_parameters_stay() -> None:
+    """Around ones that are frozen there, too; a wrapper inside a wrapper only forwards."""
+    module, plain = Mlp(), Mlp()
     module.head.requires_grad_(False)
     body = BucketDDP(module)
     module.head.requires_grad_(True)
@@ -62,11 +67,7 @@ def wrap_parts() -> None:
     head.close()
     body.close()
 
-
-def wrap_a_wrapper() -> None:
-    """The inner wrapper only forwards."""
-    module, plain = Mlp(), Mlp()
-    inner = BucketDDP(module)
+    inner = BucketDDP(module.requires_grad_(True))
     plain.load_state_dict(module.state_dict())
     outer = BucketDDP(inner)
     for step, model in enumerate((outer, inner, outer)):
@@ -79,7 +80,8 @@ def wrap_a_wrapper() -> None:
     outer.close()
 
 
-def wrap_with_live_optimizer(options: dict[str, Any], dtype: torch.dtype) -> None:
+@on_ranks(2, {"shards": [{"shard_optimizer": True}, FP32], "masters": [MASTERS, BF16]})
+def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any], dtype: torch.dtype) -> None:
     module = Mlp().to(dtype)
     wrapper = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -94,7 +96,8 @@ def wrap_with_live_optimizer(options: dict[str, Any], dtype: torch.dtype) -> Non
     BucketDDP(module).close()
 
 
-def drop(options: dict[str, Any], dtype: torch.dtype) -> None:
+@on_ranks(2, {"masters": [MASTERS, BF16], "mean": [{"module_buffers": "mean"}, FP32]})
+def test_a_dropped_wrapper_leaves_nothing_behind(options: dict[str, Any], dtype: torch.dtype) -> None:
     module = Mlp().to(dtype)
     before, global_hooks = set(vars(module)), len(optimizer_file._global_optimizer_pre_hooks)
     wrapper = BucketDDP(module, **options)
@@ -111,17 +114,3 @@ def drop(options: dict[str, Any], dtype: torch.dtype) -> None:
     found = grads(module)
     backward(module, 0, dtype)
     assert all(param.grad.ne(found[name]).any() for name, param in module.named_parameters())
-
-
-def wrapped_again_and_dropped() -> None:
-    wrap_again()
-    wrap_parts()
-    wrap_a_wrapper()
-    fp32, bf16 = torch.float32, torch.bfloat16
-    masters = {"grad_dtype": fp32}
-    check_each({"shards": [{"shard_optimizer": True}, fp32], "masters": [masters, bf16]}, wrap_with_live_optimizer)
-    check_each({"default": [{}, fp32], "masters": [masters, bf16], "mean": [{"module_buffers": "mean"}, fp32]}, drop)
-
-
-def test_the_last_wrapper_takes_over_and_leaves_nothing_behind(run_ranks: RunRanks) -> None:
-    run_ranks(2, wrapped_again_and_dropped)

@@ -15,17 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
-from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, check_each
-
-
-def pair(build: Callable[[], nn.Module]) -> tuple[BucketDDP, DistributedDataParallel]:
-    """The same module twice: ours and torch's."""
-    torch.manual_seed(3)
-    module = build()
-    ddp = DistributedDataParallel(copy.deepcopy(module))
-    return BucketDDP(module, bucket_cap_mb=TINY), ddp
-
+from tests.reference import TINY, Twins, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.wrapper.cases import RunRanks, backward, on_ranks
 
 # -- what forward returns ----------------------------------------------------------------------------
 
@@ -41,7 +32,6 @@ class Result:
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Any], Any], Callable[[Any], tuple[Any, Any]]]] = {
     "named tuple": (Named, tuple),
     "dict": (lambda out, other: OrderedDict(out=out, other=other), lambda packed: tuple(packed.values())),
-    "dataclass": (Result, lambda packed: (packed.out, packed.other)),
     "nested": (
         lambda out, other: {"a": [(Named(out, 1.5), "text")], "b": Result(other, {"deep": (other,)})},
         lambda packed: (packed["a"][0][0].out, packed["b"].other["deep"][0]),
@@ -63,68 +53,60 @@ class TwoOutputs(nn.Module):
         return self.pack(self.out(hidden), {"graph": other, "detached": other.detach(), "none": None}[self.second])
 
 
-def output_in_a_container(container: str, second: str, uses: str) -> None:
-    torch.manual_seed(3)
-    plain = TwoOutputs(container, second)
-    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=TINY, find_unused_parameters=True)
-    for step in range(2):
-        inputs, _ = batch(step, dist.get_rank())
-        for model in (ours, plain):
-            model.zero_grad()
-            packed = model(inputs)
-            assert type(packed) is type(plain(inputs))
-            used = zip(("first", "second"), CONTAINERS[container][1](packed), strict=True)
-            torch.stack([value.square().mean() for name, value in used if uses in (name, "both")]).sum().backward()
-        assert_grads(ours.module, mean_over_ranks(plain))
-    assert ours.passes == 2
-    ours.close()
+WAYS = [("graph", "both"), ("graph", "first"), ("graph", "second"), ("detached", "both"), ("none", "first")]
 
 
-def outputs_in_containers() -> None:
-    ways = [("graph", "both"), ("graph", "first"), ("graph", "second"), ("detached", "both"), ("none", "first")]
-    cases = [(container, *way) for container in CONTAINERS for way in ways]
-    check_each({str(case): case for case in cases}, output_in_a_container)
+@on_ranks(2, {f"{container}, {way}": [container, *way] for container in CONTAINERS for way in WAYS})
+def test_outputs_in_containers(container: str, second: str, uses: str) -> None:
+    twins = Twins(TwoOutputs(container, second), find_unused_parameters=True)
 
+    def loss(model: nn.Module) -> Tensor:
+        packed = model(batch(0, dist.get_rank())[0])
+        assert type(packed) is type(twins.plain.pack(1, 2))
+        used = zip(("first", "second"), CONTAINERS[container][1](packed), strict=True)
+        return torch.stack([value.square().mean() for name, value in used if uses in (name, "both")]).sum()
 
-def test_outputs_in_containers(run_ranks: RunRanks) -> None:
-    run_ranks(2, outputs_in_containers)
+    for _ in range(2):
+        twins.step(loss)
+    assert twins.ours.passes == 2
+    twins.ours.close()
 
 
 # -- forwards that are not trained on -------------------------------------------------------
 
 
-def evaluate(wrapper: nn.Module, inputs: Tensor, train: bool = False) -> Tensor:
-    wrapper.train(train)
-    assert all(module.training == train for module in wrapper.modules())
-    with torch.no_grad():
-        output = wrapper(inputs)
-    wrapper.train()
-    return output
+KINDS = ["no_grad in train mode", "no_grad in eval mode", "between forward and backward", "dropped"]
 
 
-def forwards_in_between(kind: str) -> None:
-    rank = dist.get_rank()
-    ours, ddp = pair(ConvBatchNorm)
-    optimizers = [torch.optim.AdamW(wrapper.parameters(), lr=1e-2) for wrapper in (ours, ddp)]
+@on_ranks(2, {kind: [kind] for kind in KINDS})
+def test_forwards_that_are_not_trained_on(kind: str) -> None:
+    module, rank = ConvBatchNorm(), dist.get_rank()
+    ddp = DistributedDataParallel(copy.deepcopy(module))
+    ours = BucketDDP(module, bucket_cap_mb=TINY)
     for step in range(3):
         more, _ = batch(2 * step + 1, rank)
         outputs = []
-        for wrapper, optimizer in zip((ours, ddp), optimizers, strict=True):
-            optimizer.zero_grad()
+
+        def evaluate(wrapper: nn.Module, inputs: Tensor = more, found: list[Tensor] = outputs) -> None:
+            wrapper.train(kind == "no_grad in train mode")
+            with torch.no_grad():
+                found.append(wrapper(inputs))
+            wrapper.train()
+
+        for wrapper in (ours, ddp):
+            wrapper.zero_grad()
             if kind == "dropped":
                 wrapper(more)
             elif kind != "between forward and backward":
-                outputs.append(evaluate(wrapper, more, train=kind == "no_grad in train mode"))
+                evaluate(wrapper)
             inputs, target = batch(2 * step, rank)
             loss = loss_of(wrapper(inputs), target)
             if kind == "between forward and backward":
-                outputs.append(evaluate(wrapper, more))  # train mode would move statistics that backward needs
+                evaluate(wrapper)  # train mode would move statistics that backward needs
             loss.backward()
         if outputs and (rank == 0 or "train" in kind):  # in eval mode only rank 0 has the statistics of DDP's rank 0
             torch.testing.assert_close(*outputs)
         assert_grads(ours.module, grads(ddp.module))
-        for optimizer in optimizers:
-            optimizer.step()
     if rank == 0:
         torch.testing.assert_close(dict(ours.module.named_buffers()), dict(ddp.module.named_buffers()))
     ours.synchronise_module_buffers()
@@ -133,44 +115,17 @@ def forwards_in_between(kind: str) -> None:
     ours.close()
 
 
-def forwards_without_training() -> None:
-    kinds = ["no_grad in train mode", "no_grad in eval mode", "between forward and backward", "dropped"]
-    check_each({kind: [kind] for kind in kinds}, forwards_in_between)
-
-
-def test_forwards_that_are_not_trained_on(run_ranks: RunRanks) -> None:
-    run_ranks(2, forwards_without_training)
-
-
 # -- process groups ----------------------------------------------------------------------------------
 
 
-def mean_over(plain: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor | None]:
-    means: dict[str, Tensor | None] = {}
-    for name, param in plain.named_parameters():
-        mean = param.grad.clone()
-        dist.all_reduce(mean, group=group)
-        means[name] = mean / dist.get_world_size(group)
-    return means
-
-
-def outside_the_group() -> None:
-    group, rank = dist.new_group([0, 1]), dist.get_rank()
-    if rank > 1:
-        with pytest.raises(ValueError, match=f"process {rank} is not a member"):
-            BucketDDP(Mlp(), process_group=group)
-        return
-    ours = BucketDDP(Mlp(), process_group=group)
-    backward(ours)
-    assert ours.passes == 1
-    ours.close()
-
-
-def a_group_within_the_world() -> None:
-    """A trunk that all ranks share and a head per pair of ranks, in one graph."""
+@on_ranks(4)
+def test_wrappers_over_different_groups_in_one_graph() -> None:
+    """A trunk that all ranks share and a head per pair of ranks."""
     rank = dist.get_rank()
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    torch.manual_seed(5)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    with pytest.raises(ValueError, match=f"process {rank} is not a member"):
+        BucketDDP(Mlp(), process_group=groups[1 - rank // 2])
     trunk, head = Mlp(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     ours = BucketDDP(trunk, bucket_cap_mb=TINY), BucketDDP(head, process_group=group, bucket_cap_mb=TINY)
     for step in range(3):
@@ -181,19 +136,12 @@ def a_group_within_the_world() -> None:
             inputs, target = batch(step, rank)
             loss_of(second(first(inputs)), target).backward()
         assert_grads(trunk, mean_over_ranks(plain[0]))
-        assert_grads(head, mean_over(plain[1], group))
+        for param in plain[1].parameters():
+            dist.all_reduce(param.grad, group=group)
+        assert_grads(head, {name: param.grad / 2 for name, param in plain[1].named_parameters()})
     for wrapper in ours:
         assert wrapper.passes == 3
         wrapper.close()
-
-
-def groups_within_the_world() -> None:
-    outside_the_group()
-    a_group_within_the_world()
-
-
-def test_wrappers_over_different_groups_in_one_graph(run_ranks: RunRanks) -> None:
-    run_ranks(4, groups_within_the_world)
 
 
 def groups_of(members: list[list[int]]) -> list[str]:
