@@ -109,32 +109,38 @@ TESTS = (
 )
 """All tests that use ``DistributedDataParallel``, in torch's order."""
 
+SYNC_BATCHNORM = "torch's `SyncBatchNorm` works on GPUs only"
+BROKEN = "torch skips it as broken"
+STEPS_IN_BACKWARD = "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
+MIXED_PRECISION = "`mixed_precision` is a private, experimental argument of torch's DDP"
+LOGGING = "reads torch-private logging data (`_get_ddp_logging_data`)"
+UNUSED = "wants torch's error for an unused parameter; here that is no error"
+USED_MAP = "reads torch-private state (`reducer._get_local_used_map`), and wants an error for an unused parameter"
+NAMES = "builds a torch-private table of names (`_build_params_for_reducer`)"
+BUFFER_HOOK = "registers a hook for module buffers by a torch-private method (`_register_buffer_comm_hook`)"
+
 FAILS_WITH_TORCH: dict[str, str] = {
-    "test_DistributedDataParallel_non_default_stream": "torch skips it as broken",
-    "test_DistributedDataParallel": "torch skips it as broken",
-    "test_DistributedDataParallel_SyncBatchNorm_Channels_Last": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_DistributedDataParallel_SyncBatchNorm": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_DistributedDataParallel_SyncBatchNorm_No_Affine": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_DistributedDataParallel_SyncBatchNorm_2D_Input": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value": (
-        "torch's `SyncBatchNorm` works on GPUs only"
-    ),
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient": (
-        "torch's `SyncBatchNorm` works on GPUs only"
-    ),
-    "test_DistributedDataParallel_SyncBatchNorm_half": "torch's `SyncBatchNorm` works on GPUs only",
+    "test_DistributedDataParallel_non_default_stream": BROKEN,
+    "test_DistributedDataParallel": BROKEN,
+    "test_DistributedDataParallel_SyncBatchNorm_Channels_Last": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_No_Affine": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_2D_Input": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient": SYNC_BATCHNORM,
+    "test_DistributedDataParallel_SyncBatchNorm_half": SYNC_BATCHNORM,
     "test_ddp_logging_data_gpu": "compares the logged device ids with those of GPUs",
-    "test_ddp_profiling_autograd_profiler": "torch skips it as broken",
-    "test_ddp_profiling_execution_trace": "torch skips it as broken",
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn": "torch's `SyncBatchNorm` works on GPUs only",
+    "test_ddp_profiling_autograd_profiler": BROKEN,
+    "test_ddp_profiling_execution_trace": BROKEN,
+    "test_ddp_uneven_inputs_stop_iteration_sync_bn": SYNC_BATCHNORM,
     "test_ddp_device": "looks for inputs on a GPU",
-    "test_compute_bucket_assignment_by_size_sparse_error_with_logger": "torch skips it as broken",
-    "test_ddp_model_diff_shape_across_ranks": "torch skips it as broken",
-    "test_ddp_inference": "torch's `SyncBatchNorm` works on GPUs only",
-    "test_ddp_sync_bn_training_vs_eval": "torch skips it as broken",
-    "test_ddp_has_finalized": "torch skips it as broken",
-    "test_sync_bn_logged": "torch's `SyncBatchNorm` works on GPUs only",
+    "test_compute_bucket_assignment_by_size_sparse_error_with_logger": BROKEN,
+    "test_ddp_model_diff_shape_across_ranks": BROKEN,
+    "test_ddp_inference": SYNC_BATCHNORM,
+    "test_ddp_sync_bn_training_vs_eval": BROKEN,
+    "test_ddp_has_finalized": BROKEN,
+    "test_sync_bn_logged": SYNC_BATCHNORM,
     "test_ddp_hook_pickling_powerSGD": "torch skips it as flaky; it loads a file in a way that torch refuses now",
 }
 """Tests that fail, or are skipped, with torch's own class on CPU ranks, and why."""
@@ -143,33 +149,17 @@ EXCLUDED: dict[str, str] = {
     "test_ddp_create_graph": (
         "`create_graph=True` is refused: torch's DDP does it, and its gradients of gradients are silently wrong"
     ),
-    "test_ddp_comm_hook_logging": "reads torch-private logging data (`_get_ddp_logging_data`)",
+    "test_ddp_comm_hook_logging": LOGGING,
     "test_get_data_parallel_params": "calls a torch-private function (`_get_data_parallel_params`)",
-    "test_ddp_apply_optim_in_backward": (
-        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
-    ),
-    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": (
-        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
-    ),
-    "test_ddp_apply_optim_in_backward_ignored_params": (
-        "torch's private `_apply_optimizer_in_backward` is refused: it steps before gradients are averaged"
-    ),
-    "test_ddp_native_mixed_precision_ignored_params": (
-        "`mixed_precision` is a private, experimental argument of torch's DDP"
-    ),
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": (
-        "`mixed_precision` is a private, experimental argument of torch's DDP"
-    ),
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": (
-        "`mixed_precision` is a private, experimental argument of torch's DDP"
-    ),
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": (
-        "`mixed_precision` is a private, experimental argument of torch's DDP"
-    ),
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": (
-        "`mixed_precision` is a private, experimental argument of torch's DDP"
-    ),
-    "test_ddp_logging_data_cpu": "reads torch-private logging data (`_get_ddp_logging_data`)",
+    "test_ddp_apply_optim_in_backward": STEPS_IN_BACKWARD,
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": STEPS_IN_BACKWARD,
+    "test_ddp_apply_optim_in_backward_ignored_params": STEPS_IN_BACKWARD,
+    "test_ddp_native_mixed_precision_ignored_params": MIXED_PRECISION,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": MIXED_PRECISION,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": MIXED_PRECISION,
+    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": MIXED_PRECISION,
+    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": MIXED_PRECISION,
+    "test_ddp_logging_data_cpu": LOGGING,
     "test_ddp_bucket_cap_mb_list": (
         "reads what torch makes of `bucket_cap_mb_list`, an argument that `BucketDDP` does not have"
     ),
@@ -182,39 +172,21 @@ EXCLUDED: dict[str, str] = {
     "test_ddp_profiling_torch_profiler": (
         "counts profiler events: torch's own number of collectives, and its search of the graph"
     ),
-    "test_ddp_unused_params_rebuild_buckets_exception": (
-        "wants torch's error for an unused parameter; here that is no error"
-    ),
-    "test_ddp_control_flow_same_across_ranks": (
-        "reads torch-private state (`reducer._get_local_used_map`), and wants an error for an unused parameter"
-    ),
+    "test_ddp_unused_params_rebuild_buckets_exception": UNUSED,
+    "test_ddp_control_flow_same_across_ranks": USED_MAP,
     "test_invalid_static_graph": "wants torch's error where `static_graph=True` was not true; here it may change",
-    "test_ddp_control_flow_different_across_ranks": (
-        "reads torch-private state (`reducer._get_local_used_map`), and wants an error for an unused parameter"
-    ),
-    "test_ddp_build_debug_param_to_name_mapping": "builds a torch-private table of names (`_build_params_for_reducer`)",
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad": (
-        "builds a torch-private table of names (`_build_params_for_reducer`)"
-    ),
-    "test_ddp_multiple_nested_unused_params_error": (
-        "wants torch's error for an unused parameter; here that is no error"
-    ),
-    "test_ddp_multiple_nested_unused_params_err_ignore_params": (
-        "wants torch's error for an unused parameter; here that is no error"
-    ),
+    "test_ddp_control_flow_different_across_ranks": USED_MAP,
+    "test_ddp_build_debug_param_to_name_mapping": NAMES,
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad": NAMES,
+    "test_ddp_multiple_nested_unused_params_error": UNUSED,
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": UNUSED,
     "test_ddp_python_error_logged": (
         "wants torch's words for a hook that is not callable, in torch-private logging data; here it is a TypeError too"
     ),
     "test_detect_ddp_is_actually_static": "reads torch-private state (`reducer._ddp_graph_static`)",
-    "test_ddp_buffer_hook_allreduce_return_future": (
-        "registers a hook for module buffers by a torch-private method (`_register_buffer_comm_hook`)"
-    ),
-    "test_ddp_buffer_hook_allreduce": (
-        "registers a hook for module buffers by a torch-private method (`_register_buffer_comm_hook`)"
-    ),
-    "test_ddp_broadcast_buffer_via_hook": (
-        "registers a hook for module buffers by a torch-private method (`_register_buffer_comm_hook`)"
-    ),
+    "test_ddp_buffer_hook_allreduce_return_future": BUFFER_HOOK,
+    "test_ddp_buffer_hook_allreduce": BUFFER_HOOK,
+    "test_ddp_broadcast_buffer_via_hook": BUFFER_HOOK,
     "test_ddp_broadcast_buffers_deprecation_warning": (
         "wants torch's warning that `broadcast_buffers` will go; here the argument stays"
     ),
