@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.replicas.replicas import data_parallel, parallel_apply
+from lightning_bucketddp.replicas.replicas import data_parallel
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
 from tests.reference import assert_grads, copying, grads
-from tests.wrapper.cases import RunRanks
+from tests.wrapper.cases import RunRanks, on_ranks
 
 
 def _sends(backend: str, device: torch.device) -> bool:
@@ -111,16 +111,8 @@ def alike(
 ) -> int:
     """Compare gradients, read at once, with those of one process that has all ranks' batches.
 
-    Args:
-        setting: See above.
-        make: Makes the module.
-        takes: By step and rank, the module's second argument.
-        streams: Of forward and of backward; None for the current one.
-        copied: Whether replicas have copies of the parameters.
-        options: Of the wrapper.
-
-    Returns:
-        How many buckets a pass launched before backward had ended.
+    ``takes`` are the module's second argument, by step and rank; ``streams`` those of forward and backward. With
+    ``copied`` replicas have copies of the parameters. Returns how many buckets a pass launched before its end.
     """
     torch.manual_seed(3)
     net, sent = wrap(setting, make(), **{"bucket_cap_mb": SMALL_CAP, **options})
@@ -169,6 +161,18 @@ def named_grads(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 # -- gradients ---------------------------------------------------------------------------------------
 
 
+class TwoDevices(nn.Module):
+    """A layer on each of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Mlp().to(torch.device(DEVICE.type, 0))
+        self.second = nn.Linear(4, 4).to(torch.device(DEVICE.type, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(self.second.weight.device)).to(x.device)
+
+
 def built(model: str) -> Callable[[], nn.Module]:
     return lambda: build(model).to(DEVICE)
 
@@ -186,6 +190,8 @@ def parity(setting: str) -> None:
             alike(setting, built("mlp"), **options_for(way))
         if DEVICE.type == "cuda":
             alike(setting, lambda: convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)))
+    if torch.accelerator.device_count() > 1:
+        alike(setting, TwoDevices)
 
 
 settings = pytest.mark.parametrize("setting", [ALONE, SENDING, pytest.param(TWO, marks=gloo)])
@@ -196,56 +202,25 @@ def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -
     run_ranks(ranks_in(setting), parity, setting)
 
 
-class TwoDevices(nn.Module):
-    """A layer on each of two devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Mlp().to(torch.device(DEVICE.type, 0))
-        self.second = nn.Linear(4, 4).to(torch.device(DEVICE.type, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).to(self.second.weight.device)).to(x.device)
-
-
-def on_two_devices(setting: str) -> None:
-    alike(setting, TwoDevices)
-
-
-@settings
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
-def test_a_module_on_two_devices(run_ranks: RunRanks, setting: str) -> None:
-    run_ranks(ranks_in(setting), on_two_devices, setting)
-
-
 # -- several devices in one process ------------------------------------------------------------------
 
 
-MODELS = ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"]
-
-
-def replicas_on(setting: str, devices: list[torch.device], models: list[str]) -> None:
-    on_one = devices[0] == devices[-1]
-    for index, model in enumerate(models):
-        copied = on_one and (index % 2 == 0) == (setting == SENDING)
+def replicas_on(setting: str, several: bool) -> None:
+    """On one device twice; or on all, the CPU beside it where there is one alone."""
+    models = ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"]
+    devices = [DEVICE, DEVICE]
+    if several:
+        devices = [torch.device(DEVICE.type, index) for index in range(torch.accelerator.device_count())]
+        devices = devices if len(devices) > 1 else [*devices, torch.device("cpu")]
+    for index, model in enumerate(models[: 3 if several else 5]):
+        copied = not several and (index % 2 == 0) == (setting == SENDING)
         early = alike(setting, built(model), copied=copied, device_ids=devices)
         assert early > 0 or "reentrant" in model
 
 
-def several() -> list[torch.device]:
-    """All accelerators; the CPU beside it where there is one alone, for copies to go from one device to another."""
-    count = torch.accelerator.device_count()
-    found = [torch.device(DEVICE.type, index) for index in range(count)]
-    return found if count > 1 else [*found, torch.device("cpu")]
-
-
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_several_replicas_on_one_device(run_ranks: RunRanks, setting: str) -> None:
-    run_ranks(1, replicas_on, setting, [DEVICE, DEVICE], MODELS)
-
-
-def test_replicas_on_all_devices_or_on_the_cpu_too(run_ranks: RunRanks) -> None:
-    run_ranks(1, replicas_on, ALONE, several(), MODELS[:3])
+@pytest.mark.parametrize(("setting", "several"), [(ALONE, False), (SENDING, False), (ALONE, True)])
+def test_several_replicas_in_one_process(run_ranks: RunRanks, setting: str, several: bool) -> None:
+    run_ranks(1, replicas_on, setting, several)
 
 
 @cuda
@@ -263,28 +238,11 @@ def test_data_parallel_equals_torchs() -> None:
         torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-@cuda
-def test_a_replica_has_its_device_and_the_callers_stream() -> None:
-    class Where(nn.Module):
-        def forward(self, x: Tensor) -> tuple[int, int, bool, torch.dtype]:
-            index = torch.cuda.current_device()
-            enabled = torch.is_autocast_enabled("cuda")
-            return index, torch.cuda.current_stream().cuda_stream, enabled, torch.get_autocast_dtype("cuda")
-
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    devices = devices if len(devices) > 1 else devices * 2
-    stream = torch.cuda.Stream(devices[0])
-    with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16):
-        found = parallel_apply([Where() for _ in devices], [torch.ones(1)] * len(devices), devices=devices)
-    for device, (index, current, enabled, dtype) in zip(devices, found, strict=True):
-        assert (index, enabled, dtype) == (device.index, True, torch.bfloat16)
-        assert (current == stream.cuda_stream) == (device == devices[0])
-
-
 # -- mixed precision ---------------------------------------------------------------------------------
 
 
-def fitted(precision: Any) -> None:
+@on_ranks(1, {it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
+def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     torch.manual_seed(5)
     trained = [Regression(), Regression()]
     initial = copy.deepcopy(trained[0])
@@ -295,11 +253,6 @@ def fitted(precision: Any) -> None:
     close_to(*trained)
     with pytest.raises(AssertionError):
         close_to(trained[0], initial)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_a_trainer_trains_as_on_a_single_device(run_ranks: RunRanks, precision: str) -> None:
-    run_ranks(1, fitted, precision)
 
 
 # -- the host does not wait --------------------------------------------------------------------------
@@ -403,34 +356,25 @@ class TwoStreams(nn.Module):
         with torch.cuda.stream(self.stream):  # a node works on the stream on which it was made
             self.node = self.side.expand_as(self.side).grad_fn.next_functions[0][0]
 
-    def _product(self, which: str, x: Tensor) -> Tensor:
-        product = x * getattr(self, which)
-        return Delay.apply(product) if which == self.late else product
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten().repeat(SIZE // x.numel())[:SIZE]
+        x = x.flatten().repeat(SIZE // x.numel())
+        x.record_stream(self.stream)
         caller = torch.cuda.current_stream()
+        self.stream.wait_stream(caller)
         outputs = {}
         for which in ("main", "side") if self.first == "side" else ("side", "main"):  # backward begins with the last
-            if which == "main":
-                outputs[which] = self._product(which, x)
-                continue
-            self.stream.wait_stream(caller)
-            with torch.cuda.stream(self.stream):
-                outputs[which] = self._product(which, x)
+            with torch.cuda.stream(self.stream if which == "side" else caller):
+                product = x * getattr(self, which)
+                outputs[which] = Delay.apply(product) if which == self.late else product
         caller.wait_stream(self.stream)
         return (outputs["main"] + outputs["side"]).view(-1, 4, SIZE // 16).sum(2)
 
 
-class Late(nn.Module):
-    """An MLP whose gradients all take long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Mlp(), nn.Linear(4, 4)
+class Late(Mlp):
+    """Its gradients all take long."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return Delay.apply(self.head(self.body(x)))
+        return Delay.apply(super().forward(x))
 
 
 def streams_by_setting(setting: str) -> None:
@@ -453,7 +397,9 @@ def test_launches_and_the_caller_wait_for_the_streams_of_gradients(run_ranks: Ru
     run_ranks(ranks_in(setting), streams_by_setting, setting)
 
 
-def memory_is_used_again() -> None:
+@cuda
+@on_ranks(1)
+def test_memory_is_not_used_again_before_a_gradient_was_packed() -> None:
     """The side stream's gradient is packed by the main stream, which is late; the side stream goes on at once."""
     module = TwoStreams(late="main", first="side")
     net, _ = wrap(ALONE, module, bucket_cap_mb=25)
@@ -483,11 +429,6 @@ def memory_is_used_again() -> None:
     net.close()
 
 
-@cuda
-def test_memory_is_not_used_again_before_a_gradient_was_packed(run_ranks: RunRanks) -> None:
-    run_ranks(1, memory_is_used_again)
-
-
 # -- memory ------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 512, 8
@@ -507,19 +448,11 @@ def peak_bytes(wrapper: Callable[[nn.Module], nn.Module]) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-def memory() -> dict[str, int]:
+@on_ranks(1)
+def test_gradients_exist_once_in_the_devices_memory() -> None:
     group = dist.new_group(backend=dist.get_default_backend_for_device(DEVICE))
-    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "warm-up": lambda module: module,  # libraries take their workspaces
-        "unwrapped": lambda module: module,
-        "bucketddp": lambda module: BucketDDP(module, bucket_cap_mb=LAYER_BYTES / 2**20, process_group=group),
-        "ddp": lambda module: DistributedDataParallel(module, process_group=group),
-    }
-    return {name: peak_bytes(wrapper) for name, wrapper in wrappers.items()}
-
-
-def test_gradients_exist_once_in_the_devices_memory(run_ranks: RunRanks) -> None:
-    peaks = run_ranks(1, memory)[0]
-    assert peaks["unwrapped"] >= 2 * LAYERS * LAYER_BYTES
-    assert peaks["bucketddp"] <= peaks["unwrapped"] + 1.5 * LAYER_BYTES, peaks
-    assert peaks["ddp"] >= peaks["unwrapped"] + (LAYERS - 2) * LAYER_BYTES, peaks
+    _, unwrapped = (peak_bytes(lambda module: module) for _ in range(2))  # first libraries take their workspaces
+    ours = peak_bytes(partial(BucketDDP, bucket_cap_mb=LAYER_BYTES / 2**20, process_group=group))
+    assert unwrapped >= 2 * LAYERS * LAYER_BYTES
+    assert ours <= unwrapped + 1.5 * LAYER_BYTES
+    assert peak_bytes(partial(DistributedDataParallel, process_group=group)) > ours

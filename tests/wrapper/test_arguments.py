@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.reference import assert_grads, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, on_ranks
+from tests.wrapper.cases import TINY, backward, everyones, on_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "device_ids": None,
@@ -107,23 +107,19 @@ def test_arguments_that_cannot_be_honoured_are_refused() -> None:
             assert isinstance(error.value, theirs.type), "code that catches torch's error catches ours"
 
 
-def one_rank_asks_for_devices() -> str:
-    with pytest.raises((ValueError, PeerFailureError)) as error:
-        BucketDDP(Mlp(), device_ids=[0] if dist.get_rank() == 1 else None)
-    return f"{error.typename}: {error.value}"
-
-
-def test_a_bad_argument_on_one_rank_raises_on_all(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, one_rank_asks_for_devices)
-    assert second.startswith("ValueError: expected no device_ids")
-    assert first.startswith("PeerFailureError")
-    assert "rank 1 cannot go on" in first
+@on_ranks(2)
+def test_a_bad_argument_on_one_rank_raises_on_all() -> None:
+    bad = dist.get_rank() == 1
+    words = "expected no device_ids" if bad else "rank 1 cannot go on"
+    with pytest.raises(ValueError if bad else PeerFailureError, match=words):
+        BucketDDP(Mlp(), device_ids=[0] if bad else None)
 
 
 # -- which ranks, and which tensors ------------------------------------------------------------------
 
 
-def over_a_slice_of_a_mesh() -> float:
+@on_ranks(4)
+def test_one_dimension_of_a_device_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "dp"))
     torch.manual_seed(dist.get_rank())
     module = Mlp()
@@ -131,11 +127,7 @@ def over_a_slice_of_a_mesh() -> float:
     assert ours.process_group is mesh["dp"].get_group()
     backward(ours)
     ours.close()
-    return float(module.head.weight.grad.sum())
-
-
-def test_one_dimension_of_a_device_mesh(run_ranks: RunRanks) -> None:
-    sums = run_ranks(4, over_a_slice_of_a_mesh)
+    sums = everyones(float(module.head.weight.grad.sum()))
     assert sums[0] == sums[1] != sums[2] == sums[3], "equal in a row, different between the rows"
 
 
@@ -146,26 +138,22 @@ def test_parameters_and_module_buffers_to_ignore() -> None:
     ignored = ["conv2.weight", "norm.running_mean"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     with torch.no_grad():
-        for tensor in (module.conv1.weight, module.conv2.weight, module.norm.running_mean):
+        for tensor in (module.conv1.weight, module.conv2.weight, module.norm.running_mean, module.norm.running_var):
             tensor.fill_(own)
     ours = BucketDDP(module)
     assert module.conv1.weight.eq(1.0).all()
+    assert (float(module.norm.running_mean[0]), float(module.norm.running_var[0])) == (own, 1.0)
     plain = copy.deepcopy(module)
     for model in (plain, ours):
         backward(model)
     expected = mean_over_ranks(plain) | {"conv2.weight": plain.conv2.weight.grad}  # this rank's alone
     assert_grads(module, expected)
     assert "conv2.weight" not in [slot.spec.name for slot in ours.layout.slots]
-    module.norm.running_mean.fill_(own)
-    module.norm.running_var.fill_(own)
-    ours.synchronise_module_buffers()
     ours.broadcast_params()
-    assert module.norm.running_var.eq(1.0).all()
-    assert all(tensor.eq(own).all() for tensor in (module.conv2.weight, module.norm.running_mean))
+    assert torch.equal(module.conv2.weight, plain.conv2.weight)
+    assert module.conv2.weight.eq(own).all()
+    assert torch.equal(module.norm.running_mean, plain.norm.running_mean)
     ours.close()
-
-
-# -- copies ------------------------------------------------------------------------------------------
 
 
 def pickled(ours: BucketDDP) -> BucketDDP:
@@ -205,23 +193,8 @@ def test_copies_and_pickles_train(copied: Any) -> None:
     ours.close()
 
 
-# -- what torch's has besides ------------------------------------------------------------------------
-
-
 @on_ranks(2)
-def test_the_attribute_of_no_sync_may_be_set_directly() -> None:
-    ours = BucketDDP(Mlp())
-    for step in range(2):
-        ours.require_backward_grad_sync = step == 1
-        backward(ours, step)
-        assert ours.passes == step
-    with ours.no_sync():
-        assert not ours.require_backward_grad_sync
-    assert ours.require_backward_grad_sync
-    ours.close()
-
-
-def skipped_backward() -> list[str]:
+def test_a_rank_that_skips_a_backward_is_noticed_once() -> None:
     """Rank 1 runs a forward without its backward, in a loop that says nothing of steps."""
     ours = BucketDDP(Mlp())
     rank = dist.get_rank()
@@ -235,10 +208,6 @@ def skipped_backward() -> list[str]:
                 ours(batch(step, rank)[0])
             backward(ours, step)
     ours.close()
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_rank_that_skips_a_backward_is_noticed_once(run_ranks: RunRanks) -> None:
-    for rank, (message,) in enumerate(run_ranks(2, skipped_backward)):
-        assert "ranks met in pass 1 after different numbers of training forwards" in message
-        assert f"{[2, 3][rank]} on this rank" in message
+    (message,) = (str(warning.message) for warning in caught)
+    assert "ranks met in pass 1 after different numbers of training forwards" in message
+    assert f"{[2, 3][rank]} on this rank" in message

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,7 @@ from tests.inside import reducer_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks
-from tests.wrapper.cases import RunRanks, on_ranks
+from tests.wrapper.cases import everyones, on_ranks
 
 C = 3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -162,7 +161,8 @@ class BranchesBehindNorm(Branches):
         return super().forward(self.norm(self.early(x)), take)
 
 
-def branches_by_rank() -> int:
+@on_ranks(2)
+def test_statistics_and_gradients_do_not_meet_on_the_wire() -> None:
     torch.manual_seed(0)
     plain = BranchesBehindNorm()
     model = BucketDDP(convert_sync_batchnorm(copy.deepcopy(plain)), bucket_cap_mb=0.0001)
@@ -178,12 +178,7 @@ def branches_by_rank() -> int:
         early += model.early_launches
         assert_grads(model.module, grads(plain))
     model.close()
-    return early
-
-
-def test_statistics_and_gradients_do_not_meet_on_the_wire(run_ranks: RunRanks) -> None:
-    early = run_ranks(2, branches_by_rank)
-    assert early[0] != early[1], "the ranks were to launch at different points of backward"
+    assert len(set(everyones(early))) == 2, "the ranks were to launch at different points of backward"
 
 
 @on_ranks(2)
@@ -269,16 +264,6 @@ def in_different_layers(what: str) -> None:
     outputs[mine].sum().backward()
 
 
-def raised_by(job: Callable[..., None], *args: Any) -> str:
-    """The error of this rank, which comes within seconds."""
-    torch.manual_seed(0)
-    begin = time.monotonic()
-    with pytest.raises((ArithmeticError, PeerFailureError, RankMismatchError)) as error:
-        job(*args)
-    assert time.monotonic() - begin < 20
-    return str(error.value)
-
-
 DO_NOT_MEET: dict[str, tuple[Callable[..., None], list[str], str, str]] = {  # job, arguments, errors by rank
     "forward raises": (fails_on_rank_1, ["forward"], "rank 1.*no data today", "no data today"),
     "backward raises": (fails_on_rank_1, ["backward"], "rank 1.*no gradient today", "no gradient today"),
@@ -298,11 +283,13 @@ DO_NOT_MEET: dict[str, tuple[Callable[..., None], list[str], str, str]] = {  # j
 }
 
 
-@pytest.mark.parametrize("case", DO_NOT_MEET)
-def test_ranks_that_do_not_meet_in_a_layer_raise(run_ranks: RunRanks, case: str) -> None:
-    job, args, *errors = DO_NOT_MEET[case]
-    for words, message in zip(errors, run_ranks(2, raised_by, job, *args, fresh=True), strict=True):
-        assert re.search(words, message)
+@on_ranks(2, DO_NOT_MEET, fresh=True)
+def test_ranks_that_do_not_meet_in_a_layer_raise(job: Callable[..., None], args: list[str], *errors: str) -> None:
+    torch.manual_seed(0)
+    begin = time.monotonic()
+    with pytest.raises((ArithmeticError, PeerFailureError, RankMismatchError), match=errors[dist.get_rank()]):
+        job(*args)
+    assert time.monotonic() - begin < 20
 
 
 # -- in a Trainer ------------------------------------------------------------------------------------
@@ -319,8 +306,9 @@ class Look(pl.Callback):
         assert list(trainer.strategy.lightning_module_state_dict()) == list(module.state_dict())
 
 
-def fit_twice(counts: tuple[int, int], options: dict[str, Any]) -> float:
-    """As one process: a step is the mean of the ranks' losses, over their batches together."""
+@on_ranks(2, {"even": [(3, 3), {}], "uneven": [(1, 3), {"uneven_inputs": "active_ranks"}]})
+def test_a_trainer_equals_one_process_on_the_full_batch(counts: tuple[int, int], options: dict[str, Any]) -> None:
+    """A step is the mean over the ranks' batches together; a repeated batch is not in the statistics."""
     model, reference, look = Regression("conv"), Regression("conv"), Look()
     everyone = [[batch(step, rank) for step in range(count)] for rank, count in enumerate(counts)]
     loader: Any = DataLoader(everyone[dist.get_rank()], batch_size=None)
@@ -337,15 +325,7 @@ def fit_twice(counts: tuple[int, int], options: dict[str, Any]) -> float:
     assert look.seen[0] == (True, look.seen[0][1]) != (True, dist.group.WORLD)
     assert all(seen == look.seen[0] for seen in look.seen), "one group for all fits"
     close_to(model, reference)
-    return largest_difference_between_ranks(model)
-
-
-@pytest.mark.parametrize(("counts", "options"), [((3, 3), {}), ((1, 3), {"uneven_inputs": "active_ranks"})], ids=str)
-def test_a_trainer_equals_one_process_on_the_full_batch(
-    run_ranks: RunRanks, counts: tuple[int, int], options: dict[str, Any]
-) -> None:
-    """With uneven inputs a repeated batch is not in the statistics."""
-    assert run_ranks(2, fit_twice, counts, options) == [0.0, 0.0]
+    assert largest_difference_between_ranks(model) == 0
 
 
 class FailsInForward(Regression):
@@ -355,19 +335,13 @@ class FailsInForward(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def a_failed_fit_and_another() -> tuple[str, str]:
+@on_ranks(2, fresh=True)
+def test_a_failed_fit_reverts_layers_and_the_next_is_refused() -> None:
     model = FailsInForward("conv")
-    with pytest.raises((ArithmeticError, PeerFailureError)) as error:
+    with pytest.raises((ArithmeticError, PeerFailureError), match="no step today"):
         trainer(ours(), sync_batchnorm=True).fit(model, data())
     assert type(model.net.norm) is nn.BatchNorm2d
     assert not links_of(model)
-    with pytest.raises(RuntimeError) as again:  # rank 0 left a collective under way that rank 1 never joined
+    # rank 0 left a collective under way that rank 1 never joined
+    with pytest.raises(RuntimeError, match=["unfinished collectives", "rank 0 cannot go on"][dist.get_rank()]):
         trainer(ours(), sync_batchnorm=True).fit(Regression("conv"), data())
-    return str(error.value), str(again.value)
-
-
-def test_a_failed_fit_reverts_layers_and_the_next_is_refused(run_ranks: RunRanks) -> None:
-    (first, again), (_, again_elsewhere) = run_ranks(2, a_failed_fit_and_another, fresh=True)
-    assert "no step today" in first
-    assert "unfinished collectives" in again
-    assert "rank 0 cannot go on" in again_elsewhere

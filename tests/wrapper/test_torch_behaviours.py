@@ -1,11 +1,7 @@
 """Things that training code does around a data-parallel module, as with torch DDP or as in one process."""
 
 import copy
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -15,65 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
-from tests.reference import TINY, Twins, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.reference import TINY, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 from tests.wrapper.cases import RunRanks, backward, on_ranks
-
-# -- what forward returns ----------------------------------------------------------------------------
-
-Named = namedtuple("Named", ["out", "other"])
-
-
-@dataclass
-class Result:
-    out: Any
-    other: Any
-
-
-CONTAINERS: dict[str, tuple[Callable[[Tensor, Any], Any], Callable[[Any], tuple[Any, Any]]]] = {
-    "named tuple": (Named, tuple),
-    "dict": (lambda out, other: OrderedDict(out=out, other=other), lambda packed: tuple(packed.values())),
-    "nested": (
-        lambda out, other: {"a": [(Named(out, 1.5), "text")], "b": Result(other, {"deep": (other,)})},
-        lambda packed: (packed["a"][0][0].out, packed["b"].other["deep"][0]),
-    ),
-}
-
-
-class TwoOutputs(nn.Module):
-    """Returns two things in a container: the second with a graph, without one, or None."""
-
-    def __init__(self, container: str, second: str) -> None:
-        super().__init__()
-        self.pack, self.second = CONTAINERS[container][0], second
-        self.stem, self.out, self.other = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = torch.tanh(self.stem(x))
-        other = self.other(hidden)
-        return self.pack(self.out(hidden), {"graph": other, "detached": other.detach(), "none": None}[self.second])
-
-
-WAYS = [("graph", "both"), ("graph", "first"), ("graph", "second"), ("detached", "both"), ("none", "first")]
-
-
-@on_ranks(2, {f"{container}, {way}": [container, *way] for container in CONTAINERS for way in WAYS})
-def test_outputs_in_containers(container: str, second: str, uses: str) -> None:
-    twins = Twins(TwoOutputs(container, second), find_unused_parameters=True)
-
-    def loss(model: nn.Module) -> Tensor:
-        packed = model(batch(0, dist.get_rank())[0])
-        assert type(packed) is type(twins.plain.pack(1, 2))
-        used = zip(("first", "second"), CONTAINERS[container][1](packed), strict=True)
-        return torch.stack([value.square().mean() for name, value in used if uses in (name, "both")]).sum()
-
-    for _ in range(2):
-        twins.step(loss)
-    assert twins.ours.passes == 2
-    twins.ours.close()
-
-
-# -- forwards that are not trained on -------------------------------------------------------
-
 
 KINDS = ["no_grad in train mode", "no_grad in eval mode", "between forward and backward", "dropped"]
 
@@ -113,9 +52,6 @@ def test_forwards_that_are_not_trained_on(kind: str) -> None:
     assert largest_difference_between_ranks(ours) == 0
     assert ours.passes == 3
     ours.close()
-
-
-# -- process groups ----------------------------------------------------------------------------------
 
 
 @on_ranks(4)
