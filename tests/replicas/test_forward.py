@@ -22,10 +22,10 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import passes_of, views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
 from tests.reference import TINY, assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import RunRanks, check_each
+from tests.wrapper.cases import on_ranks
 
 SHARED, COPIED = True, False
-both_ways = pytest.mark.parametrize("share", [SHARED, COPIED], ids=["shared", "copied"])
+BOTH = {"shared": [SHARED], "copied": [COPIED]}
 
 
 def replicated(module: nn.Module, share: bool = SHARED, devices: int = 2, **options: Any) -> BucketDDP:
@@ -45,10 +45,17 @@ def counting_forwards(module: nn.Module) -> list[int]:
     return sizes
 
 
-# -- gradients and weights ---------------------------------------------------------------------------
+MODELS = {
+    "mlp": COPIED,
+    "nested_outputs": SHARED,
+    "checkpoint_reentrant": COPIED,
+    "checkpoint_non_reentrant": SHARED,
+    "mixed_dtypes": COPIED,
+}
 
 
-def as_one_process(name: str, share: bool) -> None:
+@on_ranks(2, {name: [name, share] for name, share in MODELS.items()})
+def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> None:
     """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
     sizes = counting_forwards(module)
@@ -73,23 +80,6 @@ def as_one_process(name: str, share: bool) -> None:
     net.close()
 
 
-MODELS = {
-    "mlp": COPIED,
-    "nested_outputs": SHARED,
-    "checkpoint_reentrant": COPIED,
-    "checkpoint_non_reentrant": SHARED,
-    "mixed_dtypes": COPIED,
-}
-
-
-def all_models() -> None:
-    check_each({name: [name, share] for name, share in MODELS.items()}, as_one_process)
-
-
-def test_two_processes_with_two_devices_train_as_one(run_ranks: RunRanks) -> None:
-    run_ranks(2, all_models)
-
-
 def compared(net: BucketDDP, plain: nn.Module, *inputs: Any, step: int = 0, **kwargs: Any) -> None:
     """Compares a pass with the mean over the ranks of the plain module's gradients."""
     target = batch(step, dist.get_rank(), len(inputs[0]))[1]
@@ -102,7 +92,8 @@ def compared(net: BucketDDP, plain: nn.Module, *inputs: Any, step: int = 0, **kw
     assert_grads(net.module, mean_over_ranks(plain))
 
 
-def in_every_way(share: bool) -> None:
+@on_ranks(2, BOTH)
+def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
     """Uneven batches, sparse gradients, tokens."""
     rank = dist.get_rank()
     plain = Mlp()
@@ -130,12 +121,8 @@ def in_every_way(share: bool) -> None:
     net.close()
 
 
-@both_ways
-def test_gradients_are_the_means_over_all_samples(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(2, in_every_way, share)
-
-
-def two_threads_of_the_engine() -> None:
+@on_ranks(1)
+def test_threads_of_outputs_and_of_gradients_exclude_each_other() -> None:
     """Backward has come to an output on one device while parameters on another get gradients."""
     net = replicated(Mlp())
     passes = passes_of(net)
@@ -159,13 +146,6 @@ def two_threads_of_the_engine() -> None:
     net.close()
 
 
-def test_threads_of_outputs_and_of_gradients_exclude_each_other(run_ranks: RunRanks) -> None:
-    run_ranks(1, two_threads_of_the_engine)
-
-
-# -- state -------------------------------------------------------------------------------------------
-
-
 class Remembers(nn.Module):
     """Sets an attribute and a module buffer in forward, and has BatchNorm."""
 
@@ -181,7 +161,8 @@ class Remembers(nn.Module):
         return self.norm(x)
 
 
-def what_stays(share: bool) -> None:
+@on_ranks(1, BOTH)
+def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> None:
     module = Remembers()
     plain = copy.deepcopy(module)
     net = replicated(module, share)
@@ -199,12 +180,8 @@ def what_stays(share: bool) -> None:
     net.close()
 
 
-@both_ways
-def test_module_buffers_and_attributes_are_the_first_replicas(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(1, what_stays, share)
-
-
-def copies_of_the_wrapper() -> None:
+@on_ranks(2)
+def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
     module = Mlp()
     net = replicated(module, COPIED)
     compared(net, copy.deepcopy(module), batch(0, dist.get_rank())[0])
@@ -224,14 +201,8 @@ def copies_of_the_wrapper() -> None:
     net.close()
 
 
-def test_copies_and_pickles_of_the_wrapper_make_replicas_anew(run_ranks: RunRanks) -> None:
-    run_ranks(2, copies_of_the_wrapper)
-
-
-# -- options that gradients pass by ------------------------------------------------------------------
-
-
-def in_other_ways(share: bool) -> None:
+@on_ranks(2, BOTH)
+def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
     """Options that the fuzz test does not draw, and ranks that run out of data."""
     for options in ({"max_abs_grad": 1e3}, {"comm_hook": "powersgd"}, {"shard_optimizer": True}, {}):
         nets = [replicated(build("mlp"), share, **options), BucketDDP(build("mlp"), **options)]
@@ -254,36 +225,6 @@ def in_other_ways(share: bool) -> None:
             net.close()
 
 
-@both_ways
-def test_replicas_train_as_one_device_with_other_options(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(2, in_other_ways, share)
-
-
-def in_fp32(share: bool) -> None:
-    module = build("mlp").to(torch.bfloat16)
-    plain = copy.deepcopy(module)
-    net = replicated(module, share, grad_dtype=torch.float32, master_params=False)
-    totals = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in plain.named_parameters()}
-    inputs, target = (it.bfloat16() for it in batch(0, 0))
-    loss_of(net(inputs), target).backward()
-    for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
-        plain.zero_grad()
-        (loss_of(plain(part), goal) / 2).backward()
-        for name, param in plain.named_parameters():
-            totals[name] += param.grad
-    assert_grads(module, totals, rtol=1e-6, atol=1e-7)
-    assert max(float((total - total.bfloat16()).abs().max()) for total in totals.values()) > 1e-5, "bf16 would do"
-    net.close()
-
-
-@both_ways
-def test_gradients_of_replicas_are_added_up_in_fp32(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(1, in_fp32, share)
-
-
-# -- arguments and errors ----------------------------------------------------------------------------
-
-
 class Columns(nn.Module):
     """Takes its batch along dimension 1, by keyword, and returns it there."""
 
@@ -295,7 +236,8 @@ class Columns(nn.Module):
         return label if columns is None else {"out": self.weight @ columns, "loss": columns.mean()}
 
 
-def along_another_dimension() -> None:
+@on_ranks(1)
+def test_keywords_another_dimension_and_nothing_to_split() -> None:
     module = Columns()
     net = replicated(module, dim=1, output_device="cpu")
     columns = batch(0, 0)[0].T
@@ -304,10 +246,6 @@ def along_another_dimension() -> None:
     assert found["loss"].shape == (2,)
     assert net("label") == "label", "there is nothing to split"
     net.close()
-
-
-def test_keywords_another_dimension_and_nothing_to_split(run_ranks: RunRanks) -> None:
-    run_ranks(1, along_another_dimension)
 
 
 class RefusesSome(Mlp):
@@ -319,27 +257,25 @@ class RefusesSome(Mlp):
         return super().forward(x)
 
 
-def raises_in_one_replica() -> tuple[str, list[str]]:
-    net = replicated(RefusesSome())
-    inputs, target = batch(0, dist.get_rank())
+@on_ranks(2, fresh=True)
+def test_an_error_in_one_replica_reaches_the_other_ranks() -> None:
+    net, rank = replicated(RefusesSome()), dist.get_rank()
+    inputs, target = batch(0, rank)
     loss_of(net(inputs), target).backward()
-    if dist.get_rank() == 1:
-        inputs[-1, 0] = 100.0
-    with pytest.raises((ArithmeticError, PeerFailureError)) as error:
-        loss_of(net(inputs), target).backward()
+    if rank == 0:
+        with pytest.raises(PeerFailureError, match="rank 1 raised ArithmeticError: a row that I do not like"):
+            loss_of(net(inputs), target).backward()
+        return
+    inputs[-1, 0] = 100.0
+    with pytest.raises(ArithmeticError) as error:
+        net(inputs)
     net.publish_failure(error.value)  # as a Trainer does
-    assert error.traceback[-1].name == "forward" or dist.get_rank() == 0
-    return str(error.value), getattr(error.value, "__notes__", ["replica 1"])
+    assert error.traceback[-1].name == "forward"
+    assert any("replica 1" in note for note in getattr(error.value, "__notes__", ["replica 1"]))
 
 
-def test_an_error_in_one_replica_reaches_the_other_ranks(run_ranks: RunRanks) -> None:
-    (theirs, _), (own, notes) = run_ranks(2, raises_in_one_replica, fresh=True)
-    assert own == "a row that I do not like"
-    assert any("replica 1" in note for note in notes)
-    assert "rank 1 raised ArithmeticError: a row that I do not like" in theirs
-
-
-def refused() -> None:
+@on_ranks(1)
+def test_arguments_that_make_no_sense_are_refused() -> None:
     elsewhere, compiled, twice = Mlp(), Mlp(), {"device_ids": ["cpu"] * 2}
     elsewhere.register_buffer("elsewhere", torch.empty(2, device="meta"))
     compiled.compile()
@@ -360,7 +296,3 @@ def refused() -> None:
     with pytest.warns(UserWarning, match="one process per device is faster") as caught:
         BucketDDP(Mlp(), **twice).close()
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_arguments_that_make_no_sense_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(1, refused)

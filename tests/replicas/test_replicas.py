@@ -34,17 +34,24 @@ def trained(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.requires_grad)]
 
 
-def one_by_one(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Any, nn.Module]:
-    """Call copies of ``module``, each with its chunk. Returns the output, and the first with the sum of gradients."""
-    parts = x.chunk(3)
-    copies = [copy.deepcopy(module) for _ in parts]
-    output = gather([net(part) for net, part in zip(copies, parts, strict=True)], "cpu")
+def take_grads(module: nn.Module) -> list[Tensor | None]:
+    """The gradients, which are cleared."""
+    found = [None if tensor.grad is None else tensor.grad.to_dense() for tensor in trained(module)]
+    for tensor in trained(module):
+        tensor.grad = None
+    return found
+
+
+def one_by_one(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Any, list[Tensor | None], dict[str, Tensor]]:
+    """Call copies with the same parameters, each with its chunk. Output, gradients, and state of the first copy."""
+    copies = [copy.deepcopy(module, {id(tensor): tensor for tensor in trained(module)}) for _ in range(3)]
+    output = gather([net(part) for net, part in zip(copies, x.chunk(3), strict=True)], "cpu")
     loss_of(output, y).backward()
-    for net in copies[1:]:
-        for tensor, other in zip(trained(copies[0]), trained(net), strict=True):
-            if other.grad is not None:
-                tensor.grad = other.grad if tensor.grad is None else tensor.grad + other.grad
-    return output, copies[0]
+    return output, take_grads(module), state(copies[0])
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.to_dense().clone() for name, value in module.state_dict().items()}
 
 
 def assert_same(found: Any, expected: Any, what: str = "", **tolerance: float) -> None:
@@ -54,43 +61,21 @@ def assert_same(found: Any, expected: Any, what: str = "", **tolerance: float) -
     torch.testing.assert_close(found, expected, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
-def assert_same_grads(module: nn.Module, expected: nn.Module, what: str = "") -> None:
-    for number, (tensor, other) in enumerate(zip(trained(module), trained(expected), strict=True)):
-        if tensor.grad is None or other.grad is None:
-            assert tensor.grad is other.grad, f"{what}: tensor {number}"
-            continue
-        assert tensor.grad.layout is other.grad.layout
-        low = {"rtol": 0.02, "atol": 0.01} if tensor.dtype is torch.bfloat16 else {}
-        assert_same(tensor.grad.to_dense(), other.grad.to_dense(), f"{what}: tensor {number}", **low)
-
-
-def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.to_dense().clone() for name, value in module.state_dict().items()}
-
-
-def clear(*modules: nn.Module) -> None:
-    for module in modules:
-        for tensor in trained(module):
-            tensor.grad = None
-
-
-def compare(run: Callable[[Tensor], Any], module: nn.Module, reference: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Compare output and gradients with those that the reference has for the whole batch."""
-    clear(module, reference)
-    output, expected = run(x), reference(x)
-    assert_same(output, expected)
-    loss_of(output, y).backward()
-    loss_of(expected, y).backward()
-    assert_same_grads(module, reference)
+def compare(run: Callable[[Tensor], Any], module: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Compare output and gradients with those of the module itself for the whole batch."""
+    outputs, found = [], []
+    for way in (run, module):
+        outputs.append(way(x))
+        loss_of(outputs[-1], y).backward()
+        found.append(take_grads(module))
+    assert_same(*outputs)
+    assert_same(*found)
 
 
 @torch.no_grad()
-def step(*modules: nn.Module) -> None:
-    for module in modules:
-        for tensor in trained(module):
-            if tensor.grad is not None:
-                tensor.sub_(tensor.grad.to_dense(), alpha=0.1)
-    clear(*modules)
+def step(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.mul_(0.9)
 
 
 # -- gradients ---------------------------------------------------------------------------------------
@@ -102,15 +87,16 @@ def test_replicas_do_what_modules_called_one_by_one_do(name: str, share: bool) -
     torch.manual_seed(7)
     module = ALL[name]()
     replicas = Replicas(module, THREE, share)
+    low = {"rtol": 0.02, "atol": 0.01} if name in ("mixed_dtypes", "all_kinds") else {}
     for number in range(2):
         x, y = batch(number, 0, 8)
         y = y[:, :3] if name == "all_kinds" else y
-        expected_output, expected = one_by_one(module, x, y)
+        expected_output, expected, expected_state = one_by_one(module, x, y)
         output = call(replicas, x)
-        assert_same(output, expected_output)
+        assert_same(output, expected_output, **low)
         loss_of(output, y).backward()
-        assert_same_grads(module, expected)
-        assert_same(state(module), state(expected))
+        assert_same(take_grads(module), expected, **low)
+        assert_same(state(module), expected_state)
         step(module)
 
 
@@ -174,15 +160,15 @@ def test_module_objects_are_kept_and_the_last_copies_are_not() -> None:
 
 def test_values_that_a_graph_still_needs_are_not_overwritten() -> None:
     module = Mlp()
-    reference, replicas = copy.deepcopy(module), Replicas(module, THREE, COPIED)
+    replicas = Replicas(module, THREE, COPIED)
     x, y = batch(0, 0, 6)
+    loss_of(module(x), y).backward()
+    expected = take_grads(module)
     pending = loss_of(call(replicas, x), y)
-    with torch.no_grad():
-        module.head.weight.zero_()
+    step(module)
     call(replicas, x)
     pending.backward()
-    loss_of(reference(x), y).backward()
-    assert_same_grads(module, reference)
+    assert_same(take_grads(module), expected)
 
 
 class RunsAgain(nn.Module):
@@ -204,18 +190,18 @@ class RunsAgain(nn.Module):
 @pytest.mark.parametrize(("share", "reentrant"), [(SHARED, True), (COPIED, False), (COPIED, True)])
 def test_a_forward_before_backward_does_not_change_what_runs_again(share: bool, reentrant: bool) -> None:
     module = RunsAgain(reentrant)
-    reference = copy.deepcopy(module)
     x, y = batch(0, 0, 6)
     for evaluated, gradients in ((True, False), (False, False), (True, True)):
-        clear(module, reference)
-        for net, run in ((module, partial(call, Replicas(module, THREE, share))), (reference, reference)):
+        found = []
+        for run in (partial(call, Replicas(module, THREE, share)), module):
             loss = loss_of(run(x), y)
-            net.train(not evaluated)
+            module.train(not evaluated)
             with torch.set_grad_enabled(gradients):
                 run(x)
-            net.train()
+            module.train()
             loss.backward()
-        assert_same_grads(module, reference, f"evaluated {evaluated}, gradients {gradients}")
+            found.append(take_grads(module))
+        assert_same(*found, f"evaluated {evaluated}, gradients {gradients}")
 
 
 def reshape_data(module: Any) -> None:
@@ -243,10 +229,10 @@ def test_changes_of_the_module_between_steps_are_followed(share: bool) -> None:
         x, y = batch(0, 0, 6)
         loss_of(call(replicas, x), y).backward()
         CHANGES[change](module)
-        reference = copy.deepcopy(module)
+        take_grads(module)
         for _ in range(2):
-            compare(partial(call, replicas), module, reference, *(it.to(module.head.bias.dtype) for it in (x, y)))
-            step(module, reference)
+            compare(partial(call, replicas), module, *(it.to(module.head.bias.dtype) for it in (x, y)))
+            step(module)
         assert {it.layers[0].weight.requires_grad for it in replicas.refresh()} == {change != "frozen"}
         module.requires_grad_()
         assert all(param.requires_grad for it in replicas.refresh() for param in it.parameters())
@@ -343,7 +329,7 @@ def test_gradients_do_not_depend_on_the_cache_of_autocast(share: bool, own_threa
 def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
     module = fx.symbolic_trace(Mlp())
     replicas = Replicas(module, THREE, COPIED)
-    compare(partial(call, replicas), module, copy.deepcopy(module), *batch(0, 0, 6))
+    compare(partial(call, replicas), module, *batch(0, 0, 6))
     module.compile(backend="eager")
     with pytest.raises(TypeError, match="not compiled"):
         replicas.refresh()
@@ -359,11 +345,11 @@ def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
 @both_ways
 def test_training_after_evaluation_in_inference_mode(share: bool) -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
-    replicas, reference = Replicas(module, THREE, share), copy.deepcopy(module)
+    replicas = Replicas(module, THREE, share)
     x, y = batch(0, 0, 6)
     with torch.inference_mode():
         assert call(replicas, x).is_inference()
-    compare(partial(call, replicas), module, reference, x, y)
+    compare(partial(call, replicas), module, x, y)
     for training in (False, True):
         call(replicas, x)
         assert module[1].num_batches_tracked == training
@@ -386,9 +372,8 @@ class Columns(nn.Module):
 
 def test_data_parallel_gives_the_modules_output_and_gradients() -> None:
     module: nn.Module = Mlp()
-    reference = copy.deepcopy(module)
     for number, samples in enumerate((7, 1, 2)):  # fewer than devices too
-        compare(partial(data_parallel, module, devices=THREE), module, reference, *batch(number, 0, samples))
+        compare(partial(data_parallel, module, devices=THREE), module, *batch(number, 0, samples))
     assert data_parallel(module, torch.ones(0, 8), THREE).shape == (0, 4)
     module, x = Branches(), batch(0, 0)[0]
     assert_same(data_parallel(module, (x, "left"), THREE), module(x, "left"))
@@ -398,17 +383,11 @@ def test_data_parallel_gives_the_modules_output_and_gradients() -> None:
 
 
 def test_one_device_takes_the_module_and_its_inputs() -> None:
-    seen: list[Any] = []
-
-    class Where(Columns):
-        def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
-            seen.append((self, self.weight.device, x.device, more["y"].device))
-            return x
-
-    module, meta = Where(), torch.device("meta")
-    output = data_parallel(module, torch.ones(2), ["meta"], module_kwargs={"more": {"y": torch.ones(1)}})
-    assert seen == [(module, meta, meta, meta)]
-    assert output.device == meta
+    module, meta = Columns(), torch.device("meta")
+    seen: list[torch.device] = []
+    module.register_forward_pre_hook(lambda it, args: seen.extend([it.weight.device, args[0].device]))
+    output = data_parallel(module, torch.ones(4, 2), ["meta"])
+    assert [*seen, output.device] == [meta] * 3
     if not torch.accelerator.is_available():
         with pytest.raises(ValueError, match="at least one device, found none; pass some"):
             data_parallel(Mlp(), torch.ones(2, 8))
@@ -420,13 +399,12 @@ def test_module_buffers_on_none_of_the_devices_are_brought_home(monkeypatch: pyt
     module: Any = ALL["conv_batchnorm_channels_last"]()
     for number in range(2):
         x, y = batch(number, 0, 6)
-        expected_output, expected = one_by_one(module, x, y)
+        expected_output, expected, expected_state = one_by_one(module, x, y)
         output = data_parallel(module, x, THREE)
         assert_same(output, expected_output)
         loss_of(output, y).backward()
-        assert_same_grads(module, expected)
-        assert_same(state(module), state(expected))
-        clear(module)
+        assert_same(take_grads(module), expected)
+        assert_same(state(module), expected_state)
     after = state(module)
     assert after["norm.num_batches_tracked"] == 2
     assert_same(data_parallel(module.eval(), x, THREE), module(x))
@@ -450,7 +428,7 @@ def test_replicas_are_kept_as_long_as_the_module() -> None:
     pickled = pickle.dumps(module)
     assert b"lightning_bucketddp" not in pickled, "a pickle can be read where this package is not"
     for twin in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickled)):
-        compare(partial(data_parallel, twin, devices=THREE), twin, copy.deepcopy(twin), *batch(0, 0, 6))
+        compare(partial(data_parallel, twin, devices=THREE), twin, *batch(0, 0, 6))
     gone = weakref.ref(module)
     del module, twin, hook
     gc.collect()
@@ -470,8 +448,8 @@ def test_calls_from_threads_inside_calls_and_after_an_error() -> None:
             return data_parallel(self[0], x, ["cpu"] * 2)
 
     barrier = threading.Barrier(2, timeout=30)
-    module, reference = Slow(), Mlp()
-    reference.load_state_dict(module.state_dict())
+    module, plain = Slow(), Mlp()
+    module.load_state_dict(plain.state_dict())
     with pytest.raises(OverflowError, match="too large"):
         data_parallel(module, torch.full((3, 8), 100.0), THREE)
     outputs: dict[int, Tensor] = {}
@@ -484,9 +462,7 @@ def test_calls_from_threads_inside_calls_and_after_an_error() -> None:
         thread.start()
     for number, thread in enumerate(threads):
         thread.join(timeout=60)
-        x, y = batch(number, 0, 6)
-        loss_of(outputs[number], y).backward()
-        loss_of(reference(x), y).backward()
-    assert_same_grads(module, reference)
-    nested = Nested(copy.deepcopy(reference))
-    compare(partial(data_parallel, nested, devices=THREE), nested, reference, *batch(0, 0, 6))
+        for output in (outputs[number], plain(batch(number, 0, 6)[0])):
+            loss_of(output, batch(number, 0, 6)[1]).backward()
+    assert_same(take_grads(module), take_grads(plain))
+    compare(partial(data_parallel, Nested(plain), devices=THREE), plain, *batch(0, 0, 6))
