@@ -98,9 +98,6 @@ def test_the_callers_state_holds_in_every_thread() -> None:
     COLOUR.reset(token)
 
 
-# -- errors ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", [0, 1], ids=["in the caller's thread", "elsewhere"])
 def test_the_first_error_is_raised_when_all_have_ended(place: int) -> None:
     later_failed, ended = threading.Event(), []
@@ -173,9 +170,6 @@ def test_a_thread_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch, o
         with pytest.raises(RuntimeError, match=f"can't {name}"):
             parallel_apply(each(2, called.append), [0, 1])
     assert 1 not in called
-
-
-# -- a thread per device -----------------------------------------------------------------------------
 
 
 def test_devices_run_beside_each_other_and_their_modules_take_turns(other_device: None) -> None:

@@ -22,7 +22,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import passes_of, views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
 from tests.reference import TINY, assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import on_ranks
+from tests.wrapper.cases import backward, on_ranks
 
 SHARED, COPIED = True, False
 BOTH = {"shared": [SHARED], "copied": [COPIED]}
@@ -45,16 +45,16 @@ def counting_forwards(module: nn.Module) -> list[int]:
     return sizes
 
 
-MODELS = {
-    "mlp": COPIED,
-    "nested_outputs": SHARED,
-    "checkpoint_reentrant": COPIED,
-    "checkpoint_non_reentrant": SHARED,
-    "mixed_dtypes": COPIED,
-}
-
-
-@on_ranks(2, {name: [name, share] for name, share in MODELS.items()})
+@on_ranks(
+    2,
+    {
+        "one": ["mlp", COPIED],
+        "nested": ["nested_outputs", SHARED],
+        "re-entrant": ["checkpoint_reentrant", COPIED],
+        "not re-entrant": ["checkpoint_non_reentrant", SHARED],
+        "bf16": ["mixed_dtypes", COPIED],
+    },
+)
 def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> None:
     """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
@@ -80,45 +80,24 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
     net.close()
 
 
-def compared(net: BucketDDP, plain: nn.Module, *inputs: Any, step: int = 0, **kwargs: Any) -> None:
-    """Compares a pass with the mean over the ranks of the plain module's gradients."""
-    target = batch(step, dist.get_rank(), len(inputs[0]))[1]
-    outputs = []
-    for module in (net, plain):
-        module.zero_grad()
-        outputs.append(module(*inputs, **kwargs))
-        loss_of(outputs[-1], target).backward()
-    torch.testing.assert_close(*outputs)
-    assert_grads(net.module, mean_over_ranks(plain))
-
-
 @on_ranks(2, BOTH)
 def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
-    """Uneven batches, sparse gradients, tokens."""
+    """Uneven batches, and sparse gradients."""
     rank = dist.get_rank()
-    plain = Mlp()
-    net = replicated(copy.deepcopy(plain), share, devices=3)
-    sizes = counting_forwards(net.module)
-    for step, size in enumerate([4, 5, 1, 2, 7]):
-        compared(net, plain, batch(step, rank, size + rank)[0], step=step)
-    assert rank or [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
-    net.close()
-
-    plain = Lookup()
-    net = replicated(copy.deepcopy(plain), share)
-    for step in range(2):
-        compared(net, plain, *tokens(step, rank))
-        assert net.module.words.weight.grad.is_sparse
-    net.close()
-
-    plain = Mlp()
-    net = replicated(copy.deepcopy(plain), share, gradient_divide_by="tokens")
-    inputs, target = batch(0, rank, 3 + rank)
-    net.count_tokens(len(inputs))
-    for module in (net, plain):
-        (module(inputs) - target).square().sum().backward()
-    assert_grads(net.module, {name: mean * 2 / 7 for name, mean in mean_over_ranks(plain).items()})
-    net.close()
+    for plain, batches in (
+        (Mlp(), [(batch(0, rank, size + rank)[0],) for size in (4, 5, 1, 2, 7)]),
+        (Lookup(), [tokens(step, rank) for step in range(2)]),
+    ):
+        net = replicated(copy.deepcopy(plain), share, devices=3)
+        sizes = counting_forwards(net.module)
+        for inputs in batches:
+            for module in (net, plain):
+                module.zero_grad()
+                module(*inputs).square().mean().backward()
+            assert_grads(net.module, mean_over_ranks(plain))
+        if rank == 0 and len(batches) == 5:
+            assert [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
+        net.close()
 
 
 @on_ranks(1)
@@ -182,10 +161,9 @@ def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> No
 
 @on_ranks(2)
 def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
-    module = Mlp()
-    net = replicated(module, COPIED)
-    compared(net, copy.deepcopy(module), batch(0, dist.get_rank())[0])
-    assert len(list(net.modules())) == 1 + len(list(module.modules()))
+    net = replicated(Mlp(), COPIED)
+    backward(net)
+    assert len(list(net.modules())) == 1 + len(list(net.module.modules()))
     memory = io.BytesIO()
     torch.save(net, memory)
     assert memory.tell() < 40_000, "replicas were saved"
@@ -193,11 +171,15 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # who copies has been told before
         for other in (torch.load(memory, weights_only=False), copy.deepcopy(net)):
-            sizes = counting_forwards(other.module)
-            compared(other, copy.deepcopy(other.module), batch(2, dist.get_rank())[0])
+            other.zero_grad()
+            sizes, plain = counting_forwards(other.module), copy.deepcopy(net.module)
+            plain.zero_grad()
+            for module in (plain, other):
+                backward(module)
+            assert_grads(other.module, mean_over_ranks(plain))
             other.close()
             other(batch(3, 0)[0])  # forwards only, and still in parts
-            assert sizes[-2:] == [2, 2]
+            assert sizes == [2, 2, 2, 2]
     net.close()
 
 
@@ -223,6 +205,24 @@ def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
         assert not any(late), "threads would wait for the same parameter at the same time"
         for net in nets:
             net.close()
+
+
+@on_ranks(1, BOTH)
+def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
+    module = build("mlp").to(torch.bfloat16)
+    plain = copy.deepcopy(module)
+    net = replicated(module, share, grad_dtype=torch.float32, master_params=False)
+    inputs, target = (it.bfloat16() for it in batch(0, 0))
+    loss_of(net(inputs), target).backward()
+    totals = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in plain.named_parameters()}
+    for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
+        plain.zero_grad()
+        (loss_of(plain(part), goal) / 2).backward()
+        for name, param in plain.named_parameters():
+            totals[name] += param.grad
+    assert_grads(module, totals, rtol=1e-6, atol=1e-7)
+    assert max(float((total - total.bfloat16()).abs().max()) for total in totals.values()) > 1e-5, "bf16 would do"
+    net.close()
 
 
 class Columns(nn.Module):
