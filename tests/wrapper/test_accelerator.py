@@ -158,9 +158,6 @@ def named_grads(module: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [(name, param.grad) for name, param in module.named_parameters()]
 
 
-# -- gradients ---------------------------------------------------------------------------------------
-
-
 class TwoDevices(nn.Module):
     """A layer on each of two devices."""
 
@@ -202,9 +199,6 @@ def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -
     run_ranks(ranks_in(setting), parity, setting)
 
 
-# -- several devices in one process ------------------------------------------------------------------
-
-
 def replicas_on(setting: str, several: bool) -> None:
     """On one device twice; or on all, the CPU beside it where there is one alone."""
     models = ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"]
@@ -238,9 +232,6 @@ def test_data_parallel_equals_torchs() -> None:
         torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-# -- mixed precision ---------------------------------------------------------------------------------
-
-
 @on_ranks(1, {it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
 def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     torch.manual_seed(5)
@@ -254,8 +245,6 @@ def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     with pytest.raises(AssertionError):
         close_to(trained[0], initial)
 
-
-# -- the host does not wait --------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -319,8 +308,6 @@ def passes_without_waiting(setting: str, options: str) -> None:
 def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str) -> None:
     run_ranks(1, passes_without_waiting, setting, options)
 
-
-# -- streams -----------------------------------------------------------------------------------------
 
 SIZE = 1 << 16
 
@@ -428,8 +415,6 @@ def test_memory_is_not_used_again_before_a_gradient_was_packed() -> None:
     assert len(streams) == 2, "gradients came on one stream"
     net.close()
 
-
-# -- memory ------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 512, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH

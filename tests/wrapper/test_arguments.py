@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
-from tests.models import ConvBatchNorm, Mlp, batch
+from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.reference import assert_grads, mean_over_ranks
-from tests.wrapper.cases import TINY, backward, everyones, on_ranks
+from tests.wrapper.cases import TINY, RunRanks, backward, everyones, on_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "device_ids": None,
@@ -78,9 +79,6 @@ def test_each_choice_for_module_buffers(arguments: dict[str, Any], first: float,
     ours.close()
 
 
-# -- refused -----------------------------------------------------------------------------------------
-
-
 @on_ranks(2, fresh=True)
 def test_arguments_that_cannot_be_honoured_are_refused() -> None:
     plane = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
@@ -115,9 +113,6 @@ def test_a_bad_argument_on_one_rank_raises_on_all() -> None:
         BucketDDP(Mlp(), device_ids=[0] if bad else None)
 
 
-# -- which ranks, and which tensors ------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_one_dimension_of_a_device_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "dp"))
@@ -131,29 +126,49 @@ def test_one_dimension_of_a_device_mesh() -> None:
     assert sums[0] == sums[1] != sums[2] == sums[3], "equal in a row, different between the rows"
 
 
-@on_ranks(2)
-def test_parameters_and_module_buffers_to_ignore() -> None:
-    own = dist.get_rank() + 1.0
-    module = ConvBatchNorm()
-    ignored = ["conv2.weight", "norm.running_mean"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    with torch.no_grad():
-        for tensor in (module.conv1.weight, module.conv2.weight, module.norm.running_mean, module.norm.running_var):
-            tensor.fill_(own)
-    ours = BucketDDP(module)
-    assert module.conv1.weight.eq(1.0).all()
-    assert (float(module.norm.running_mean[0]), float(module.norm.running_var[0])) == (own, 1.0)
-    plain = copy.deepcopy(module)
-    for model in (plain, ours):
-        backward(model)
-    expected = mean_over_ranks(plain) | {"conv2.weight": plain.conv2.weight.grad}  # this rank's alone
-    assert_grads(module, expected)
-    assert "conv2.weight" not in [slot.spec.name for slot in ours.layout.slots]
-    ours.broadcast_params()
-    assert torch.equal(module.conv2.weight, plain.conv2.weight)
-    assert module.conv2.weight.eq(own).all()
-    assert torch.equal(module.norm.running_mean, plain.norm.running_mean)
-    ours.close()
+@on_ranks(4)
+def test_wrappers_over_different_groups_in_one_graph() -> None:
+    """A trunk that all ranks share and a head per pair of ranks."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    with pytest.raises(ValueError, match=f"process {rank} is not a member"):
+        BucketDDP(Mlp(), process_group=groups[1 - rank // 2])
+    trunk, head = Mlp(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    ours = BucketDDP(trunk, bucket_cap_mb=TINY), BucketDDP(head, process_group=group, bucket_cap_mb=TINY)
+    for step in range(3):
+        plain = copy.deepcopy(trunk), copy.deepcopy(head)
+        for module in ours:
+            module.zero_grad()
+        for first, second in (plain, ours):
+            inputs, target = batch(step, rank)
+            loss_of(second(first(inputs)), target).backward()
+        assert_grads(trunk, mean_over_ranks(plain[0]))
+        for param in plain[1].parameters():
+            dist.all_reduce(param.grad, group=group)
+        assert_grads(head, {name: param.grad / 2 for name, param in plain[1].named_parameters()})
+    for wrapper in ours:
+        assert wrapper.passes == 3
+        wrapper.close()
+
+
+def groups_of(members: list[list[int]]) -> list[str]:
+    names = []
+    for ranks in members:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            names.append(group.group_name)
+            ours = BucketDDP(Mlp(), process_group=group, timeout=timedelta(seconds=10))
+            backward(ours, rank=0)
+            assert ours.passes == 1
+            ours.close()
+    return names
+
+
+def test_groups_may_be_made_anew_with_other_members(run_ranks: RunRanks) -> None:
+    first = run_ranks(3, groups_of, [[0, 2]])
+    second = run_ranks(3, groups_of, [[0, 1]])  # in the same processes, after destroy_process_group()
+    assert first[0] == second[0] == second[1], "torch gives the groups other names now: nothing is tested here"
 
 
 def pickled(ours: BucketDDP) -> BucketDDP:
@@ -190,6 +205,21 @@ def test_copies_and_pickles_train(copied: Any) -> None:
         copied(ours)
     backward(ours)
     assert ours.passes == 1
+    ours.close()
+
+
+@on_ranks(2)
+def test_no_sync_nests_and_its_attribute_may_be_set() -> None:
+    ours = BucketDDP(Mlp())
+    for step in range(2):
+        ours.require_backward_grad_sync = step == 1
+        backward(ours, step)
+        assert ours.passes == step
+    with ours.no_sync():
+        with ours.no_sync():
+            pass
+        assert not ours.require_backward_grad_sync
+    assert ours.require_backward_grad_sync
     ours.close()
 
 
