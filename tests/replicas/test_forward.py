@@ -77,7 +77,6 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
         assert largest_difference_between_ranks(module) == 0
     assert sizes == [2] * 8, "replicas did not divide the batch"
     assert net.early_launches > 0 or "reentrant" in name
-    net.close()
 
 
 @on_ranks(2, BOTH)
@@ -97,7 +96,6 @@ def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
             assert_grads(net.module, mean_over_ranks(plain))
         if rank == 0 and len(batches) == 5:
             assert [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
-        net.close()
 
 
 @on_ranks(1)
@@ -122,7 +120,6 @@ def test_threads_of_outputs_and_of_gradients_exclude_each_other() -> None:
         may_leave.set()
         thread.join(30)
     assert not free, "a gradient's thread would open the pass at the same time"
-    net.close()
 
 
 class Remembers(nn.Module):
@@ -156,7 +153,6 @@ def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> No
         plain.average = plain.average * 0.5 + 1  # in evaluation too
         torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
     assert (module.calls, float(module.average)) == (6, 2 - 0.5**5)
-    net.close()
 
 
 @on_ranks(2)
@@ -180,7 +176,6 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
             other.close()
             other(batch(3, 0)[0])  # forwards only, and still in parts
             assert sizes == [2, 2, 2, 2]
-    net.close()
 
 
 @on_ranks(2, BOTH)
@@ -203,8 +198,6 @@ def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
         torch.testing.assert_close(*(net.state_dict() for net in nets), rtol=1e-2, atol=1e-3)
         assert late
         assert not any(late), "threads would wait for the same parameter at the same time"
-        for net in nets:
-            net.close()
 
 
 @on_ranks(1, BOTH)
@@ -222,7 +215,6 @@ def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
             totals[name] += param.grad
     assert_grads(module, totals, rtol=1e-6, atol=1e-7)
     assert max(float((total - total.bfloat16()).abs().max()) for total in totals.values()) > 1e-5, "bf16 would do"
-    net.close()
 
 
 class Columns(nn.Module):
@@ -245,7 +237,6 @@ def test_keywords_another_dimension_and_nothing_to_split() -> None:
     torch.testing.assert_close(found["out"], module.weight @ columns)
     assert found["loss"].shape == (2,)
     assert net("label") == "label", "there is nothing to split"
-    net.close()
 
 
 class RefusesSome(Mlp):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.inside import open_wrappers
 from tests.models import batch, loss_of
 
 RunRanks = Callable[..., list[Any]]
@@ -15,12 +16,16 @@ TINY = 0.0003  # MiB: several buckets in the smallest models
 
 
 def check_each(cases: Mapping[str, Sequence[Any]], check: Callable[..., None]) -> None:
-    """Runs ``check(*case)`` for each case. An error names its case."""
+    """Runs ``check(*case)`` for each case, and closes its wrappers. An error names its case."""
+    before = open_wrappers()  # of other tests
     for name, case in cases.items():
         try:
             check(*case)
         except BaseException as error:
             raise AssertionError(f"case {name!r}") from error
+        finally:
+            for wrapper in set(open_wrappers()) - set(before):
+                wrapper.close()
 
 
 def on_ranks(

@@ -49,8 +49,8 @@ def test_every_argument_by_name_and_by_position() -> None:
     assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
     assert_grads(module, mean_over_ranks(plain))
     assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
+    BucketDDP(Mlp(), device_ids=[])  # torch takes it for None
     ours.close()
-    BucketDDP(Mlp(), device_ids=[]).close()  # torch takes it for None
 
 
 MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first, and in a later forward
@@ -76,7 +76,6 @@ def test_each_choice_for_module_buffers(arguments: dict[str, Any], first: float,
     module.norm.running_mean.fill_(float(rank + 1))
     backward(ours)
     assert rank == 0 or module.norm.running_mean.eq(later).all()
-    ours.close()
 
 
 @on_ranks(2, fresh=True)
@@ -149,7 +148,6 @@ def test_wrappers_over_different_groups_in_one_graph() -> None:
         assert_grads(head, {name: param.grad / 2 for name, param in plain[1].named_parameters()})
     for wrapper in ours:
         assert wrapper.passes == 3
-        wrapper.close()
 
 
 def groups_of(members: list[list[int]]) -> list[str]:
@@ -205,7 +203,6 @@ def test_copies_and_pickles_train(copied: Any) -> None:
         copied(ours)
     backward(ours)
     assert ours.passes == 1
-    ours.close()
 
 
 @on_ranks(2)
@@ -220,7 +217,6 @@ def test_no_sync_nests_and_its_attribute_may_be_set() -> None:
             pass
         assert not ours.require_backward_grad_sync
     assert ours.require_backward_grad_sync
-    ours.close()
 
 
 @on_ranks(2)

@@ -99,7 +99,6 @@ def test_a_change_keeps_the_gradients_of_local_passes() -> None:
     twins.backward(lambda net: net(inputs, "right").square().mean())
     assert twins.plain.left.weight.grad is not None
     twins.check()
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -115,7 +114,6 @@ def test_new_parameters_start_as_rank_0_has_them() -> None:
         torch.optim.SGD(ours.module.parameters(), lr=0.1).step()
     ours.synchronise_module_buffers()
     assert largest_difference_between_ranks(ours.module) == 0
-    ours.close()
 
 
 @on_ranks(2, {"by a root": [True], "without": [False]})
@@ -137,7 +135,6 @@ def test_a_parameter_replaced_after_forward_has_its_own_gradient(with_root: bool
     for model in (plain, ours):
         backward(model, 2)
     assert_grads(module, mean_over_ranks(plain))
-    ours.close()
 
 
 @on_ranks(2, {"with the prefix": ["module."], "without": [""]})
@@ -168,7 +165,6 @@ def test_swapped_in_parameters_have_their_own_gradients(prefix: str) -> None:
     others = {name: nn.Parameter(param.detach() * 2) for name, param in layer.named_parameters()}
     torch.testing.assert_close(functional_call(ours, others, (inputs,)), 2 * layer(inputs))
     assert not {"weight", "bias"} & {*vars(ours), *ours._parameters}
-    ours.close()
 
 
 @on_ranks(
@@ -213,7 +209,6 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             backward(ours, 2, dtype)  # it is said once
-    ours.close()
 
 
 MASTERS = {"grad_dtype": FP32}
@@ -252,13 +247,13 @@ def test_the_last_wrapper_takes_over() -> None:
     backward(plain, 3)
     assert_grads(module, mean_over_ranks(plain))
     assert largest_difference_between_ranks(module) == 0
-    wrapper.close()
 
 
 @on_ranks(2)
 def test_wrappers_around_other_parameters_stay() -> None:
     """Around ones that are frozen there, too; a wrapper inside a wrapper only forwards."""
-    module, plain = Mlp(), Mlp()
+    plain = Mlp()
+    module = copy.deepcopy(plain)
     module.head.requires_grad_(False)
     body = BucketDDP(module)
     module.head.requires_grad_(True)
@@ -266,20 +261,17 @@ def test_wrappers_around_other_parameters_stay() -> None:
     module.head.requires_grad_(False)
     backward(body)
     assert body.passes == 1
-    head.close()
-    body.close()
+    for wrapper in (head, body):
+        wrapper.close()
 
     inner = BucketDDP(module.requires_grad_(True))
-    plain.load_state_dict(module.state_dict())
     outer = BucketDDP(inner)
     for step, model in enumerate((outer, inner, outer)):
-        plain.zero_grad()
-        outer.zero_grad()
-        backward(plain, step)
-        backward(model, step)
+        for net, wrapped in ((plain, plain), (outer, model)):
+            net.zero_grad()
+            backward(wrapped, step)
         assert_grads(module, mean_over_ranks(plain))
     assert (inner.passes, outer.passes) == (0, 3)
-    outer.close()
 
 
 @on_ranks(2, {"shards": [{"shard_optimizer": True}, FP32], "masters": [MASTERS, BF16]})
@@ -295,7 +287,7 @@ def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any]
     backward(wrapper, 1, dtype)  # goes on as before
     optimizer.step()
     wrapper.close()
-    BucketDDP(module).close()
+    BucketDDP(module)
 
 
 @on_ranks(2, {"masters": [MASTERS, BF16], "mean": [{"module_buffers": "mean"}, FP32]})

@@ -54,7 +54,6 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
             wrapped.zero_grad()
             backward(wrapped, 9)
     assert_grads(module, grads(reference.module))
-    ours.close()
 
 
 @on_ranks(3, {"initial": [True], "active": [False]})
@@ -81,7 +80,6 @@ def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
         full.step()
         full.zero_grad()
     same_values(module, alone)
-    ours.close()
 
 
 @on_ranks(3)
@@ -104,7 +102,6 @@ def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
                 backward(alone, step, rank=r)
         full.step()
     same_values(module, alone)
-    ours.close()
 
 
 @on_ranks(3)
@@ -162,7 +159,6 @@ def test_tokens_of_a_joined_rank_do_not_count() -> None:
             (ours(inputs) - target).square().sum().backward()
     (alone(inputs) - target).square().sum().div(4).backward()
     assert_grads(module, grads(alone) if dist.get_rank() else dict.fromkeys(grads(alone)))
-    ours.close()
 
 
 @on_ranks(2)
@@ -176,9 +172,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
             ours.allreduce_gradients()
     ours.allreduce_gradients()
     assert ours.passes == 1
-    ours.close()
     ours = BucketDDP(Mlp(), gradient_divide_by=1)
     with pytest.raises(ValueError, match="divide_by_initial_world_size=False, found gradient_divide_by=1"):
         with ours.join(divide_by_initial_world_size=False):
             pass
-    ours.close()

@@ -97,4 +97,3 @@ def test_module_buffers_may_be_replaced_and_used_by_a_graph() -> None:
     norm.running_mean = torch.full((6,), float(dist.get_rank()))  # replaced, not written to
     ours.synchronise_module_buffers()
     assert norm.running_mean.eq(0).all()
-    ours.close()

@@ -198,7 +198,6 @@ def test_a_loss_that_reaches_no_layer_counts_as_zero() -> None:
         with model.backward_pass(loss):
             loss.backward()
         assert_grads(model.module, grads(plain), rtol=1e-4, atol=1e-5)
-    model.close()
 
 
 def fails_on_rank_1(where: str) -> None:
