@@ -232,11 +232,14 @@ class Columns(nn.Module):
 def test_keywords_another_dimension_and_nothing_to_split() -> None:
     module = Columns()
     net = replicated(module, dim=1, output_device="cpu")
+    calls: list[bool] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(True))
     columns = batch(0, 0)[0].T
     found = net(columns=columns)
     torch.testing.assert_close(found["out"], module.weight @ columns)
     assert found["loss"].shape == (2,)
-    assert net("label") == "label", "there is nothing to split"
+    assert net("label") == "label"
+    assert len(calls) == 3, "there is nothing to split the second time"
 
 
 class RefusesSome(Mlp):
