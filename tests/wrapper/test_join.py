@@ -104,6 +104,24 @@ def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
     same_values(module, alone)
 
 
+@on_ranks(2)
+def test_masters_go_on_from_the_same_bits_on_all_ranks() -> None:
+    bf16 = torch.bfloat16
+    ours = BucketDDP(Mlp().to(bf16), grad_dtype=torch.float32)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            ours.zero_grad()
+            backward(ours, step, bf16)
+            optimizer.step()
+
+    with ours.join():
+        train(range(1 + 4 * dist.get_rank()))
+    train(range(10, 20))
+    assert largest_difference_between_ranks(ours) == 0
+
+
 @on_ranks(3)
 def test_module_buffers_are_the_mean_of_ranks_with_data() -> None:
     module = ConvBatchNorm()
