@@ -60,12 +60,5 @@ def test_torchs_class_fails_where_the_list_says(torch_ranks: WorkerPool, request
     assert failures(torch_ranks, with_bucketddp=False).keys() == FAILS_WITH_TORCH.keys()
 
 
-def test_reasons_are_given_once_and_for_known_tests() -> None:
-    reasons = [*FAILS_WITH_TORCH, *EXCLUDED, *PENDING]
-    assert len(set(reasons)) == len(reasons)
-    assert set(reasons) <= set(TESTS)
-    assert all([*FAILS_WITH_TORCH.values(), *EXCLUDED.values(), *PENDING.values()])
-
-
 def test_table_is_that_of_the_lists() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.conformance"

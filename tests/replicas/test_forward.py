@@ -8,7 +8,6 @@ import copy
 import io
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,22 +18,20 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter
-from lightning_bucketddp.replicas.forward import warn_of_replicas
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import passes_of, views_of
-from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, OutOfOrder, batch, build, loss_of, tokens
-from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
+from tests.reference import TINY, assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.wrapper.cases import backward, on_ranks
 
-RunRanks = Callable[..., list[Any]]
-TINY = 0.0003  # MiB: several buckets in the smallest model
 SHARED, COPIED = True, False
-both_ways = pytest.mark.parametrize("share", [SHARED, COPIED], ids=["shared", "copied"])
+BOTH = {"shared": [SHARED], "copied": [COPIED]}
 
 
 def replicated(module: nn.Module, share: bool = SHARED, devices: int = 2, **options: Any) -> BucketDDP:
     """A wrapper with several replicas on the CPU."""
     with pytest.warns(UserWarning, match=f"device_ids has {devices} entries"):
-        net = BucketDDP(module, device_ids=["cpu"] * devices, **options)
+        net = BucketDDP(module, device_ids=["cpu"] * devices, bucket_cap_mb=TINY, **options)
     assert net._replicated is not None
     if not share:
         net._replicated = copying(net._replicated)
@@ -48,24 +45,27 @@ def counting_forwards(module: nn.Module) -> list[int]:
     return sizes
 
 
-# -- gradients and weights ---------------------------------------------------------------------------
-
-
-def trained(name: str, share: bool | None) -> list[Tensor]:
-    """The weights after a few steps; four samples for each of two processes, two for each of four.
-
-    Compares with one process at every step.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@on_ranks(
+    2,
+    {
+        "one": ["mlp", COPIED],
+        "nested": ["nested_outputs", SHARED],
+        "re-entrant": ["checkpoint_reentrant", COPIED],
+        "not re-entrant": ["checkpoint_non_reentrant", SHARED],
+        "bf16": ["mixed_dtypes", COPIED],
+    },
+)
+def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> None:
+    """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
     sizes = counting_forwards(module)
-    net = BucketDDP(module, bucket_cap_mb=TINY) if share is None else replicated(module, share, bucket_cap_mb=TINY)
+    net = replicated(module, share)
     optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (module, alone)]
     # bf16 is added up in another order
     tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
     for step in range(4):
         batches = [batch(step, number) for number in range(2)]
-        inputs, target = batches[rank] if ranks == 2 else (it.chunk(2)[rank % 2] for it in batches[rank // 2])
+        inputs, target = batches[dist.get_rank()]
         net.zero_grad()
         alone.zero_grad()
         loss_of(net(inputs), target).backward()
@@ -75,125 +75,31 @@ def trained(name: str, share: bool | None) -> list[Tensor]:
         for optimizer in optimizers:
             optimizer.step()
         assert largest_difference_between_ranks(module) == 0
-    assert sizes == [2] * (4 if share is None else 8), "replicas did not divide the batch"
+    assert sizes == [2] * 8, "replicas did not divide the batch"
     assert net.early_launches > 0 or "reentrant" in name
-    net.close()
-    return [param.detach() for param in module.parameters()]
 
 
-MODELS = [
-    ("mlp", COPIED),
-    ("nested_outputs", SHARED),
-    ("checkpoint_reentrant", COPIED),
-    ("checkpoint_non_reentrant", SHARED),
-    ("mixed_dtypes", COPIED),
-]
-
-
-@pytest.mark.parametrize(("name", "share"), MODELS)
-def test_two_processes_with_two_devices_are_four(run_ranks: RunRanks, name: str, share: bool) -> None:
-    tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(run_ranks(2, trained, name, share)[0], run_ranks(4, trained, name, None)[0], **tolerance)
-
-
-def compared(
-    net: BucketDDP,
-    plain: nn.Module,
-    step: int,
-    size: int = 4,
-    local: bool = False,
-    clear: bool = True,
-    inputs: tuple[Tensor, ...] | None = None,
-    **kwargs: Any,
-) -> None:
-    """Compares a pass with the mean over the ranks of the plain module's gradients."""
-    x, target = batch(step, dist.get_rank(), size)
-    if clear:
-        net.zero_grad()
-        plain.zero_grad()
-    outputs = []
-    for module in (net, plain):
-        with net.no_sync() if local and module is net else nullcontext():
-            output = module(*(inputs or (x,)), **kwargs)
-            outputs.append(output)
-            if output.requires_grad:
-                loss_of(output, target).backward()
-    torch.testing.assert_close(*outputs)
-    if not local:
-        assert_grads(net.module, mean_over_ranks(plain))
-
-
-def pair(module: nn.Module, share: bool, devices: int = 2, **options: Any) -> tuple[BucketDDP, nn.Module]:
-    return replicated(module, share, devices, bucket_cap_mb=TINY, **options), copy.deepcopy(module)
-
-
-def in_every_way(share: bool) -> None:
-    """Uneven batches, accumulation, replaced parts of the module, sparse gradients, tokens."""
+@on_ranks(2, BOTH)
+def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
+    """Uneven batches, and sparse gradients."""
     rank = dist.get_rank()
-    net, plain = pair(Mlp(), share, devices=3)
-    sizes = counting_forwards(net.module)
-    for step, size in enumerate([4, 5, 1, 2, 7]):
-        compared(net, plain, step, size + rank)
-    assert rank or [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
-    for step, (local, passes) in enumerate([(True, 5), (True, 5), (False, 6), (True, 6), (False, 7)]):
-        compared(net, plain, step, local=local, clear=step in (0, 3))
-        assert net.passes == passes
-    net.close()
-
-    net, plain = pair(Branches(), share)
-    for step, takes in enumerate([("left", "right"), ("left", "left"), ("none", "both"), ("right", "none")]):
-        compared(net, plain, step, take=takes[rank])
-        assert net.module.idle.grad is None
-    for it in (net.module, plain):
-        del it.right
-        torch.manual_seed(3)
-        it.left = nn.Linear(8, 4)
-    for step in range(2):
-        compared(net, plain, step, take="left")
-    net.close()
-
-    net, plain = pair(Lookup(), share)
-    for step in range(2):
-        words, bag = tokens(step, rank)
-        compared(net, plain, step, size=5, inputs=(words, bag))
-        assert net.module.words.weight.grad.is_sparse
-    net.close()
-
-    net, plain = pair(Mlp(), share, gradient_divide_by="tokens")
-    inputs, target = batch(0, rank, 3 + rank)
-    net.count_tokens(len(inputs))
-    for it in (net, plain):
-        (it(inputs) - target).square().sum().backward()
-    assert_grads(net.module, {name: mean * 2 / 7 for name, mean in mean_over_ranks(plain).items()})
-    net.close()
+    for plain, batches in (
+        (Mlp(), [(batch(0, rank, size + rank)[0],) for size in (4, 5, 1, 2, 7)]),
+        (Lookup(), [tokens(step, rank) for step in range(2)]),
+    ):
+        net = replicated(copy.deepcopy(plain), share, devices=3)
+        sizes = counting_forwards(net.module)
+        for inputs in batches:
+            for module in (net, plain):
+                module.zero_grad()
+                module(*inputs).square().mean().backward()
+            assert_grads(net.module, mean_over_ranks(plain))
+        if rank == 0 and len(batches) == 5:
+            assert [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
 
 
-@both_ways
-def test_gradients_are_the_means_over_all_samples(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(2, in_every_way, share)
-
-
-def learned_order(share: bool) -> list[list[list[str]]]:
-    """The parameters of each bucket after the first pass: with replicas, and on one device."""
-    found = []
-    for net in (replicated(OutOfOrder(), share, bucket_cap_mb=TINY), BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)):
-        for step in range(2):
-            inputs, target = batch(step, dist.get_rank())
-            loss_of(net(inputs), target).backward()
-        layout = net.layout
-        found.append([[layout.slots[slot].spec.name for slot in bucket.slots] for bucket in layout.buckets])
-        net.close()
-    return found
-
-
-@both_ways
-def test_the_order_of_gradients_is_learned_as_on_one_device(run_ranks: RunRanks, share: bool) -> None:
-    ours, one_device = run_ranks(2, learned_order, share)[0]
-    assert ours == one_device
-    assert "last.weight" in ours[0] + ours[1]
-
-
-def two_threads_of_the_engine() -> None:
+@on_ranks(1)
+def test_threads_of_outputs_and_of_gradients_exclude_each_other() -> None:
     """Backward has come to an output on one device while parameters on another get gradients."""
     net = replicated(Mlp())
     passes = passes_of(net)
@@ -214,14 +120,6 @@ def two_threads_of_the_engine() -> None:
         may_leave.set()
         thread.join(30)
     assert not free, "a gradient's thread would open the pass at the same time"
-    net.close()
-
-
-def test_threads_of_outputs_and_of_gradients_exclude_each_other(run_ranks: RunRanks) -> None:
-    run_ranks(1, two_threads_of_the_engine)
-
-
-# -- state -------------------------------------------------------------------------------------------
 
 
 class Remembers(nn.Module):
@@ -239,7 +137,8 @@ class Remembers(nn.Module):
         return self.norm(x)
 
 
-def what_stays(share: bool) -> None:
+@on_ranks(1, BOTH)
+def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> None:
     module = Remembers()
     plain = copy.deepcopy(module)
     net = replicated(module, share)
@@ -247,30 +146,20 @@ def what_stays(share: bool) -> None:
         inputs, _ = batch(step, 0, 8)
         net(inputs).sum().backward()
         plain(inputs[:4])
-        torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
         net.eval()
-        before = copy.deepcopy(dict(module.norm.named_buffers()))
         with torch.no_grad():
-            torch.testing.assert_close(net(inputs), copy.deepcopy(module)(inputs))
-        torch.testing.assert_close(dict(module.norm.named_buffers()), before, rtol=0, atol=0)
+            torch.testing.assert_close(net(inputs), copy.deepcopy(plain).eval()(inputs))
         net.train()
-        plain.average = plain.average * 0.5 + 1
+        plain.average = plain.average * 0.5 + 1  # in evaluation too
+        torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
     assert (module.calls, float(module.average)) == (6, 2 - 0.5**5)
-    net.close()
 
 
-@both_ways
-def test_module_buffers_and_attributes_are_the_first_replicas(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(1, what_stays, share)
-
-
-def copies_of_the_wrapper() -> None:
-    module = Mlp()
-    keys = list(module.state_dict())
-    net = replicated(module, COPIED, bucket_cap_mb=TINY)
-    compared(net, copy.deepcopy(module), 0)
-    assert list(net.state_dict()) == keys
-    assert len(list(net.modules())) == 1 + len(list(module.modules()))
+@on_ranks(2)
+def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
+    net = replicated(Mlp(), COPIED)
+    backward(net)
+    assert len(list(net.modules())) == 1 + len(list(net.module.modules()))
     memory = io.BytesIO()
     torch.save(net, memory)
     assert memory.tell() < 40_000, "replicas were saved"
@@ -278,25 +167,22 @@ def copies_of_the_wrapper() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # who copies has been told before
         for other in (torch.load(memory, weights_only=False), copy.deepcopy(net)):
-            sizes = counting_forwards(other.module)
-            compared(other, copy.deepcopy(other.module), 2)
+            other.zero_grad()
+            sizes, plain = counting_forwards(other.module), copy.deepcopy(net.module)
+            plain.zero_grad()
+            for module in (plain, other):
+                backward(module)
+            assert_grads(other.module, mean_over_ranks(plain))
             other.close()
             other(batch(3, 0)[0])  # forwards only, and still in parts
-            assert sizes[-2:] == [2, 2]
-    net.close()
+            assert sizes == [2, 2, 2, 2]
 
 
-def test_copies_and_pickles_of_the_wrapper_make_replicas_anew(run_ranks: RunRanks) -> None:
-    run_ranks(2, copies_of_the_wrapper)
-
-
-# -- options that gradients pass by ------------------------------------------------------------------
-
-
-def in_other_ways(share: bool) -> None:
+@on_ranks(2, BOTH)
+def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
     """Options that the fuzz test does not draw, and ranks that run out of data."""
     for options in ({"max_abs_grad": 1e3}, {"comm_hook": "powersgd"}, {"shard_optimizer": True}, {}):
-        nets = [replicated(build("mlp"), share, bucket_cap_mb=TINY, **options), BucketDDP(build("mlp"), **options)]
+        nets = [replicated(build("mlp"), share, **options), BucketDDP(build("mlp"), **options)]
         late: list[bool] = []
         nets[0].module.register_forward_pre_hook(
             lambda it, _, late=late: late.extend(isinstance(p, AwaitedParameter) for p in it.parameters())
@@ -312,74 +198,48 @@ def in_other_ways(share: bool) -> None:
         torch.testing.assert_close(*(net.state_dict() for net in nets), rtol=1e-2, atol=1e-3)
         assert late
         assert not any(late), "threads would wait for the same parameter at the same time"
-        for net in nets:
-            net.close()
 
 
-@both_ways
-def test_replicas_train_as_one_device_with_other_options(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(2, in_other_ways, share)
-
-
-def in_fp32(share: bool) -> None:
+@on_ranks(1, BOTH)
+def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
     module = build("mlp").to(torch.bfloat16)
     plain = copy.deepcopy(module)
     net = replicated(module, share, grad_dtype=torch.float32, master_params=False)
+    inputs, target = (it.bfloat16() for it in batch(0, 0))
+    loss_of(net(inputs), target).backward()
     totals = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in plain.named_parameters()}
-    for step in range(2):
-        inputs, target = (it.bfloat16() for it in batch(step, 0))
-        with net.no_sync() if step == 0 else nullcontext():
-            loss_of(net(inputs), target).backward()
-        for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
-            plain.zero_grad()
-            (loss_of(plain(part), goal) / 2).backward()
-            for name, param in plain.named_parameters():
-                totals[name] += param.grad
+    for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
+        plain.zero_grad()
+        (loss_of(plain(part), goal) / 2).backward()
+        for name, param in plain.named_parameters():
+            totals[name] += param.grad
     assert_grads(module, totals, rtol=1e-6, atol=1e-7)
     assert max(float((total - total.bfloat16()).abs().max()) for total in totals.values()) > 1e-5, "bf16 would do"
-    net.close()
-
-
-@both_ways
-def test_gradients_of_replicas_are_added_up_in_fp32(run_ranks: RunRanks, share: bool) -> None:
-    run_ranks(1, in_fp32, share)
-
-
-# -- arguments and errors ----------------------------------------------------------------------------
 
 
 class Columns(nn.Module):
-    """Takes its batch along dimension 1, by keyword, and returns it there; without a batch makes its own."""
+    """Takes its batch along dimension 1, by keyword, and returns it there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 4)
-        self.seen: list[tuple[int, ...]] = []
+        self.weight = nn.Parameter(torch.ones(4, 8))
 
-    def forward(self, label: str = "", columns: Tensor | None = None) -> dict[str, Tensor]:
-        columns = torch.ones(8, 3) if columns is None else columns
-        self.seen.append(tuple(columns.shape))
-        return {"out": self.linear(columns.T).T, "loss": columns.mean()}
+    def forward(self, label: str = "", columns: Tensor | None = None) -> Any:
+        return label if columns is None else {"out": self.weight @ columns, "loss": columns.mean()}
 
 
-def along_another_dimension() -> None:
+@on_ranks(1)
+def test_keywords_another_dimension_and_nothing_to_split() -> None:
     module = Columns()
-    plain = copy.deepcopy(module)
     net = replicated(module, dim=1, output_device="cpu")
-    inputs, _ = batch(0, 0)
-    found, expected = net(columns=inputs.T), plain(columns=inputs.T)
-    torch.testing.assert_close(found["out"], expected["out"])
+    calls: list[bool] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(True))
+    columns = batch(0, 0)[0].T
+    found = net(columns=columns)
+    torch.testing.assert_close(found["out"], module.weight @ columns)
     assert found["loss"].shape == (2,)
-    for output in (found, expected):
-        output["out"].sum().backward()
-    assert_grads(module, grads(plain))
-    net("label")
-    assert module.seen == [(8, 2), (8, 2), (8, 3)]
-    net.close()
-
-
-def test_keywords_another_dimension_and_nothing_to_split(run_ranks: RunRanks) -> None:
-    run_ranks(1, along_another_dimension)
+    assert net("label") == "label"
+    assert len(calls) == 3, "there is nothing to split the second time"
 
 
 class RefusesSome(Mlp):
@@ -391,54 +251,38 @@ class RefusesSome(Mlp):
         return super().forward(x)
 
 
-def raises_in_one_replica() -> tuple[str, list[str]]:
-    net = replicated(RefusesSome())
-    inputs, target = batch(0, dist.get_rank())
+@on_ranks(2, fresh=True)
+def test_an_error_in_one_replica_reaches_the_other_ranks() -> None:
+    net, rank = replicated(RefusesSome()), dist.get_rank()
+    inputs, target = batch(0, rank)
     loss_of(net(inputs), target).backward()
-    if dist.get_rank() == 1:
-        inputs[-1, 0] = 100.0
-
-    def step() -> None:
-        try:
+    if rank == 0:
+        with pytest.raises(PeerFailureError, match="rank 1 raised ArithmeticError: a row that I do not like"):
             loss_of(net(inputs), target).backward()
-        except ArithmeticError as problem:
-            net.publish_failure(problem)  # as a Trainer does
-            raise
-
-    with pytest.raises((ArithmeticError, PeerFailureError)) as error:
-        step()
-    assert error.traceback[-1].name == "forward" or dist.get_rank() == 0
-    return str(error.value), getattr(error.value, "__notes__", ["replica 1"])
-
-
-def test_an_error_in_one_replica_reaches_the_other_ranks(run_ranks: RunRanks) -> None:
-    (theirs, _), (own, notes) = run_ranks(2, raises_in_one_replica, fresh=True)
-    assert own == "a row that I do not like"
-    assert any("replica 1" in note for note in notes)
-    assert "rank 1 raised ArithmeticError: a row that I do not like" in theirs
+        return
+    inputs[-1, 0] = 100.0
+    with pytest.raises(ArithmeticError) as error:
+        net(inputs)
+    net.publish_failure(error.value)  # as a Trainer does
+    assert error.traceback[-1].name == "forward"
+    assert any("replica 1" in note for note in getattr(error.value, "__notes__", ["replica 1"]))
 
 
-def refused() -> None:
-    class OnMeta(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("elsewhere", torch.empty(2, device="meta"))
-
-    compiled, twice = Mlp(), {"device_ids": ["cpu"] * 2}
+@on_ranks(1)
+def test_arguments_that_make_no_sense_are_refused() -> None:
+    elsewhere, compiled, twice = Mlp(), Mlp(), {"device_ids": ["cpu"] * 2}
+    elsewhere.register_buffer("elsewhere", torch.empty(2, device="meta"))
     compiled.compile()
     for module, arguments, kind, words in [
         (Mlp(), {"device_ids": ["cpu", "meta"]}, ValueError, "device_ids to name devices that compute, found 'meta'"),
         (Mlp(), {"device_ids": ["cpu", "moon:1"]}, ValueError, "expected device_ids to name devices, found 'moon:1'"),
-        (Mlp(), {"device_ids": ["cpu", "cuda:99"]}, ValueError, "device_ids to name devices, found 'cuda:99'"),
         (Mlp(), {"device_ids": ["cpu", 99]}, ValueError, "device_ids to name devices, found 99: "),
-        (Mlp(), {"device_ids": [-1, "cpu"]}, ValueError, "device_ids to name devices, found -1: "),
         (Mlp(), {"device_ids": ["cpu", True]}, TypeError, "device_ids to name devices, found True"),
-        (Mlp(), {"device_ids": ["cpu", None]}, TypeError, "device_ids to name devices, found None"),
         (Mlp(), {**twice, "output_device": 1.5}, TypeError, "output_device to name devices, found 1.5"),
         (Mlp(), {**twice, "dim": "0"}, TypeError, "dim to be the number of a dimension, found '0'"),
         (Mlp(), {"device_ids": ["cpu"]}, ValueError, "no device_ids and no output_device"),
         (compiled, twice, TypeError, "modules that are not compiled"),
-        (OnMeta(), {**twice, "init_sync": False}, ValueError, "module buffer 'elsewhere' on meta"),
+        (elsewhere, {**twice, "init_sync": False}, ValueError, "module buffer 'elsewhere' on meta"),
         (convert_sync_batchnorm(ConvBatchNorm()), twice, ValueError, "collectives of their own.* SyncBatchNorm 'norm'"),
     ]:
         with pytest.raises(kind, match=words):
@@ -446,9 +290,3 @@ def refused() -> None:
     with pytest.warns(UserWarning, match="one process per device is faster") as caught:
         BucketDDP(Mlp(), **twice).close()
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_arguments_that_make_no_sense_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(1, refused)
-    with pytest.warns(UserWarning, match="device_ids has 5 entries"):
-        warn_of_replicas(5)

@@ -8,8 +8,9 @@ Three settings, of which tests take those that concern them:
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.replicas.replicas import data_parallel, parallel_apply
-from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
+from lightning_bucketddp.replicas.replicas import data_parallel
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
-from tests.reference import assert_grads, copying, grads, largest_difference_between_ranks
-from tests.wrapper.cases import RunRanks
+from tests.reference import assert_grads, copying, grads
+from tests.wrapper.cases import RunRanks, on_ranks
 
 
 def _sends(backend: str, device: torch.device) -> bool:
@@ -51,9 +52,10 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, fou
 gloo = pytest.mark.skipif(not _sends("gloo", DEVICE), reason=f"needs gloo to send tensors of {DEVICE}")
 
 ALONE, SENDING, TWO = "alone", "sending", "two ranks"
-TWO_BY_GLOO = pytest.param(TWO, marks=gloo)
 SMALL_CAP = 0.0005  # MiB: several buckets in the smallest model
 LONG = 150_000_000  # cycles of a kernel: about a tenth of a second
+STEPS = ((False, True), (False, True), (True, True), (False, False), (False, True))
+"""Whether passes are local, and begin with cleared gradients."""
 
 
 def ranks_in(setting: str) -> int:
@@ -85,10 +87,6 @@ def on_device(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
     return inputs.to(DEVICE), target.to(DEVICE)
 
 
-def same_grads(first: nn.Module, second: nn.Module, **tolerance: float) -> None:
-    assert_grads(first, grads(second), **tolerance)
-
-
 def clear(*modules: nn.Module) -> None:
     for module in modules:
         module.zero_grad(set_to_none=True)
@@ -98,106 +96,144 @@ def local_if(net: BucketDDP, local: bool) -> Any:
     return net.no_sync() if local else nullcontext()
 
 
-# -- gradients ---------------------------------------------------------------------------------------
+def synchronise() -> None:
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()
 
 
-def same_as_one_process(setting: str, model: str, way: str) -> None:
-    ranks = dist.get_world_size()
-    options = {"device_ids": None if DEVICE.type == "cpu" else [0], **(options_for(way) if way else {})}
-    net, sent = wrap(setting, build(model).to(DEVICE), bucket_cap_mb=SMALL_CAP, **options)
-    reference = build(model).to(DEVICE)  # goes through all ranks' batches
-    low = way == "wire" or model == "mixed_dtypes"  # bf16, added up in another order
-    early = 0
-    for step, local in enumerate([False, False, True, False, False]):
-        if step != 3:
-            clear(net, reference)
+def alike(
+    setting: str,
+    make: Callable[[], nn.Module],
+    takes: list[tuple[str, str]] | None = None,
+    streams: tuple[Any, Any] = (None, None),
+    copied: bool = False,
+    **options: Any,
+) -> int:
+    """Compare gradients, read at once, with those of one process that has all ranks' batches.
+
+    ``takes`` are the module's second argument, by step and rank; ``streams`` those of forward and backward. With
+    ``copied`` replicas have copies of the parameters. Returns how many buckets a pass launched before its end.
+    """
+    torch.manual_seed(3)
+    net, sent = wrap(setting, make(), **{"bucket_cap_mb": SMALL_CAP, **options})
+    plain = revert_sync_batchnorm(make())
+    plain.load_state_dict(net.state_dict())
+    if copied:
+        net._replicated = copying(net._replicated)
+    low = any(param.dtype is torch.bfloat16 for param in plain.parameters()) or "wire_dtype" in options
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if low else {"rtol": 1e-4, "atol": 1e-5}
+    rank, early = dist.get_rank(), 0
+    for step, (local, cleared) in enumerate(STEPS):
+        if cleared:
+            clear(net, plain)
+        everyone = [on_device(step, other) for other in range(dist.get_world_size())]
+        given = [[inputs] if takes is None else [inputs, takes[step][r]] for r, (inputs, _) in enumerate(everyone)]
+        synchronise()
         with local_if(net, local):
-            inputs, target = batch(step, dist.get_rank())  # forward moves them
-            loss_of(net(inputs), target.to(DEVICE)).backward()
-        for rank in range(ranks):
-            inputs, target = on_device(step, rank)
-            (loss_of(reference(inputs), target) / ranks).backward()
+            if "device_ids" in options:  # forward moves its inputs
+                given[rank][0] = given[rank][0].cpu()
+            with torch.cuda.stream(streams[0]):
+                loss = loss_of(net(*given[rank]), everyone[rank][1])
+            with torch.cuda.stream(streams[1]):
+                loss.backward()
+                found = {name: None if grad is None else grad.clone() for name, grad in named_grads(net.module)}
+        synchronise()
+        if takes is None:
+            inputs, targets = (torch.cat(parts) for parts in zip(*everyone, strict=True))
+            loss_of(plain(inputs), targets).backward()
+        else:
+            losses = [loss_of(plain(*args), it) for args, (_, it) in zip(given, everyone, strict=True)]
+            torch.stack(losses).mean().backward()
         if not local:
-            same_grads(net.module, reference, **({"rtol": 2e-2, "atol": 2e-3} if low else {}))
-            views = views_of(net)
-            assert all(param.grad is views[name] for name, param in net.module.named_parameters())
-            assert largest_difference_between_ranks_of_grads(net.module) == 0
+            assert all(grad is None or grad is views_of(net)[name] for name, grad in named_grads(net.module))
+            assert_grads(plain, found, **tolerance)
             early = max(early, net.early_launches)
-    assert early > 0, "no bucket was launched before backward had ended"
     assert bool(sent) == (setting == SENDING)
+    torch.testing.assert_close(dict(net.module.named_buffers()), dict(plain.named_buffers()))
     net.close()
+    return early
 
 
-def largest_difference_between_ranks_of_grads(module: nn.Module) -> float:
-    holder = nn.Module()
-    for index, param in enumerate(module.parameters()):
-        assert param.grad is not None
-        holder.register_buffer(f"grad{index}", param.grad.cpu())
-    return largest_difference_between_ranks(holder)
+def named_grads(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return [(name, param.grad) for name, param in module.named_parameters()]
 
 
-@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant"])
-@pytest.mark.parametrize("setting", [ALONE, SENDING, TWO_BY_GLOO])
-def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str, model: str) -> None:
-    run_ranks(ranks_in(setting), same_as_one_process, setting, model, "")
+class TwoDevices(nn.Module):
+    """A layer on each of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Mlp().to(torch.device(DEVICE.type, 0))
+        self.second = nn.Linear(4, 4).to(torch.device(DEVICE.type, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(self.second.weight.device)).to(x.device)
 
 
-@gloo
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_by_hooks_and_wire_dtypes(run_ranks: RunRanks, way: str) -> None:
-    run_ranks(2, same_as_one_process, TWO, "mlp", way)
+def built(model: str) -> Callable[[], nn.Module]:
+    return lambda: build(model).to(DEVICE)
 
 
-BRANCHES = [("left", "right"), ("left", "left"), ("none", "both"), ("both", "both"), ("right", "none")]
+def parity(setting: str) -> None:
+    ids = {} if DEVICE.type == "cpu" else {"device_ids": [0]}
+    for model in ("mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant"):
+        early = alike(setting, built(model), **ids)
+        assert early > 0 or model == "shared_weights", f"{model}: no bucket was launched early"  # it has one bucket
+    takes = [("left", "right"), ("left", "left"), ("none", "both"), ("both", "both"), ("right", "none")]
+    for find_unused in (False, True):
+        alike(setting, lambda: Branches().to(DEVICE), takes, find_unused_parameters=find_unused)
+    if setting == TWO:
+        for way in WAYS:
+            alike(setting, built("mlp"), **options_for(way))
+        if DEVICE.type == "cuda":
+            alike(setting, lambda: convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)))
+    if torch.accelerator.device_count() > 1:
+        alike(setting, TwoDevices)
 
 
-def branches(setting: str, find_unused: bool) -> None:
-    net, _ = wrap(setting, Branches().to(DEVICE), bucket_cap_mb=SMALL_CAP, find_unused_parameters=find_unused)
-    reference = Branches().to(DEVICE)
-    reference.load_state_dict(net.module.state_dict())
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for step, takes in enumerate(BRANCHES):
-        clear(net, reference)
-        inputs, target = on_device(step, rank)
-        loss_of(net(inputs, takes[rank]), target).backward()
-        for other, take in enumerate(takes[:ranks]):
-            inputs, target = on_device(step, other)
-            (loss_of(reference(inputs, take), target) / ranks).backward()
-        same_grads(net.module, reference)
-        assert net.module.idle.grad is None
-    net.close()
+settings = pytest.mark.parametrize("setting", [ALONE, SENDING, pytest.param(TWO, marks=gloo)])
 
 
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("setting", [SENDING, TWO_BY_GLOO])
-def test_ranks_may_take_different_branches(run_ranks: RunRanks, setting: str, find_unused: bool) -> None:
-    run_ranks(ranks_in(setting), branches, setting, find_unused)
+@settings
+def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -> None:
+    run_ranks(ranks_in(setting), parity, setting)
 
 
-def synchronised_batchnorm() -> None:
-    net, _ = wrap(TWO, convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)), bucket_cap_mb=SMALL_CAP)
-    reference = ConvBatchNorm().to(DEVICE)
-    reference.load_state_dict(net.state_dict())
-    for step in range(3):
-        clear(net, reference)
-        inputs, target = on_device(step, dist.get_rank())
-        loss_of(net(inputs), target).backward()
-        inputs, target = (torch.cat(parts) for parts in zip(on_device(step, 0), on_device(step, 1), strict=True))
-        loss_of(reference(inputs), target).backward()
-        same_grads(net.module, reference, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(dict(net.module.named_buffers()), dict(reference.named_buffers()))
-    net.close()
+def replicas_on(setting: str, several: bool) -> None:
+    """On one device twice; or on all, the CPU beside it where there is one alone."""
+    models = ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"]
+    devices = [DEVICE, DEVICE]
+    if several:
+        devices = [torch.device(DEVICE.type, index) for index in range(torch.accelerator.device_count())]
+        devices = devices if len(devices) > 1 else [*devices, torch.device("cpu")]
+    for index, model in enumerate(models[: 3 if several else 5]):
+        copied = not several and (index % 2 == 0) == (setting == SENDING)
+        early = alike(setting, built(model), copied=copied, device_ids=devices)
+        assert early > 0 or "reentrant" in model
+
+
+@pytest.mark.parametrize(("setting", "several"), [(ALONE, False), (SENDING, False), (ALONE, True)])
+def test_several_replicas_in_one_process(run_ranks: RunRanks, setting: str, several: bool) -> None:
+    run_ranks(1, replicas_on, setting, several)
 
 
 @cuda
-def test_synchronised_batchnorm_equals_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(2, synchronised_batchnorm)
+def test_data_parallel_equals_torchs() -> None:
+    devices = list(range(torch.cuda.device_count()))
+    for name in ("mlp", "conv_batchnorm_channels_last", "shared_weights", "mixed_dtypes"):
+        module, reference = (build(name).to("cuda:0") for _ in range(2))
+        inputs, target = batch(0, 0, 4 * len(devices) + 1)
+        output = data_parallel(module, inputs, devices)
+        expected = torch.nn.parallel.data_parallel(reference, inputs.to("cuda:0"), devices)
+        torch.testing.assert_close(output, expected)
+        for each in (output, expected):
+            loss_of(each, target.to("cuda:0")).backward()
+        assert_grads(module, grads(reference), rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-# -- mixed precision ---------------------------------------------------------------------------------
-
-
-def fitted(precision: Any) -> None:
+@on_ranks(1, {it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
+def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     torch.manual_seed(5)
     trained = [Regression(), Regression()]
     initial = copy.deepcopy(trained[0])
@@ -210,13 +246,6 @@ def fitted(precision: Any) -> None:
         close_to(trained[0], initial)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_a_trainer_trains_as_on_a_single_device(run_ranks: RunRanks, precision: str) -> None:
-    run_ranks(1, fitted, precision)
-
-
-# -- the host does not wait --------------------------------------------------------------------------
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "find_unused_parameters": {"find_unused_parameters": True},
@@ -225,89 +254,62 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wire_dtype": {"wire_dtype": torch.bfloat16},
     "fp32 gradients": {"grad_dtype": torch.float32, "master_params": False},
 }
-PASSES = ((True, True), (True, False), (False, False), (False, True))
-"""Whether they are local, and begin with cleared gradients."""
 
 
-class Subject:
-    """A wrapped model and its batch, for passes of which the host is not to wait."""
+def passes_without_waiting(setting: str, options: str) -> None:
+    """torch's debug mode knows some waits; that the device is still busy behind backward shows the others."""
+    dtype = torch.bfloat16 if options == "fp32 gradients" else torch.float32
+    net, sent = wrap(setting, Mlp(width=64, depth=4).to(DEVICE, dtype), bucket_cap_mb=0.02, **OPTIONS[options])
+    assert len(net.layout.buckets) > 2 or options == "no overlap"
+    inputs, target = (tensor.to(dtype) for tensor in on_device(0, 0))
+    tokens = torch.tensor(4, device=DEVICE)
+    kinds = ((True, True), (True, False), (False, False), (False, True))
 
-    def __init__(self, setting: str, options: str) -> None:
-        self.dtype = torch.bfloat16 if options == "fp32 gradients" else torch.float32
-        module = Mlp(width=64, depth=4).to(DEVICE, self.dtype)
-        self.net, self.sent = wrap(setting, module, bucket_cap_mb=0.02, **OPTIONS[options])
-        assert len(self.net.layout.buckets) > 2 or options == "no overlap"
-        self.counts_tokens = options == "tokens"
-        self.batch = tuple(tensor.to(self.dtype) for tensor in on_device(0, 0))
-        self.tokens = torch.tensor(4, device=DEVICE)
-
-    def run_pass(self, local: bool, cleared: bool) -> Tensor:
+    def run_pass(local: bool, cleared: bool) -> Tensor:
         if cleared:
-            clear(self.net)
-        with local_if(self.net, local):
-            if self.counts_tokens:
-                self.net.count_tokens(self.tokens)
-            loss = loss_of(self.net(self.batch[0]), self.batch[1])
+            clear(net)
+        with local_if(net, local):
+            if options == "tokens":
+                net.count_tokens(tokens)
+            loss = loss_of(net(inputs), target)
             loss.backward()
         return loss
 
-    def warm_up(self) -> None:
-        """What is learned in the first passes is learned by waiting."""
-        for kind in PASSES * 2:
-            self.run_pass(*kind)
-
-
-@contextmanager
-def waits_are_errors() -> Iterator[None]:
+    for kind in kinds * 2:  # what is learned in the first passes is learned by waiting
+        run_pass(*kind)
+    sent_before = len(sent)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        losses = [run_pass(*kind) for kind in kinds]
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            losses[0].item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert (len(sent) > sent_before) == (setting == SENDING)
 
-
-def runs_where_waits_are_errors(setting: str, options: str) -> None:
-    subject = Subject(setting, options)
-    subject.warm_up()
-    sent = len(subject.sent)
-    with waits_are_errors():
-        for kind in PASSES:
-            loss = subject.run_pass(*kind)
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            loss.item()
-    assert (len(subject.sent) > sent) == (setting == SENDING)
-    subject.net.close()
-
-
-def returns_while_the_device_is_busy(setting: str, options: str) -> None:
-    subject = Subject(setting, options)
-    subject.warm_up()
-    busy: list[bool] = []
     for _ in range(3):  # only the last one counts: in the others the allocators may still be asking for memory
-        busy.clear()
-        for kind in PASSES:
+        busy = []
+        for kind in kinds:
             torch.cuda.synchronize()
             torch.cuda._sleep(LONG)
             slept = torch.cuda.Event()
             slept.record()
-            loss = subject.run_pass(*kind)
+            loss = run_pass(*kind)
             busy.append(not slept.query())
             loss.item()
             assert slept.query(), "an event that is never seen to be over tells nothing"
-    assert busy == [True] * len(PASSES), f"the device was busy when backward returned: {busy}, of {PASSES}"
-    subject.net.close()
+    assert all(busy), f"the device was busy when backward returned: {busy}, of {kinds}"
+    net.close()
 
 
 @cuda
-@pytest.mark.parametrize("job", [runs_where_waits_are_errors, returns_while_the_device_is_busy])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str, job: Any) -> None:
-    """The second job finds waits that torch's debug mode does not know, as for events."""
-    run_ranks(1, job, setting, options)
+def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str) -> None:
+    run_ranks(1, passes_without_waiting, setting, options)
 
 
-# -- streams -----------------------------------------------------------------------------------------
+SIZE = 1 << 16
 
 
 class Delay(torch.autograd.Function):
@@ -327,51 +329,67 @@ class TwoStreams(nn.Module):
     """Two products, one of them on a stream of its own, where autograd accumulates its gradient too.
 
     Args:
-        late: Which gradient takes long: ``"side"``, ``"main"`` or ``"neither"``.
+        late: Which gradient takes long: ``"side"`` or ``"main"``.
         first: Which one backward gets to first.
     """
 
     def __init__(self, late: str, first: str) -> None:
         super().__init__()
-        self.main = nn.Parameter(torch.linspace(1, 2, 1 << 16, device=DEVICE))
-        self.side = nn.Parameter(torch.linspace(2, 3, 1 << 16, device=DEVICE))
+        self.main = nn.Parameter(torch.linspace(1, 2, SIZE, device=DEVICE))
+        self.side = nn.Parameter(torch.linspace(2, 3, SIZE, device=DEVICE))
         self.late, self.first = late, first
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):  # a node works on the stream on which it was made
             self.node = self.side.expand_as(self.side).grad_fn.next_functions[0][0]
 
-    def _product(self, which: str, x: Tensor) -> Tensor:
-        product = x * getattr(self, which)
-        return Delay.apply(product) if which == self.late else product
-
     def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten().repeat(SIZE // x.numel())
+        x.record_stream(self.stream)
         caller = torch.cuda.current_stream()
+        self.stream.wait_stream(caller)
         outputs = {}
         for which in ("main", "side") if self.first == "side" else ("side", "main"):  # backward begins with the last
-            if which == "main":
-                outputs[which] = self._product(which, x)
-                continue
-            self.stream.wait_stream(caller)
-            with torch.cuda.stream(self.stream):
-                outputs[which] = self._product(which, x)
+            with torch.cuda.stream(self.stream if which == "side" else caller):
+                product = x * getattr(self, which)
+                outputs[which] = Delay.apply(product) if which == self.late else product
         caller.wait_stream(self.stream)
-        return outputs["main"] + outputs["side"]
+        return (outputs["main"] + outputs["side"]).view(-1, 4, SIZE // 16).sum(2)
 
 
-def read_at_once(module: nn.Module) -> list[Tensor]:
-    """Copies of the gradients, made on the current stream; then waits."""
-    found = []
-    for param in module.parameters():
-        assert param.grad is not None
-        found.append(param.grad.clone())
-    torch.cuda.synchronize()
-    return found
+class Late(Mlp):
+    """Its gradients all take long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Delay.apply(super().forward(x))
 
 
-def two_streams(setting: str, late: str, first: str, cap: float) -> None:
-    net, _ = wrap(setting, TwoStreams(late, first), bucket_cap_mb=cap)
-    plain = TwoStreams(late, first)
+def streams_by_setting(setting: str) -> None:
+    cases: list[tuple[str, str, float]] = [  # of MiB: one bucket, or two
+        ("main", "main", 25),
+        ("main", "side", 0.25),
+        ("side", "main", 0.25),
+        ("side", "side", 25),
+    ]
+    for late, first, cap in cases:
+        alike(setting, partial(TwoStreams, late, first), bucket_cap_mb=cap)
+    side = torch.cuda.Stream()
+    for forward in (None, side):
+        alike(setting, lambda: Late().to(DEVICE), streams=(forward, side))
+
+
+@cuda
+@settings
+def test_launches_and_the_caller_wait_for_the_streams_of_gradients(run_ranks: RunRanks, setting: str) -> None:
+    run_ranks(ranks_in(setting), streams_by_setting, setting)
+
+
+@cuda
+@on_ranks(1)
+def test_memory_is_not_used_again_before_a_gradient_was_packed() -> None:
+    """The side stream's gradient is packed by the main stream, which is late; the side stream goes on at once."""
+    module = TwoStreams(late="main", first="side")
+    net, _ = wrap(ALONE, module, bucket_cap_mb=25)
     streams: set[int] = set()
     storage = reducer_of(net).storage
     gradient_ready = storage.gradient_ready
@@ -381,138 +399,21 @@ def two_streams(setting: str, late: str, first: str, cap: float) -> None:
         gradient_ready(slot)
 
     storage.gradient_ready = noted  # type: ignore[method-assign]
-    for step, local in enumerate([False, False, True, True, False]):
-        if step != 4:
-            clear(net, plain)
-        x = torch.full((1 << 16,), step + 1.0, device=DEVICE)
-        torch.cuda.synchronize()
-        with local_if(net, local):
-            net(x).sum().backward()
-        found = read_at_once(net)
-        plain(x).sum().backward()
-        torch.cuda.synchronize()
-        for value, param in zip(found, plain.parameters(), strict=True):
-            torch.testing.assert_close(value, param.grad)
-    assert len(streams) == 2, "gradients came on one stream"
-    net.close()
-
-
-@cuda
-@pytest.mark.parametrize("cap", [25, 0.25], ids=["one bucket", "two buckets"])
-@pytest.mark.parametrize("first", ["main", "side"])
-@pytest.mark.parametrize("late", ["main", "side"])
-@pytest.mark.parametrize("setting", [ALONE, SENDING, TWO_BY_GLOO])
-def test_launches_wait_for_the_streams_that_made_the_gradients(
-    run_ranks: RunRanks, setting: str, late: str, first: str, cap: float
-) -> None:
-    run_ranks(ranks_in(setting), two_streams, setting, late, first, cap)
-
-
-def memory_is_used_again(local: bool) -> None:
-    """The side stream's gradient is captured by the main stream, which is late; the side stream goes on at once."""
-    net, _ = wrap(ALONE, TwoStreams(late="main", first="side"), bucket_cap_mb=25)
-    module = net.module
-    x = torch.ones(1 << 16, device=DEVICE)
-    for _ in range(3):
+    x = torch.ones(SIZE, device=DEVICE)
+    for local in (False, True) * 3:
         clear(net)
         torch.cuda.synchronize()
         with local_if(net, local):
             net(x).sum().backward()
         with torch.cuda.stream(module.stream):
             others = [torch.full_like(x, 1e6) for _ in range(16)]
-        found = read_at_once(net)
+        found = [param.grad.clone() for param in module.parameters()]
+        torch.cuda.synchronize()
         for grad in found:
             torch.testing.assert_close(grad, x)
         del others
-    net.close()
+    assert len(streams) == 2, "gradients came on one stream"
 
-
-@cuda
-@pytest.mark.parametrize("local", [False, True])
-def test_memory_is_not_used_again_before_a_gradient_was_packed(run_ranks: RunRanks, local: bool) -> None:
-    run_ranks(1, memory_is_used_again, local)
-
-
-class Late(nn.Module):
-    """An MLP whose gradients all take long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = Mlp(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Delay.apply(self.head(self.body(x)))
-
-
-def on_a_side_stream(setting: str, forward_too: bool) -> None:
-    torch.manual_seed(3)
-    net, _ = wrap(setting, Late().to(DEVICE), bucket_cap_mb=SMALL_CAP)
-    plain = Late().to(DEVICE)
-    plain.load_state_dict(net.state_dict())
-    stream = torch.cuda.Stream()
-    for step, local in enumerate([False, False, True, False]):
-        clear(net, plain)
-        inputs, target = on_device(step, 0)
-        torch.cuda.synchronize()
-        with local_if(net, local):
-            with torch.cuda.stream(stream) if forward_too else nullcontext():
-                loss = loss_of(net(inputs), target)
-            with torch.cuda.stream(stream):
-                loss.backward()
-                found = read_at_once(net)
-        loss_of(plain(inputs), target).backward()
-        torch.cuda.synchronize()
-        for value, param in zip(found, plain.parameters(), strict=True):
-            torch.testing.assert_close(value, param.grad)
-    net.close()
-
-
-@cuda
-@pytest.mark.parametrize("forward_too", [True, False], ids=["forward too", "backward alone"])
-@pytest.mark.parametrize("setting", [ALONE, SENDING, TWO_BY_GLOO])
-def test_gradients_are_there_for_the_stream_that_called_backward(
-    run_ranks: RunRanks, setting: str, forward_too: bool
-) -> None:
-    run_ranks(ranks_in(setting), on_a_side_stream, setting, forward_too)
-
-
-class TwoDevices(nn.Module):
-    """A layer on each of two devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Mlp().to(torch.device(DEVICE.type, 0))
-        self.second = nn.Linear(4, 4).to(torch.device(DEVICE.type, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).to(self.second.weight.device)).to(x.device)
-
-
-def on_two_devices(setting: str) -> None:
-    torch.manual_seed(3)
-    net, _ = wrap(setting, TwoDevices(), bucket_cap_mb=SMALL_CAP)
-    plain = TwoDevices()
-    plain.load_state_dict(net.state_dict())
-    for step, local in enumerate([False, False, True, False, False]):
-        if step != 3:
-            clear(net, plain)
-        inputs, target = on_device(step, 0)
-        with local_if(net, local):
-            loss_of(net(inputs), target).backward()
-        loss_of(plain(inputs), target).backward()
-        if not local:
-            same_grads(net.module, plain)
-    assert len(net.layout.buffers) == 2
-    net.close()
-
-
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
-@pytest.mark.parametrize("setting", [ALONE, TWO_BY_GLOO])
-def test_a_module_on_two_devices(run_ranks: RunRanks, setting: str) -> None:
-    run_ranks(ranks_in(setting), on_two_devices, setting)
-
-
-# -- memory ------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 512, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -531,102 +432,11 @@ def peak_bytes(wrapper: Callable[[nn.Module], nn.Module]) -> int:
     return torch.accelerator.max_memory_allocated() - before
 
 
-def memory() -> dict[str, int]:
+@on_ranks(1)
+def test_gradients_exist_once_in_the_devices_memory() -> None:
     group = dist.new_group(backend=dist.get_default_backend_for_device(DEVICE))
-    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "warm-up": lambda module: module,  # libraries take their workspaces
-        "unwrapped": lambda module: module,
-        "bucketddp": lambda module: BucketDDP(module, bucket_cap_mb=LAYER_BYTES / 2**20, process_group=group),
-        "ddp": lambda module: DistributedDataParallel(module, process_group=group),
-    }
-    return {name: peak_bytes(wrapper) for name, wrapper in wrappers.items()}
-
-
-def test_gradients_exist_once_in_the_devices_memory(run_ranks: RunRanks) -> None:
-    peaks = run_ranks(1, memory)[0]
-    assert peaks["unwrapped"] >= 2 * LAYERS * LAYER_BYTES
-    assert peaks["bucketddp"] <= peaks["unwrapped"] + 1.5 * LAYER_BYTES, peaks
-    assert peaks["ddp"] >= peaks["unwrapped"] + (LAYERS - 2) * LAYER_BYTES, peaks
-
-
-# -- replicas inside one process ---------------------------------------------------------------------
-
-
-def _several() -> list[torch.device]:
-    """All accelerators; the CPU beside it where there is one alone, for copies to go from one device to another."""
-    count = torch.accelerator.device_count()
-    found = [torch.device(DEVICE.type, index) for index in range(count)]
-    return found if count > 1 else [*found, torch.device("cpu")]
-
-
-@cuda
-def test_data_parallel_equals_torchs() -> None:
-    devices = list(range(torch.cuda.device_count()))
-    for name in ("mlp", "conv_batchnorm_channels_last", "shared_weights", "mixed_dtypes"):
-        module, reference = (build(name).to("cuda:0") for _ in range(2))
-        inputs, target = batch(0, 0, 4 * len(devices) + 1)
-        output = data_parallel(module, inputs, devices)
-        expected = torch.nn.parallel.data_parallel(reference, inputs.to("cuda:0"), devices)
-        torch.testing.assert_close(output, expected)
-        for each in (output, expected):
-            loss_of(each, target.to("cuda:0")).backward()
-        same_grads(module, reference, rtol=1e-2, atol=1e-4)
-        torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
-
-
-@cuda
-def test_a_replica_has_its_device_and_the_callers_stream() -> None:
-    class Where(nn.Module):
-        def forward(self, x: Tensor) -> tuple[int, int, bool, torch.dtype]:
-            index = torch.cuda.current_device()
-            enabled = torch.is_autocast_enabled("cuda")
-            return index, torch.cuda.current_stream().cuda_stream, enabled, torch.get_autocast_dtype("cuda")
-
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    devices = devices if len(devices) > 1 else devices * 2
-    stream = torch.cuda.Stream(devices[0])
-    with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16):
-        found = parallel_apply([Where() for _ in devices], [torch.ones(1)] * len(devices), devices=devices)
-    for device, (index, current, enabled, dtype) in zip(devices, found, strict=True):
-        assert (index, enabled, dtype) == (device.index, True, torch.bfloat16)
-        assert (current == stream.cuda_stream) == (device == devices[0])
-
-
-# -- several devices in one process --------------------------------------------------------------------
-
-
-def replicas_on(setting: str, devices: list[torch.device], copied: bool, model: str) -> None:
-    """As one device with the whole batch, and no bucket waits for the end of backward."""
-    home = devices[0]
-    options = {"bucket_cap_mb": SMALL_CAP, "device_ids": devices}
-    with pytest.warns(UserWarning, match=f"device_ids has {len(devices)} entries"):
-        net, sent = wrap(setting, build(model).to(home), **options)
-    if copied:
-        net._replicated = copying(net._replicated)
-    reference = build(model).to(home)
-    tolerance = {"rtol": 2e-2, "atol": 1e-3} if model == "mixed_dtypes" else {"rtol": 1e-4, "atol": 1e-6}
-    optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (net, reference)]
-    for step in range(4):
-        inputs, target = batch(step, 0)
-        clear(net, reference)
-        output = net(inputs)  # which moves them
-        loss_of(output, target.to(home)).backward()
-        loss_of(reference(inputs.to(home)), target.to(home)).backward()
-        same_grads(net.module, reference, **tolerance)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert net.early_launches > 0 or "reentrant" in model
-    assert bool(sent) == (setting == SENDING)
-    net.close()
-
-
-@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"])
-@pytest.mark.parametrize("copied", [False, True], ids=["shared", "copied"])
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_several_replicas_on_one_device(run_ranks: RunRanks, setting: str, copied: bool, model: str) -> None:
-    run_ranks(1, replicas_on, setting, [DEVICE, DEVICE], copied, model)
-
-
-@pytest.mark.parametrize("model", ["mlp", "shared_weights", "mixed_dtypes"])
-def test_replicas_on_all_devices_or_on_the_cpu_too(run_ranks: RunRanks, model: str) -> None:
-    run_ranks(1, replicas_on, ALONE, _several(), False, model)
+    _, unwrapped = (peak_bytes(lambda module: module) for _ in range(2))  # first libraries take their workspaces
+    ours = peak_bytes(partial(BucketDDP, bucket_cap_mb=LAYER_BYTES / 2**20, process_group=group))
+    assert unwrapped >= 2 * LAYERS * LAYER_BYTES
+    assert ours <= unwrapped + 1.5 * LAYER_BYTES
+    assert peak_bytes(partial(DistributedDataParallel, process_group=group)) > ours

@@ -1,23 +1,22 @@
-"""Parameters that are added, replaced or re-typed after wrapping, and ones swapped in for a call."""
+"""Modules that change after wrapping, that lend their parameters for a call, or that are wrapped again or no more."""
 
 import copy
+import gc
+import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import optimizer as optimizer_file
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, Mlp, batch, loss_of
-from tests.reference import Twins, assert_grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+from tests.reference import TINY, Twins, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.wrapper.cases import backward, on_ranks
 
 
 class Looked(nn.Module):
@@ -47,23 +46,34 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def change_between_passes(change: str, options: dict[str, Any], local: set[int]) -> None:
+COALESCED: dict[str, Any] = {"use_contiguous_buffers": False}
+WAYS: list[tuple[dict[str, Any], set[int]]] = [  # options, and which passes are local
+    ({}, set()),
+    (COALESCED, {1}),
+    ({"comm_hook": "fp16"}, set()),
+    ({}, {1, 2}),
+    (COALESCED, set()),
+    ({}, {1}),
+]
+CASES = {f"{name}, {n % 6}": [name, *WAYS[n % 6]] for m, name in enumerate(CHANGES) for n in (m, m + 3)}
+
+
+@on_ranks(2, CASES)
+def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], local: set[int]) -> None:
     """Five passes, those in ``local`` inside ``no_sync``, and a change before the third."""
     torch.manual_seed(1)
-    plain = Mlp(depth=3)
-    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=TINY, **options)
+    twins = Twins(Mlp(depth=3), **options)
+    plain, ours = twins.plain, twins.ours
     for number in range(5):
         if number == 2:
-            for module in (plain, ours.module):
+            for module in twins.modules:
                 torch.manual_seed(2)
                 CHANGES[change](module)
         dtype = next(plain.parameters()).dtype
         if number - 1 not in local:
-            plain.zero_grad()
-            ours.zero_grad()
-        backward(plain, number, dtype)
-        with ours.no_sync() if number in local else nullcontext():
-            backward(ours, number, dtype)
+            twins.zero_grad()
+        inputs, target = (it.to(dtype) for it in batch(number, dist.get_rank()))
+        twins.backward(lambda net, x=inputs, y=target: loss_of(net(x), y), local=number in local)
         if number not in local:
             tolerance = {"rtol": 2e-3, "atol": 1e-3} if "comm_hook" in options else {}
             assert_grads(ours.module, mean_over_ranks(plain), **tolerance)
@@ -78,29 +88,9 @@ def change_between_passes(change: str, options: dict[str, Any], local: set[int])
     assert not any(param._post_accumulate_grad_hooks for param in ours.module.parameters())
 
 
-def all_changes() -> None:
-    coalesced, fp16 = {"use_contiguous_buffers": False}, {"comm_hook": "fp16"}
-    ways = [
-        ({}, set()),
-        (coalesced, {1}),
-        (fp16, set()),
-        ({}, {1, 2}),
-        (coalesced, set()),
-        ({}, {1}),
-        (coalesced, {1, 2}),
-    ]
-    names = list(CHANGES)[:-1]
-    cases = {f"{name}, way {n % 7}": [name, *ways[n % 7]] for m, name in enumerate(names) for n in (m, m + 3)}
-    check_each(cases, change_between_passes)
-
-
-def test_changed_parameters_are_taken_in(run_ranks: RunRanks) -> None:
-    run_ranks(2, all_changes)
-
-
-def changed_after_a_local_pass() -> None:
+@on_ranks(2)
+def test_a_change_keeps_the_gradients_of_local_passes() -> None:
     """The synchronised pass does not use the parameters of the local one."""
-    torch.manual_seed(1)
     twins = Twins(Branches())
     inputs = batch(0, dist.get_rank())[0]
     twins.backward(lambda net: net(inputs, "left").square().mean(), local=True)
@@ -109,14 +99,10 @@ def changed_after_a_local_pass() -> None:
     twins.backward(lambda net: net(inputs, "right").square().mean())
     assert twins.plain.left.weight.grad is not None
     twins.check()
-    twins.ours.close()
 
 
-def test_a_change_keeps_the_gradients_of_local_passes(run_ranks: RunRanks) -> None:
-    run_ranks(2, changed_after_a_local_pass)
-
-
-def different_values() -> None:
+@on_ranks(2)
+def test_new_parameters_start_as_rank_0_has_them() -> None:
     """Each rank makes a head of its own values; rank 0's hold from the first step on."""
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours)
@@ -128,11 +114,10 @@ def different_values() -> None:
         torch.optim.SGD(ours.module.parameters(), lr=0.1).step()
     ours.synchronise_module_buffers()
     assert largest_difference_between_ranks(ours.module) == 0
-    ours.close()
 
 
-def replaced_between_forward_and_backward(with_root: bool) -> None:
-    """The gradient of a parameter that was replaced since forward is its own."""
+@on_ranks(2, {"by a root": [True], "without": [False]})
+def test_a_parameter_replaced_after_forward_has_its_own_gradient(with_root: bool) -> None:
     module = Mlp()
     ours = BucketDDP(module, bucket_cap_mb=TINY)
     backward(ours)
@@ -150,10 +135,10 @@ def replaced_between_forward_and_backward(with_root: bool) -> None:
     for model in (plain, ours):
         backward(model, 2)
     assert_grads(module, mean_over_ranks(plain))
-    ours.close()
 
 
-def swapped_in(prefix: str) -> None:
+@on_ranks(2, {"with the prefix": ["module."], "without": [""]})
+def test_swapped_in_parameters_have_their_own_gradients(prefix: str) -> None:
     torch.manual_seed(1)
     module = Mlp()
     ours = BucketDDP(module, bucket_cap_mb=TINY)
@@ -161,68 +146,54 @@ def swapped_in(prefix: str) -> None:
     others = {name: param.detach().clone().requires_grad_() for name, param in module.named_parameters()}
     output = functional_call(ours, {prefix + name: value for name, value in others.items()}, (inputs,))
     loss_of(output, target).backward()
-    expected = {name: value.detach().clone().requires_grad_() for name, value in others.items()}
-    loss_of(functional_call(module, expected, (inputs,)), target).backward()
-    for name, value in others.items():
-        torch.testing.assert_close(value.grad, expected[name].grad)
+    reference = copy.deepcopy(module)
+    backward(reference, 1)
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(others[name].grad, param.grad)
     assert all(param.grad is None for param in module.parameters())
     mixed = {prefix + name: others[name] for name in ("head.weight", "head.bias")}
     mixed |= {prefix + "layers.0.weight": module.layers[0].weight}  # the module's own counts as its own
     loss_of(functional_call(ours, mixed, (inputs,)), target).backward()
-    reference = copy.deepcopy(module)
-    backward(reference, 1)
     means = mean_over_ranks(reference)
     assert_grads(module, means | {"head.weight": None, "head.bias": None})
     ours.zero_grad()
     backward(ours, 1)
     assert_grads(module, means)
     ours.close()
-
-
-def swapped_in_at_the_top() -> None:
-    module = nn.Linear(8, 4)
-    ours = BucketDDP(module)
-    others = {name: nn.Parameter(param.detach() * 2) for name, param in module.named_parameters()}
-    inputs, own = batch(0, 0)[0], [id(param) for param in module.parameters()]
-    torch.testing.assert_close(functional_call(ours, others, (inputs,)), 2 * module(inputs))
-    assert [id(param) for param in module.parameters()] == own
+    layer = nn.Linear(8, 4)
+    ours = BucketDDP(layer)
+    others = {name: nn.Parameter(param.detach() * 2) for name, param in layer.named_parameters()}
+    torch.testing.assert_close(functional_call(ours, others, (inputs,)), 2 * layer(inputs))
     assert not {"weight", "bias"} & {*vars(ours), *ours._parameters}
-    ours.close()
 
 
-def swapped_and_replaced() -> None:
-    different_values()
-    check_each({"by a root": [True], "without": [False]}, replaced_between_forward_and_backward)
-    check_each({"with the prefix": ["module."], "without": [""]}, swapped_in)
-    swapped_in_at_the_top()
-
-
-def test_swapped_and_replaced_parameters_have_their_own_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(2, swapped_and_replaced)
-
-
-# -- errors and warnings -----------------------------------------------------------------------------
-
-
-def change_on_one_rank(other: str) -> str:
+@on_ranks(
+    2,
+    {
+        "nothing": ["nothing", "the parameters of pass 1"],
+        "another kind": ["replace head by another kind", "parameter 'head"],
+    },
+    fresh=True,
+)
+def test_ranks_that_change_alone_are_an_error_on_all(other: str, words: str) -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours)
     CHANGES[["replace head", other][dist.get_rank()]](ours.module)
-    with pytest.raises((RankMismatchError, PeerFailureError)) as error:
+    with pytest.raises((RankMismatchError, PeerFailureError), match=words):
         backward(ours, 1)
-    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [("nothing", "the parameters of pass 1"), ("replace head by another kind", "parameter 'head")],
-)
-def test_ranks_that_change_alone_are_an_error_on_all(run_ranks: RunRanks, other: str, words: str) -> None:
-    for message in run_ranks(2, change_on_one_rank, other, fresh=True):
-        assert words in message
+FP32, BF16 = torch.float32, torch.bfloat16
+OLD = r"of the old ones \('head.weight', 'head.bias'\); "
+STALE: dict[str, list[Any]] = {
+    "plain": [{}, FP32, r"AdamW still holds the old ones \('head.weight', 'head.bias'\): make a new optimizer, or"],
+    "masters": [{"grad_dtype": FP32}, BF16, f"AdamW has fp32 masters {OLD}make a new"],
+    "shards": [{"shard_optimizer": True}, FP32, rf"shards {OLD}close\(\) the"],
+}
 
 
-def stale_optimizer(options: dict[str, Any], dtype: torch.dtype) -> str:
+@on_ranks(2, STALE, fresh=True)
+def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dtype: torch.dtype, words: str) -> None:
     module = Mlp().to(dtype)
     ours = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -231,73 +202,109 @@ def stale_optimizer(options: dict[str, Any], dtype: torch.dtype) -> str:
     optimizer.step()
     ours.zero_grad()
     module.head = nn.Linear(16, 4, dtype=dtype)
-    if not options:
-        with pytest.warns(UserWarning, match="parameters were replaced after the module was wrapped") as found:
-            backward(ours, 1, dtype)
-        backward(ours, 2, dtype)  # and is said once
-        ours.close()
-        return str(found[0].message)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=words) if options else pytest.warns(UserWarning, match=words) as found:
         backward(ours, 1, dtype)
-    ours.close()
-    return str(error.value)
+    if not options:
+        assert "parameters were replaced after the module was wrapped" in str(found[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            backward(ours, 2, dtype)  # it is said once
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype", "words"),
-    [
-        ({}, torch.float32, "AdamW still holds the old ones ('head.weight', 'head.bias'): make a new optimizer, or"),
-        (
-            {"grad_dtype": torch.float32},
-            torch.bfloat16,
-            "AdamW has fp32 masters of the old ones ('head.weight', 'head.bias'); make a new",
-        ),
-        ({"shard_optimizer": True}, torch.float32, "shards of the old ones ('head.weight', 'head.bias'); close() the"),
-    ],
-    ids=["plain", "masters", "shards"],
-)
-def test_an_optimizer_of_the_old_parameters_is_named(
-    run_ranks: RunRanks, options: dict[str, Any], dtype: torch.dtype, words: str
-) -> None:
-    for message in run_ranks(2, stale_optimizer, options, dtype, fresh=True):
-        assert words in message
+MASTERS = {"grad_dtype": FP32}
 
 
-# -- in a Trainer ------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_the_last_wrapper_takes_over() -> None:
+    module, plain = Mlp(), Mlp()
+    cells = []
+    for step in range(3):  # a notebook cell that is run again
+        wrapper = BucketDDP(module)
+        wrapper.zero_grad()
+        backward(wrapper, step)
+        torch.optim.SGD(wrapper.parameters(), lr=0.1).step()
+        assert wrapper.passes == 1
+        cells.append(wrapper)
+    old, inputs = cells[0], batch(0, dist.get_rank())[0]
+    assert list(old.state_dict()) == list(module.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(old(inputs), module(inputs))
+    later = "found an earlier one: gradients are averaged by the later one"
+    with pytest.raises(RuntimeError, match=later):
+        old(inputs)
+    with pytest.raises(RuntimeError, match=later):
+        with old.no_sync():
+            pass
+    with pytest.raises(RuntimeError, match="after close"):
+        with old.backward_pass(torch.zeros((), requires_grad=True)):
+            pass
+    assert all(len(param._post_accumulate_grad_hooks) == 1 for param in module.parameters())
+    with pytest.raises(ValueError, match="pad_buckets_to"):
+        BucketDDP(module, pad_buckets_to=0)  # refused: takes nothing over
+    plain.load_state_dict(module.state_dict())
+    wrapper.zero_grad()
+    backward(wrapper, 3)
+    backward(plain, 3)
+    assert_grads(module, mean_over_ranks(plain))
+    assert largest_difference_between_ranks(module) == 0
 
 
-class Unfreeze(pl.Callback):
-    """Unfreezes the head when training starts, the rest before batch 2, and replaces the head before batch 4."""
+@on_ranks(2)
+def test_wrappers_around_other_parameters_stay() -> None:
+    """Around ones that are frozen there, too; a wrapper inside a wrapper only forwards."""
+    plain = Mlp()
+    module = copy.deepcopy(plain)
+    module.head.requires_grad_(False)
+    body = BucketDDP(module)
+    module.head.requires_grad_(True)
+    head = BucketDDP(module.head)
+    module.head.requires_grad_(False)
+    backward(body)
+    assert body.passes == 1
+    for wrapper in (head, body):
+        wrapper.close()
 
-    def on_train_start(self, trainer: pl.Trainer, module: Regression) -> None:
-        module.net.head.requires_grad_(True)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Regression, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            module.requires_grad_(True)
-        if batch_idx == 4:
-            torch.manual_seed(3)
-            module.net.head = nn.Linear(16, 4)
-            trainer.optimizers = [module.configure_optimizers()]
-
-
-def fit_frozen() -> float:
-    """A fit that starts with all parameters frozen, and the same by hand in one process on the full batches."""
-    fitted, alone = Regression().requires_grad_(False), Regression().requires_grad_(False)
-    unfreeze, loader = Unfreeze(), data()
-    trainer(ours(), callbacks=[unfreeze]).fit(fitted, loader)
-    by_hand: Any = SimpleNamespace(optimizers=[alone.configure_optimizers()])
-    unfreeze.on_train_start(by_hand, alone)
-    for index in range(len(loader)):
-        unfreeze.on_train_batch_start(by_hand, alone, None, index)
-        inputs, target = loader.dataset[8 * index : 8 * (index + 1)]
-        by_hand.optimizers[0].zero_grad()
-        nn.functional.mse_loss(alone.net(inputs), target).backward()
-        by_hand.optimizers[0].step()
-    close_to(fitted, alone)
-    return largest_difference_between_ranks(fitted)
+    inner = BucketDDP(module.requires_grad_(True))
+    outer = BucketDDP(inner)
+    for step, model in enumerate((outer, inner, outer)):
+        for net, wrapped in ((plain, plain), (outer, model)):
+            net.zero_grad()
+            backward(wrapped, step)
+        assert_grads(module, mean_over_ranks(plain))
+    assert (inner.passes, outer.passes) == (0, 3)
 
 
-@pytest.mark.filterwarnings("ignore:.*still holds the old ones")
-def test_a_trainer_unfreezes_and_replaces_parameters(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, fit_frozen) == [0.0, 0.0]
+@on_ranks(2, {"shards": [{"shard_optimizer": True}, FP32], "masters": [MASTERS, BF16]})
+def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any], dtype: torch.dtype) -> None:
+    module = Mlp().to(dtype)
+    wrapper = BucketDDP(module, **options)
+    optimizer = torch.optim.AdamW(module.parameters())
+    backward(wrapper, 0, dtype)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"AdamW with shards or fp32 masters of its parameters; close\(\) that"):
+        BucketDDP(module, **options)
+    wrapper.zero_grad()
+    backward(wrapper, 1, dtype)  # goes on as before
+    optimizer.step()
+    wrapper.close()
+    BucketDDP(module)
+
+
+@on_ranks(2, {"masters": [MASTERS, BF16], "mean": [{"module_buffers": "mean"}, FP32]})
+def test_a_dropped_wrapper_leaves_nothing_behind(options: dict[str, Any], dtype: torch.dtype) -> None:
+    module = Mlp().to(dtype)
+    before, global_hooks = set(vars(module)), len(optimizer_file._global_optimizer_pre_hooks)
+    wrapper = BucketDDP(module, **options)
+    backward(wrapper, 0, dtype)
+    del wrapper
+    gc.collect()
+    assert len(optimizer_file._global_optimizer_pre_hooks) == global_hooks
+    assert set(vars(module)) == before
+    for param in module.parameters():
+        assert not param._post_accumulate_grad_hooks
+        assert param.grad_dtype in (None, dtype)
+        assert not hasattr(param, "main_grad")
+        assert param.grad.untyped_storage().nbytes() == param.grad.nbytes, "a plain tensor, not a view"
+    found = grads(module)
+    backward(module, 0, dtype)
+    assert all(param.grad.ne(found[name]).any() for name, param in module.named_parameters())

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Blocks, ConvBatchNorm, batch, loss_of
 from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward
+from tests.wrapper.cases import TINY, backward, on_ranks
 
 EAGER = "aot_eager"
 
@@ -33,32 +32,23 @@ def fresh_compiler(**config: Any) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# -- parity ------------------------------------------------------------------------------------------
-
-
-def wrap(module: nn.Module, where: str) -> tuple[nn.Module, BucketDDP]:
-    """The module wrapped and compiled; what to call, and the wrapper."""
-    if where == "module":
-        module = torch.compile(module, backend=EAGER)
-    elif where == "module.compile()":
-        module.compile(backend=EAGER)
-    elif where == "blocks":
-        for block in module.blocks:
-            block.compile(backend=EAGER)
-    wrapper = BucketDDP(module, bucket_cap_mb=TINY)
-    return (torch.compile(wrapper, backend=EAGER) if where == "wrapper" else wrapper), wrapper
-
-
 def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
     loss_of(model(inputs), target).backward()
 
 
-def same_gradients(where: str) -> None:
-    torch.manual_seed(2)
+@on_ranks(2, {where: [where] for where in ("module", "module.compile()", "blocks", "wrapper", "step")})
+def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
+    original = copy.deepcopy(plain)
     with fresh_compiler():
-        model, wrapper = wrap(copy.deepcopy(plain), where)
-        original = getattr(wrapper.module, "_orig_mod", wrapper.module)
+        if where == "module.compile()":
+            original.compile(backend=EAGER)
+        if where == "blocks":
+            for block in original.blocks:
+                block.compile(backend=EAGER)
+        inner = torch.compile(original, backend=EAGER) if where == "module" else original
+        wrapper = BucketDDP(inner, bucket_cap_mb=TINY)
+        model = torch.compile(wrapper, backend=EAGER) if where == "wrapper" else wrapper
         step = torch.compile(train, backend=EAGER) if where == "step" else train
         for number in range(4):
             plain.zero_grad()
@@ -78,7 +68,8 @@ def same_gradients(where: str) -> None:
         wrapper.close()
 
 
-def synchronised_statistics() -> None:
+@on_ranks(2)
+def test_statistics_are_synchronised_in_compiled_modules() -> None:
     with fresh_compiler():
         eager = convert_sync_batchnorm(ConvBatchNorm())
         compiled = copy.deepcopy(eager)
@@ -90,18 +81,6 @@ def synchronised_statistics() -> None:
             assert_grads(compiled, grads(eager))
         close_to(compiled, eager)
         assert counters["stats"]["unique_graphs"] > 1, "one before and one after the layer"
-
-
-@pytest.mark.parametrize("where", ["module", "module.compile()", "blocks", "wrapper", "step"])
-def test_gradients_are_the_same_wherever_it_is_compiled(run_ranks: RunRanks, where: str) -> None:
-    run_ranks(2, same_gradients, where)
-
-
-def test_statistics_are_synchronised_in_compiled_modules(run_ranks: RunRanks) -> None:
-    run_ranks(2, synchronised_statistics)
-
-
-# -- cuts --------------------------------------------------------------------------------------------
 
 
 def events_of_a_pass(**options: Any) -> list[str]:
@@ -130,26 +109,24 @@ def events_of_a_pass(**options: Any) -> list[str]:
     return events
 
 
-def cut_and_whole() -> None:
-    with fresh_compiler():
-        events = events_of_a_pass()
-        assert events.count("compute") == 3
-        assert events.index("reduce") < len(events) - 1 - events[::-1].index("compute"), events
-    for config, options in (({}, {"overlap": False}), ({"optimize_ddp": False}, {})):
-        with fresh_compiler(**config):
-            events = events_of_a_pass(**options)
-            assert events.count("compute") == 1
-            assert events[0] == "compute"
+CUTS: dict[str, list[Any]] = {  # of the compiler, of the wrapper, pieces of backward
+    "default": [{}, {}, 3],
+    "no overlap": [{}, {"overlap": False}, 1],
+    "switched off": [{"optimize_ddp": False}, {}, 1],
+}
 
 
-def test_graphs_are_cut_where_buckets_are_full(run_ranks: RunRanks) -> None:
-    run_ranks(2, cut_and_whole)
+@on_ranks(2, CUTS)
+def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: dict[str, Any], pieces: int) -> None:
+    with fresh_compiler(**config):
+        events = events_of_a_pass(**options)
+    assert events.count("compute") == pieces
+    last = len(events) - 1 - events[::-1].index("compute")
+    assert (events.index("reduce") < last) == (pieces > 1), events
 
 
-# -- in a Trainer ------------------------------------------------------------------------------------
-
-
-def fit_compiled() -> float:
+@on_ranks(2)
+def test_a_trainer_takes_a_compiled_module() -> None:
     eager, compiled = Regression("mlp"), Regression("mlp")
     trainer(ours(), accumulate_grad_batches=2).fit(eager, data())
     with fresh_compiler():
@@ -158,8 +135,4 @@ def fit_compiled() -> float:
         assert counters["stats"]["unique_graphs"] > 0
     close_to(compiled, eager)
     assert runs.strategy.model is compiled, "unwrapped after fit"
-    return largest_difference_between_ranks(compiled)
-
-
-def test_a_trainer_takes_a_compiled_module(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, fit_compiled) == [0.0, 0.0]
+    assert largest_difference_between_ranks(compiled) == 0

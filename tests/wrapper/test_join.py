@@ -16,28 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.reference import assert_grads, grads, largest_difference_between_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, check_each
+from tests.wrapper.cases import TINY, backward, on_ranks
 
 BATCHES = [3, 6, 4]  # by rank
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-
-
 def same_values(module: nn.Module, other: nn.Module) -> None:
-    for (name, value), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(value, expected, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(dict(module.state_dict()), dict(other.state_dict()))
 
 
-def as_torch_ddp(kind: type[nn.Module], by_initial: bool) -> None:
-    torch.manual_seed(1)
-    module, rank = kind(), dist.get_rank()
+@on_ranks(3)
+def test_uneven_inputs_end_as_with_torch_ddp() -> None:
+    module, rank = ConvBatchNorm(), dist.get_rank()
     reference = DistributedDataParallel(copy.deepcopy(module))
     ours = BucketDDP(module, bucket_cap_mb=TINY)
     for wrapped in (reference, ours):
-        optimizer = sgd(wrapped)
-        with wrapped.join(divide_by_initial_world_size=by_initial):
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+        with wrapped.join():
             for step in range(BATCHES[rank]):
                 if wrapped is ours:
                     with torch.no_grad():  # asks nothing of ranks that have joined
@@ -47,7 +42,7 @@ def as_torch_ddp(kind: type[nn.Module], by_initial: bool) -> None:
                 backward(wrapped, step)
                 optimizer.step()
     same_values(module, reference.module)
-    assert ours.passes == max(BATCHES[: dist.get_world_size()])
+    assert ours.passes == max(BATCHES)
     assert largest_difference_between_ranks(module) == 0
     if rank == 0:  # outside of join a forward is nobody else's business
         with torch.no_grad():
@@ -59,17 +54,16 @@ def as_torch_ddp(kind: type[nn.Module], by_initial: bool) -> None:
             wrapped.zero_grad()
             backward(wrapped, 9)
     assert_grads(module, grads(reference.module))
-    ours.close()
 
 
-def one_process(by_initial: bool) -> None:
+@on_ranks(3, {"initial": [True], "active": [False]})
+def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
     """Accumulation, a branch that only some ranks take, and unused parameters."""
-    torch.manual_seed(1)
     module = Branches()
     alone = copy.deepcopy(module)
     rank, takes = dist.get_rank(), ["left", "right", "none"]
     ours = BucketDDP(module, bucket_cap_mb=TINY)
-    optimizer = sgd(module)
+    optimizer, full = (torch.optim.SGD(it.parameters(), lr=0.05, momentum=0.9) for it in (module, alone))
     with ours.join(divide_by_initial_world_size=by_initial):
         for step in range(BATCHES[rank]):
             with ours.no_sync() if step % 2 == 0 else nullcontext():
@@ -77,7 +71,6 @@ def one_process(by_initial: bool) -> None:
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    full = sgd(alone)
     for cycle in range(3):  # a rank that runs out before the synchronised pass has accumulated in vain
         active = [r for r in range(3) if BATCHES[r] > 2 * cycle + 1]
         for r in active:
@@ -87,36 +80,50 @@ def one_process(by_initial: bool) -> None:
         full.step()
         full.zero_grad()
     same_values(module, alone)
-    ours.close()
 
 
-def with_zero_redundancy() -> None:
+@on_ranks(3)
+def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
     """The shard of a rank without data is stepped with the others' gradients: one process shows the truth."""
-    torch.manual_seed(1)
     module = Mlp()
     alone = copy.deepcopy(module)
-    rank, world = dist.get_rank(), dist.get_world_size()
     ours = BucketDDP(module, bucket_cap_mb=TINY)
     optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.05)
     with Join([ours, optimizer]):
-        for step in range(BATCHES[rank]):
+        for step in range(BATCHES[dist.get_rank()]):
             backward(ours, step)
             optimizer.step()
             ours.zero_grad()
-    full = torch.optim.SGD(alone.parameters(), lr=0.05)
+    full = torch.optim.SGD(alone.parameters(), lr=0.05 / 3)
     for step in range(max(BATCHES)):
         full.zero_grad()
-        for r in range(world):
+        for r in range(3):
             if step < BATCHES[r]:
                 backward(alone, step, rank=r)
-        for param in alone.parameters():
-            param.grad /= world
         full.step()
     same_values(module, alone)
-    ours.close()
 
 
-def mean_of_module_buffers() -> None:
+@on_ranks(2)
+def test_masters_go_on_from_the_same_bits_on_all_ranks() -> None:
+    bf16 = torch.bfloat16
+    ours = BucketDDP(Mlp().to(bf16), grad_dtype=torch.float32)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            ours.zero_grad()
+            backward(ours, step, bf16)
+            optimizer.step()
+
+    with ours.join():
+        train(range(1 + 4 * dist.get_rank()))
+    train(range(10, 20))
+    assert largest_difference_between_ranks(ours) == 0
+
+
+@on_ranks(3)
+def test_module_buffers_are_the_mean_of_ranks_with_data() -> None:
     module = ConvBatchNorm()
     ours = BucketDDP(module, module_buffers="mean")
     module.norm.momentum = 0.0
@@ -128,20 +135,6 @@ def mean_of_module_buffers() -> None:
             seen.append(float(module.norm.running_mean[0]))
     ours.close()
     assert seen == [pytest.approx(104 / 3), 2.0, 2.0][: len(seen)], "only ranks with data count"
-
-
-def on_three_ranks() -> None:
-    check_each({"module buffers": [ConvBatchNorm, True], "by ranks with data": [Mlp, False]}, as_torch_ddp)
-    check_each({"initial": [True], "active": [False]}, one_process)
-    with_zero_redundancy()
-    mean_of_module_buffers()
-
-
-def test_uneven_inputs_end_as_in_one_process(run_ranks: RunRanks) -> None:
-    run_ranks(3, on_three_ranks)
-
-
-# -- two ranks ---------------------------------------------------------------------------------------
 
 
 def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
@@ -162,15 +155,16 @@ def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
     return seen
 
 
-def a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
+@on_ranks(2, {"cleared": [True], "kept": [False]})
+def test_a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
     ours = gradients_around_two_joins(BucketDDP, cleared)
     assert dist.get_rank() == 1 or ours[1] == (None if cleared else ours[0])
     assert ours == gradients_around_two_joins(DistributedDataParallel, cleared)
 
 
-def tokens_without_a_backward() -> None:
+@on_ranks(2)
+def test_tokens_of_a_joined_rank_do_not_count() -> None:
     """Rank 0 counts a batch that it does not train on, and leaves its loop."""
-    torch.manual_seed(1)
     module = Mlp()
     alone = copy.deepcopy(module)
     ours = BucketDDP(module, gradient_divide_by="tokens")
@@ -183,10 +177,10 @@ def tokens_without_a_backward() -> None:
             (ours(inputs) - target).square().sum().backward()
     (alone(inputs) - target).square().sum().div(4).backward()
     assert_grads(module, grads(alone) if dist.get_rank() else dict.fromkeys(grads(alone)))
-    ours.close()
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_joined_is_refused() -> None:
     """On every rank that has data, before anything is sent that ranks without data would not answer."""
     ours = BucketDDP(Mlp())
     with ours.join():
@@ -196,19 +190,7 @@ def refused() -> None:
             ours.allreduce_gradients()
     ours.allreduce_gradients()
     assert ours.passes == 1
-    ours.close()
     ours = BucketDDP(Mlp(), gradient_divide_by=1)
     with pytest.raises(ValueError, match="divide_by_initial_world_size=False, found gradient_divide_by=1"):
         with ours.join(divide_by_initial_world_size=False):
             pass
-    ours.close()
-
-
-def on_two_ranks() -> None:
-    check_each({"cleared": [True], "kept": [False]}, a_joined_rank_keeps_its_gradients)
-    tokens_without_a_backward()
-    refused()
-
-
-def test_joined_ranks_keep_gradients_and_count_nothing(run_ranks: RunRanks) -> None:
-    run_ranks(2, on_two_ranks)

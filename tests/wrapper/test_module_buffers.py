@@ -1,6 +1,5 @@
 """First synchronisation, and module buffers."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm import broadcast as broadcast_file
 from tests.models import ConvBatchNorm, batch
 from tests.reference import largest_difference_between_ranks
-from tests.wrapper.cases import RunRanks, backward
+from tests.wrapper.cases import backward, on_ranks
 
 
 class ManyKinds(nn.Module):
@@ -25,24 +24,20 @@ class ManyKinds(nn.Module):
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
 
 
-def first_synchronisation(init_sync: bool) -> float:
+@on_ranks(3)
+def test_everything_starts_as_rank_0_has_it() -> None:
     module = ManyKinds()
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.copy_(tensor + dist.get_rank() if tensor.dtype is not torch.bool else tensor ^ bool(dist.get_rank()))
+    assert largest_difference_between_ranks(module) > 0
     strides = module.transposed.stride()
     broadcast_file._CHUNK_BYTES, before = 100, broadcast_file._CHUNK_BYTES  # several chunks
-    BucketDDP(module, init_sync=init_sync).close()
+    BucketDDP(module).close()
     broadcast_file._CHUNK_BYTES = before
     assert module.transposed.stride() == strides
-    if init_sync:
-        assert (module.scalar.item(), module.flags.tolist(), module.ids.tolist()) == (1, [True, False], [0, 1, 2])
-    return largest_difference_between_ranks(module)
-
-
-def test_everything_starts_as_rank_0_has_it(run_ranks: RunRanks) -> None:
-    assert run_ranks(3, first_synchronisation, True) == [0.0, 0.0, 0.0]
-    assert min(run_ranks(3, first_synchronisation, False)) > 0
+    assert (module.scalar.item(), module.flags.tolist(), module.ids.tolist()) == (1, [True, False], [0, 1, 2])
+    assert largest_difference_between_ranks(module) == 0
 
 
 class Scaled(nn.Module):
@@ -56,11 +51,12 @@ class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = float(self.scale)
         self.scale = self.scale + 1
-        return self.layer(x) * self.scale
+        return self.layer(x) * self.scale  # saves the buffer for backward
 
 
-def module_buffers_in_forwards(mode: str | None) -> list[float]:
-    """What forwards of many kinds see of a module buffer that is 10 times the rank. Without a mode: in torch DDP."""
+@on_ranks(2, {"torch": [None, 0.0], "broadcast": ["broadcast", 0.0], "off": ["off", 10.0], "mean": ["mean", 5.0]})
+def test_forward_synchronises_module_buffers_as_torch_does(mode: str | None, synchronised: float) -> None:
+    """Forwards of many kinds see a module buffer that is 10 times the rank. Without a mode: in torch DDP."""
     rank, seen = dist.get_rank(), []
     module = Scaled()
     wrapper = BucketDDP(module, module_buffers=mode) if mode else nn.parallel.DistributedDataParallel(module)
@@ -81,75 +77,23 @@ def module_buffers_in_forwards(mode: str | None) -> list[float]:
     with wrapper.no_sync():
         look()
     look()
-    return seen
-
-
-@pytest.mark.parametrize(("mode", "synchronised"), [(None, 0.0), ("broadcast", 0.0), ("off", 10.0), ("mean", 5.0)])
-def test_forward_synchronises_module_buffers_as_torch_does(
-    run_ranks: RunRanks, mode: str | None, synchronised: float
-) -> None:
     own = 10.0
-    assert run_ranks(2, module_buffers_in_forwards, mode)[1] == [*[synchronised] * 6, own, own, synchronised]
+    assert rank == 0 or seen == [*[synchronised] * 6, own, own, synchronised]
 
 
-def evaluates_alone() -> None:
-    """Rank 1 evaluates between two steps, in training mode too, without any other rank."""
-    module = ConvBatchNorm()
-    ours = BucketDDP(module)
-    inputs, _ = batch(0, dist.get_rank())
+@on_ranks(2)
+def test_module_buffers_may_be_replaced_and_used_by_a_graph() -> None:
+    ours = BucketDDP(ConvBatchNorm())
+    norm, inputs = ours.module.norm, batch(0, dist.get_rank())[0]
     backward(ours)
-    own = module.norm.running_mean.clone()
-    if dist.get_rank() == 1:
+    kept = ours.module.eval()(inputs).sum()  # saves its statistics for backward
+    own = norm.running_mean.clone()
+    if dist.get_rank() == 1:  # a rank may evaluate alone
         with torch.no_grad():
             ours.eval()(inputs)
-            ours.train()
-    assert torch.equal(module.norm.running_mean, own)
-    ours.eval()(inputs).sum().backward()  # in eval mode BatchNorm leaves its statistics alone
-    assert largest_difference_between_ranks(module) == 0
-    module.norm.running_mean = torch.full((6,), float(dist.get_rank()))  # replaced, not written to
+        assert torch.equal(norm.running_mean, own)
+    ours.train()(inputs)  # broadcasts
+    kept.backward()  # and autograd has not seen it
+    norm.running_mean = torch.full((6,), float(dist.get_rank()))  # replaced, not written to
     ours.synchronise_module_buffers()
-    assert module.norm.running_mean.eq(0).all()
-    ours.close()
-
-
-class UsesBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale  # saves the buffer for backward
-
-
-def version_counters() -> None:
-    ours = BucketDDP(UsesBuffer())
-    inputs, _ = batch(0, dist.get_rank())
-    ours(inputs).sum().backward()
-    version = ours.module.scale._version
-    kept = ours.module(inputs).sum()
-    ours(inputs).sum()  # broadcasts
-    assert ours.module.scale._version == version
-    kept.backward()
-    ours.close()
-
-
-def one_collective_per_dtype() -> None:
-    ours = BucketDDP(ConvBatchNorm())
-    backward(ours)
-    collectives, calls = ours._runtime.collectives, []
-    start = collectives.broadcast
-    collectives.broadcast = lambda tensor, *args: (calls.append(tensor.dtype), start(tensor, *args))[1]
-    ours(batch(0, 0)[0])
-    assert calls == [torch.float32, torch.int64]
-    ours.close()
-
-
-def module_buffers_between_passes() -> None:
-    evaluates_alone()
-    version_counters()
-    one_collective_per_dtype()
-
-
-def test_module_buffers_may_be_looked_at_and_replaced(run_ranks: RunRanks) -> None:
-    run_ranks(2, module_buffers_between_passes)
+    assert norm.running_mean.eq(0).all()
