@@ -187,7 +187,7 @@ class Collectives:
             gather = partial(self._gather_means, received, sent, flat, gathering or self)
             return self._started(handle, None, flat).then(gather)
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
-        return self._all_reduce(flat, op)
+        return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
 
     def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
         """The operation for a mean. Where the backend cannot average, ``flat`` is divided here.
@@ -272,12 +272,7 @@ class Collectives:
         """Start replacing ``tensor`` by its sum over the ranks, in place."""
         if self._nothing_to_do(tensor):
             return Work()
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
-
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
-        # At the group itself, here and in broadcast(): torch's functions around it cost small steps some percent.
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]  # torch takes the member of its enum
+        options = _all_reduce_options(dist.ReduceOp.SUM)
         return self._started(self.group.allreduce([tensor], options), None, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
@@ -325,3 +320,10 @@ class Collectives:
 
     def _started(self, handle: Handle | None, finish: Callable[[], object] | None, tensor: Tensor) -> Work:
         return Work(handle, finish, tensor.device.type == "cpu", self.leave_behind)
+
+
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    """Options of the group's own all-reduce. torch's function around it costs small steps some percent."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]  # torch takes the member of its enum
+    return options

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -97,13 +98,11 @@ def events_of_a_pass(**options: Any) -> list[str]:
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=compile_backward)
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each: torch cuts no smaller pieces
     model = BucketDDP(torch.compile(module, backend=backend), bucket_cap_mb=1, **options)
-    reduce, dist.all_reduce = dist.all_reduce, all_reduce
-    try:
+    reduce = dist.ProcessGroup.allreduce
+    with patch.object(dist.ProcessGroup, "allreduce", all_reduce):
         for _ in range(3):  # the first pass learns the order
             events.clear()
             model(torch.ones(1, 512)).sum().backward()
-    finally:
-        dist.all_reduce = reduce
     model.close()
     assert torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
     return events
