@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.hooks import CommHookError
+from tests.grads.support import on_ranks
 from tests.hooks import HOOKS, disguised
 from tests.inside import comm_hook_of
 from tests.models import Containers, Mlp, batch, build, loss_of
@@ -91,7 +92,8 @@ def test_hooks_give_torch_ddps_gradients(run_ranks: RunRanks, world_size: int) -
     run_ranks(world_size, same_as_torch_ddp, CASES[world_size])
 
 
-def own_group() -> None:
+@on_ranks(3)
+def test_hooks_use_the_wrappers_own_group() -> None:
     """Ranks 1 and 2 of three train together; rank 0 must not be needed."""
     group = dist.new_group([1, 2])
     for options in ({"comm_hook": "bf16"}, {"comm_hook": "powersgd"}, {"wire_dtype": torch.bfloat16}):
@@ -108,14 +110,11 @@ def own_group() -> None:
         ours.close()
 
 
-def test_hooks_use_the_wrappers_own_group(run_ranks: RunRanks) -> None:
-    run_ranks(3, own_group)
-
-
 # -- PowerSGD ----------------------------------------------------------------------------------------
 
 
-def power_sgd_in_many_buckets() -> None:
+@on_ranks(3)
+def test_power_sgd_keeps_its_order_across_buckets() -> None:
     """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
     torch.manual_seed(0)
     rank = dist.get_rank()
@@ -142,10 +141,6 @@ def power_sgd_in_many_buckets() -> None:
     assert ours.early_launches > 0
     assert largest_difference_between_ranks(module) == 0
     ours.close()
-
-
-def test_power_sgd_keeps_its_order_across_buckets(run_ranks: RunRanks) -> None:
-    run_ranks(3, power_sgd_in_many_buckets)
 
 
 class Sometimes(nn.Module):
@@ -258,7 +253,8 @@ def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks) -> None:
         run_ranks(world_size, padding)
 
 
-def complex_gradients() -> None:
+@on_ranks(3)
+def test_complex_gradients_travel_as_real_ones() -> None:
     torch.manual_seed(0)
     plain = Containers()
     ours = BucketDDP(copy.deepcopy(plain), comm_hook="bf16")
@@ -267,10 +263,6 @@ def complex_gradients() -> None:
     assert_grads(ours.module, mean_over_ranks(plain), rtol=2**-6, atol=2**-7)
     assert ours.module.waves.grad.is_complex()
     ours.close()
-
-
-def test_complex_gradients_travel_as_real_ones(run_ranks: RunRanks) -> None:
-    run_ranks(3, complex_gradients)
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -333,7 +325,8 @@ def test_a_hook_that_fails_is_named_on_all_ranks(run_ranks: RunRanks, failure: A
     run_ranks(2, failing_hook, *failure, fresh=True)
 
 
-def peer_fails_while_a_hook_waits() -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_waits_for_a_hook_learns_of_failures() -> None:
     ours = BucketDDP(Mlp(), comm_hook=disguised(default_hooks.allreduce_hook))
     backward(ours, 0)
     if dist.get_rank() == 1:
@@ -345,14 +338,11 @@ def peer_fails_while_a_hook_waits() -> None:
     assert time.monotonic() - begin < 8
 
 
-def test_a_rank_that_waits_for_a_hook_learns_of_failures(run_ranks: RunRanks) -> None:
-    run_ranks(2, peer_fails_while_a_hook_waits, fresh=True)
-
-
 # -- registering -------------------------------------------------------------------------------------
 
 
-def register_wrongly() -> None:
+@on_ranks(2)
+def test_hooks_registered_wrongly_are_refused() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
 
     def in_the_middle(_: Tensor) -> None:
@@ -386,11 +376,8 @@ def register_wrongly() -> None:
             BucketDDP(Mlp(), **options)
 
 
-def test_hooks_registered_wrongly_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, register_wrongly)
-
-
-def differently() -> None:
+@on_ranks(3, timeout=30)
+def test_ranks_with_different_hooks_are_told_both() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
     for options, expected in [
@@ -409,11 +396,8 @@ def differently() -> None:
         ours.register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
 
 
-def test_ranks_with_different_hooks_are_told_both(run_ranks: RunRanks) -> None:
-    run_ranks(3, differently, timeout=30)
-
-
-def registered_on_one_rank() -> None:
+@on_ranks(2, fresh=True)
+def test_a_hook_on_one_rank_is_an_error_on_all() -> None:
     ours = BucketDDP(Mlp(), timeout=timedelta(seconds=60))
     backward(ours, 0)
     inputs, target = batch(0, dist.get_rank())
@@ -429,7 +413,3 @@ def registered_on_one_rank() -> None:
         go_on()
     assert "the communication hook from pass 1 on" in str(error.value)
     assert time.monotonic() - begin < 8
-
-
-def test_a_hook_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
-    run_ranks(2, registered_on_one_rank, fresh=True)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from tests.fixtures import checkpoints
 from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precision_of
+from tests.grads.support import on_ranks
 from tests.models import AllKinds
 from tests.optim.common import TINY, RunRanks, assert_close, assert_equal, stepped
 from tests.reference import largest_difference_between_ranks
@@ -164,13 +165,10 @@ def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     return training.end()
 
 
-def changed_both_ways() -> None:
+@on_ranks(3)
+def test_state_moves_with_its_parameters() -> None:
     for optimizer in ("adamw", "adagrad"):
         assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
-
-
-def test_state_moves_with_its_parameters(run_ranks: RunRanks) -> None:
-    run_ranks(3, changed_both_ways)
 
 
 # -- directories ---------------------------------------------------------------------------------------
@@ -318,7 +316,8 @@ def test_what_does_not_fit_is_refused_by_every_rank(run_ranks: RunRanks, tmp_pat
 # -- one rank's own ------------------------------------------------------------------------------------
 
 
-def local_state_dicts(folder: str) -> None:
+@on_ranks(2)
+def test_a_ranks_own_state_dict_is_its_own(folder: str) -> None:
     """What ``optimizer.state_dict()`` and ``load_state_dict()`` of a sharded optimizer do by themselves."""
     training = Training("adamw", 0, True, True).run(0, 2)
     optimizer, rank = training.optimizer, dist.get_rank()
@@ -335,17 +334,14 @@ def local_state_dicts(folder: str) -> None:
     training.run(2, 4).end()
 
 
-def test_a_ranks_own_state_dict_is_its_own(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, local_state_dicts, str(tmp_path))
-
-
 def saved_bytes(value: Any) -> int:
     stream = io.BytesIO()
     torch.save(value, stream)
     return len(stream.getvalue())
 
 
-def filtered() -> None:
+@on_ranks(2)
+def test_a_filtered_state_dict_holds_its_tensors_only() -> None:
     ours = BucketDDP(Wide(mean=2), shard_optimizer=True)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):  # buckets are laid out again after the first pass
@@ -363,10 +359,6 @@ def filtered() -> None:
     ours.close()
     del ours, optimizer
     assert torch.equal(bias, torch.full_like(bias, 3.0)), "memory lives as long as somebody has it"
-
-
-def test_a_filtered_state_dict_holds_its_tensors_only(run_ranks: RunRanks) -> None:
-    run_ranks(2, filtered)
 
 
 # -- checkpoints of version 0.1.0 ------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
+from tests.grads.support import on_ranks
 from tests.models import Mlp
-from tests.optim.common import RunRanks, assert_close, backward, seeded, stepped, values
+from tests.optim.common import assert_close, backward, seeded, stepped, values
 
 
 class SignOfMomentum(Optimizer):
@@ -62,12 +63,9 @@ def trained(shard: bool) -> dict[str, Tensor]:
     return values(model.module)
 
 
-def both_ways() -> None:
+@on_ranks(2)
+def test_known_optimizers_of_other_packages_are_sharded() -> None:
     assert_close(*map(trained, (True, False)))
-
-
-def test_known_optimizers_of_other_packages_are_sharded(run_ranks: RunRanks) -> None:
-    run_ranks(2, both_ways)
 
 
 def one(kind: Any, **options: Any) -> Optimizer:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from tests.grads.support import on_ranks
 from tests.inside import reducer_of
 from tests.models import Mlp, batch
-from tests.optim.common import TINY, RunRanks, average, backward, seeded
+from tests.optim.common import TINY, RunRanks, average, backward, mse, seeded, values
+from tests.reference import largest_difference_between_ranks
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
@@ -48,7 +50,8 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def looked_at_and_changed() -> None:
+@on_ranks(3)
+def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     ours, plain = pair()
     param = ours.module.head.weight
     assert isinstance(param.grad, ShardedGrad)
@@ -70,10 +73,6 @@ def looked_at_and_changed() -> None:
     ours.clip_grad_value_(0.001)
     nn.utils.clip_grad_value_(plain.parameters(), 0.001)
     assert_full(ours, plain)
-
-
-def test_sharded_gradients_change_element_wise_and_show_no_values(run_ranks: RunRanks) -> None:
-    run_ranks(3, looked_at_and_changed)
 
 
 def norms() -> None:
@@ -203,7 +202,8 @@ def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears:
     run_ranks(2, unfrozen_on_top, clears, fresh=True)
 
 
-def raised_on_top() -> None:
+@on_ranks(2, fresh=True)
+def test_reduced_gradients_outlive_a_backward_that_raises() -> None:
     """A backward raises on every rank while reduced gradients wait for the step."""
 
     def fail(_: Tensor) -> None:
@@ -230,8 +230,29 @@ def raised_on_top() -> None:
         ours.module.head.weight.sum().backward()  # past forward
 
 
-def test_reduced_gradients_outlive_a_backward_that_raises(run_ranks: RunRanks) -> None:
-    run_ranks(2, raised_on_top, fresh=True)
+@on_ranks(4)
+def test_an_overflow_in_one_part_concerns_all() -> None:
+    """One element is infinite, which the ranks with its part see: none steps, and every scale shrinks."""
+    for options in ({}, {"shard_group_size": 2}, {"scatter_every_pass": True}):
+        ours = BucketDDP(seeded(Mlp), shard_optimizer=True, bucket_cap_mb=TINY, **options)
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        scales = []
+        for step in range(6):
+            before = values(ours)
+            scaler.scale(mse(ours, step)).backward()
+            whole = ours.module.head.weight.grad
+            if step == 2 and whole.own_part.numel():
+                whole.own_part[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            same = [torch.equal(value, before[name]) for name, value in values(ours).items()]
+            assert all(same) if step == 2 else not any(same)
+            scales.append(scaler.get_scale())
+        assert scales == [64, 64, 32, 32, 32, 64]
+        assert largest_difference_between_ranks(ours.module) == 0
+        ours.close()
 
 
 # -- shards are summed as they arrive ------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
+from tests.grads.support import on_ranks
 from tests.lightning_models import PoolEnvironment, Regression, close_to, data, trainer
 from tests.models import Mlp
 from tests.optim.common import RunRanks, assert_equal, mse, seeded
@@ -336,7 +337,6 @@ def fabric_run(folder: str, shard: bool, low: bool, steps: range, load: bool = F
             fabric.clip_gradients(model, optimizer, **limit)
             optimizer.step()
             optimizer.zero_grad()
-    norm = None
     if shard and not low:
         fabric.backward(mse(model, 50))
         norm = fabric.strategy.grad_norm(model)
@@ -354,7 +354,8 @@ def fabric_run(folder: str, shard: bool, low: bool, steps: range, load: bool = F
     return plain
 
 
-def in_fabric(folder: str) -> None:
+@on_ranks(2)
+def test_fabric_trains_and_resumes_as_without_shards(folder: str) -> None:
     for low in (False, True):
         runs = [fabric_run(folder, shard, low, range(9)) for shard in (False, True)]
         fabric_run(folder, True, low, range(6), save=True)
@@ -365,7 +366,3 @@ def in_fabric(folder: str) -> None:
             assert largest_difference_between_ranks(run) == 0
             for mine, theirs in zip(run.parameters(), runs[0].parameters(), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-5)
-
-
-def test_fabric_trains_and_resumes_as_without_shards(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, in_fabric, str(tmp_path))

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.lazy_all_gather import GatheredLater, reads_past_python
+from tests.grads.support import on_ranks
 from tests.optim.common import RunRanks, average
 from tests.reference import largest_difference_between_ranks
 
@@ -161,7 +162,8 @@ def test_whatever_uses_a_parameter_waits_for_it(run_ranks: RunRanks) -> None:
     run_ranks(3, uses)
 
 
-def no_use() -> None:
+@on_ranks(2)
+def test_nobody_waits_for_more_than_is_used() -> None:
     with gathers_put_off():
         twins = Twins()
         twins.step()
@@ -181,11 +183,9 @@ def no_use() -> None:
         assert {"recurrent.weight_hh_l0", "attention.in_proj_weight"} <= late
 
 
-def test_nobody_waits_for_more_than_is_used(run_ranks: RunRanks) -> None:
-    run_ranks(2, no_use)
-
-
-def compiled() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, fresh=True)
+def test_code_that_is_not_asked_waits_for_everything_before() -> None:
     assert not reads_past_python(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
     for kind in ("scripted", "wrapped", "inside", "outside"):
         torch.manual_seed(0)
@@ -212,8 +212,3 @@ def compiled() -> None:
                     optimizer.step()
             for mine, theirs in zip(ours.module.state_dict().values(), plain.state_dict().values(), strict=True):
                 torch.testing.assert_close(mine, theirs, msg=lambda m, k=kind: f"{k}: {m}")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_code_that_is_not_asked_waits_for_everything_before(run_ranks: RunRanks) -> None:
-    run_ranks(2, compiled, fresh=True)

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.optim.stepped import Stepped
 from lightning_bucketddp.optim.swap import Swap, master_params
+from tests.grads.support import on_ranks
 from tests.models import Bits, Branches, ConvBatchNorm, MixedDtypes, Mlp, batch, loss_of
-from tests.optim.common import RunRanks, assert_equal
+from tests.optim.common import assert_equal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -213,46 +214,31 @@ def test_a_step_is_on_masters_with_the_very_gradients() -> None:
     assert all(param.grad is None for param in module.parameters()), "the optimizer may clear them in its step"
 
 
-def test_masters_go_with_fp32_gradients() -> None:
+def test_masters_stay_with_the_low_precision() -> None:
     module, optimizer, masters = prepared(steps=1)
     weight = module.head.weight
-
-    def set_grad_dtype(dtype: torch.dtype | None) -> None:
+    for dtype in (BF16, None):  # as after close() of the wrapper, or a deepcopy
         module.zero_grad()
         for param in module.parameters():
             param.grad_dtype = dtype
-
-    set_grad_dtype(BF16)  # as after close() of the wrapper, or a deepcopy
-    before = masters.master(weight).clone()
-    train(module, optimizer, range(1, 2))
-    assert not torch.equal(masters.master(weight), before)
-    set_grad_dtype(None)
+        before = masters.master(weight).clone()
+        train(module, optimizer, range(1, 2))
+        assert not torch.equal(masters.master(weight), before)
+    module.zero_grad()
     module.float()
     train(module, optimizer, range(2, 4))
-    module.bfloat16()
-    set_grad_dtype(BF16)
-    for _ in range(2):
-        assert masters.master(weight) is None
-        assert "master_params" not in optimizer.state_dict()
-        optimizer.state.clear()
-        train(module, optimizer, range(1))
-    assert optimizer.state[weight]["exp_avg"].dtype is BF16
+    assert masters.master(weight) is None
+    assert "master_params" not in optimizer.state_dict()
 
 
-def test_parameters_added_or_unfrozen_later_get_masters() -> None:
-    module = low()
-    module.head.requires_grad_(False)
-    params = list(module.parameters())
-    optimizer = optim.AdamW(params[:2] + params[6:], lr=0.01)
-    masters = master_params(optimizer)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_parameters_without_fp32_gradients_of_their_own_have_no_masters(dtype: torch.dtype) -> None:
+    module = Mlp().to(dtype)
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    master_params(optimizer)
     train(module, optimizer, range(2))
-    assert [masters.master(param) is not None for param in params] == [True] * 2 + [False] * 6
-    optimizer.add_param_group({"params": params[2:6], "lr": 0.1})
-    module.head.requires_grad_(True)
-    train(module, optimizer, range(2, 4))
-    for param in params:
-        assert torch.equal(masters.master(param).bfloat16(), param)
-        assert optimizer.state[param]["exp_avg"].dtype is FP32
+    assert optimizer.state[module.head.weight]["exp_avg"].dtype is dtype
+    assert optimizer.state_dict().keys() == {"state", "param_groups"}
 
 
 def test_a_step_writes_what_the_optimizer_moved_once() -> None:
@@ -479,7 +465,8 @@ def test_nothing_outlives_the_optimizer() -> None:
         gc.enable()
 
 
-def never_prepared() -> None:
+@on_ranks(1)
+def test_an_optimizer_nobody_prepared_has_masters_from_its_first_step() -> None:
     module, other = low(), low()
     ours = BucketDDP(module, grad_dtype=FP32)
     train(other, other_optimizer := OPTIMIZERS["sgd"](other.parameters()), range(1))
@@ -494,7 +481,3 @@ def never_prepared() -> None:
         param.grad, param.grad_dtype = None, FP32
     with pytest.raises(RuntimeError, match=r"same dtype|expected scalar type|expected dtype"):  # torch's own refusal
         train(module, OPTIMIZERS["adamw"](module.parameters()), range(1))
-
-
-def test_an_optimizer_nobody_prepared_has_masters_from_its_first_step(run_ranks: RunRanks) -> None:
-    run_ranks(1, never_prepared)

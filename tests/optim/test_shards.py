@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, RankMismatchError
 from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
+from tests.grads.support import on_ranks
 from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import TINY, RunRanks, assert_close, average, backward, mse, seeded, stepped, values
@@ -52,9 +53,11 @@ CASES = [(*pair, SCATTERED if at % 4 > 1 else {}) for at, pair in enumerate(zip(
 
 def parity(model: str, optimizer: str, options: dict[str, Any]) -> int:
     """Trains beside one process, with accumulation, freezing and a rebuild; the elements with state on this rank."""
+    group = dist.new_group([0, 1, 2, 3], use_local_synchronization=True) if "wire_dtype" in options else None
     groups_before = len(dist.distributed_c10d._world.pg_map)
     plain = seeded(MODELS[model])
-    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options)
+    given = {"shard_optimizer": True, "bucket_cap_mb": TINY, "process_group": group, **options}
+    ours = BucketDDP(copy.deepcopy(plain), **given)
     steppers = [OPTIMIZERS[optimizer](two_groups(module)) for module in (plain, ours.module)]
     tolerance = 3e-2 if "wire_dtype" in options else 2e-3 if model == "mixed_dtypes" else 2e-4
     close = {"rtol": tolerance, "atol": tolerance, "msg": lambda m: f"{model}, {optimizer}, {options}: {m}"}
@@ -88,7 +91,7 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> int:
     )  # a checkpoint afterwards
     del ours, planner
     gc.collect()
-    assert len(dist.distributed_c10d._world.pg_map) == groups_before
+    assert group or len(dist.distributed_c10d._world.pg_map) == groups_before  # parts of another group stay
     return held
 
 
@@ -111,7 +114,7 @@ def parities(cases: list[tuple[str, str, dict[str, Any]]]) -> list[int]:
         (4, [("mlp", "adamw", {"shard_group_size": size}) for size in (1, 2, 4)]),
         (4, [("mlp", "adamw", {"shard_group_size": 2, "wire_dtype": "bfloat16"})]),
     ],
-    ids=["two ranks", "three ranks", "in groups", "in groups, low precision"],
+    ids=["two ranks", "three ranks", "in groups", "in another group"],
 )
 def test_training_is_that_of_one_process(
     run_ranks: RunRanks, world_size: int, cases: list[tuple[str, str, dict[str, Any]]]
@@ -126,25 +129,24 @@ def test_training_is_that_of_one_process(
         )
 
 
-def kept(dtype: torch.dtype) -> int:
-    ours = BucketDDP(seeded(lambda: Mlp(64)).to(dtype), shard_optimizer=True, grad_dtype=torch.float32)
+def kept() -> int:
+    ours = BucketDDP(seeded(lambda: Mlp(64)).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32)
     optimizer = AdamW(ours.parameters())
     for step in range(3):  # buckets follow the order of gradients from the second step on
-        ours(batch(step, 0)[0].to(dtype)).float().square().sum().backward()
+        backward_low(ours, step)
         stepped(optimizer)
-    held, masters = elements_with_state(optimizer), optimizer.state_dict().get("master_params", {})
-    assert sum(master.untyped_storage().nbytes() for master in masters.values()) in (0, 4 * held)
-    assert bool(masters) == (dtype is torch.bfloat16)
+    held = elements_with_state(optimizer)
+    masters = optimizer.state_dict()["master_params"].values()
+    assert sum(master.untyped_storage().nbytes() for master in masters) == 4 * held
     ours.close()
     return held
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
-def test_state_is_divided_evenly(run_ranks: RunRanks, world_size: int, dtype: torch.dtype) -> None:
+def test_state_and_masters_are_divided_evenly(run_ranks: RunRanks) -> None:
     elements = sum(param.numel() for param in Mlp(64).parameters())
-    held = run_ranks(world_size, kept, dtype)
+    held = run_ranks(3, kept)
     assert sum(held) == elements
-    assert held == pytest.approx([elements / world_size] * world_size, rel=0.02)
+    assert held == pytest.approx([elements / 3] * 3, rel=0.02)
 
 
 # -- steps -------------------------------------------------------------------------------------------
@@ -179,7 +181,8 @@ def in_stages(name: str, dtype: torch.dtype, most: int) -> dict[str, Tensor]:
     return values(ours.module)
 
 
-def at_once_and_in_stages() -> None:
+@on_ranks(2)
+def test_steps_in_stages_are_bit_for_bit_one_step() -> None:
     for name, dtype in [
         ("sgd", torch.float32),
         ("adagrad", torch.float32),
@@ -189,11 +192,8 @@ def at_once_and_in_stages() -> None:
         assert_close(*(in_stages(name, dtype, most) for most in (1, 3)), name, 0.0)
 
 
-def test_steps_in_stages_are_bit_for_bit_one_step(run_ranks: RunRanks) -> None:
-    run_ranks(2, at_once_and_in_stages)
-
-
-def beside_sharded_ones() -> None:
+@on_ranks(2, fresh=True)
+def test_optimizers_step_on_parameters_that_are_not_sharded() -> None:
     ours = BucketDDP(seeded(Mlp).bfloat16(), shard_optimizer=True, grad_dtype=torch.float32)
     other = nn.Parameter(torch.full((3,), 0.5, dtype=torch.bfloat16))
     other.grad_dtype = torch.float32
@@ -216,10 +216,6 @@ def beside_sharded_ones() -> None:
     alone.step()
     assert not torch.equal(other, before)
     ours.close()
-
-
-def test_optimizers_step_on_parameters_that_are_not_sharded(run_ranks: RunRanks) -> None:
-    run_ranks(2, beside_sharded_ones, fresh=True)
 
 
 def outside_changes(shard: bool) -> dict[str, Tensor]:
@@ -250,15 +246,13 @@ def outside_changes(shard: bool) -> dict[str, Tensor]:
     return found
 
 
-def changed_both_ways() -> None:
+@on_ranks(3, fresh=True)
+def test_steps_and_replaced_memory_are_noticed() -> None:
     assert_close(*map(outside_changes, (True, False)))
 
 
-def test_steps_and_replaced_memory_are_noticed(run_ranks: RunRanks) -> None:
-    run_ranks(3, changed_both_ways, fresh=True)
-
-
-def close_after_step() -> None:
+@on_ranks(3)
+def test_closing_waits_for_parameters() -> None:
     """The wrapper is closed while parameters are on their way; training goes on without."""
     ours = BucketDDP(seeded(Mlp), shard_optimizer=True, bucket_cap_mb=TINY)
     for step in range(2):
@@ -276,10 +270,6 @@ def close_after_step() -> None:
         optimizer.step()
     assert not any(torch.equal(param, before[name]) for name, param in ours.named_parameters())
     assert largest_difference_between_ranks(ours.module) == 0
-
-
-def test_closing_waits_for_parameters(run_ranks: RunRanks) -> None:
-    run_ranks(3, close_after_step)
 
 
 # -- beside everything else: the same training with shards and without ---------------------------------
@@ -553,7 +543,11 @@ def test_only_shards_of_gradients_have_memory_between_passes(run_ranks: RunRanks
 # -- refused -----------------------------------------------------------------------------------------
 
 
-def refusals() -> None:
+SHARDED = {"shard_optimizer": True}
+
+
+@on_ranks(3)
+def test_what_goes_with_no_shards_is_refused() -> None:
     ours = BucketDDP(seeded(Mlp), shard_optimizer=True)
     with pytest.raises(ValueError, match="nobody would update the shard"), ours.join():
         pass
@@ -567,15 +561,15 @@ def refusals() -> None:
     master_params(prepared)
     with pytest.raises(ValueError, match="or has whole master parameters"):
         ours.prepare_optimizer(prepared)
-    for options, words in [
-        ({"scatter_every_pass": True}, "cannot be had with shard_optimizer=False"),
-        ({"shard_optimizer": True, "scatter_every_pass": True, "gradient_divide_by": "tokens"}, "tokens of all passes"),
+    size = (1, 3, 3)[dist.get_rank()]
+    for error, options, words in [
+        (ValueError, {"scatter_every_pass": True}, "cannot be had with shard_optimizer=False"),
+        (ValueError, {"shard_group_size": 3}, "cannot be had with shard_optimizer=False"),
+        (ValueError, {**SHARDED, "scatter_every_pass": True, "gradient_divide_by": "tokens"}, "tokens of all passes"),
+        (ValueError, {**SHARDED, "shard_group_size": 2}, "shard_group_size=2 and 3 ranks"),
+        (RankMismatchError, {**SHARDED, "shard_group_size": size}, "shard_group_size"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(error, match=words):
             BucketDDP(seeded(Mlp), **options)
     ours.close()
     other.close()
-
-
-def test_what_goes_with_no_shards_is_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, refusals)

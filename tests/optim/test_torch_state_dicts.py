@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
+from tests.grads.support import on_ranks
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.optim.common import TINY, RunRanks, assert_equal
 
@@ -119,7 +120,8 @@ def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks) -> None:
     run_ranks(2, all_options)
 
 
-def names() -> None:
+@on_ranks(2)
+def test_parameters_have_the_names_of_the_state_dict() -> None:
     model = BucketDDP(Own())
     assert dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() == {
         name for name in model.state_dict() if not name.endswith("_extra_state")
@@ -133,11 +135,8 @@ def names() -> None:
         model.calls  # noqa: B018
 
 
-def test_parameters_have_the_names_of_the_state_dict(run_ranks: RunRanks) -> None:
-    run_ranks(2, names)
-
-
-def not_known_to_torch() -> None:
+@on_ranks(2)
+def test_shards_and_masters_are_refused_to_torchs_functions() -> None:
     """Shards take whole state, and refuse to give their part; masters are not left out silently."""
     model, optimizer = made(bucket_ddp, Mlp, 2)
     other, other_optimizer = made(partial(bucket_ddp, shard_optimizer=True), Mlp, 0)
@@ -153,7 +152,3 @@ def not_known_to_torch() -> None:
     for each in ((other, other_optimizer), (low, low_optimizer)):
         with pytest.raises(RuntimeError, match=r"expected optimizer_state_dict\(\).*found get_optimizer_state_dict"):
             dcp.get_optimizer_state_dict(*each)
-
-
-def test_shards_and_masters_are_refused_to_torchs_functions(run_ranks: RunRanks) -> None:
-    run_ranks(2, not_known_to_torch)
