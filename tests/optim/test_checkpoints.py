@@ -116,28 +116,22 @@ def load(folder: str, optimizer: str, low: bool, expected: dict[str, Tensor]) ->
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "low", "shard", "saved_at", "loaded_at"),
+    ("kind", "saved_at", "loaded_at"),
     [
-        ("adamw", True, True, 3, (3, 2, 1)),
-        ("sgd", True, True, 3, (2,)),
-        ("rmsprop", True, True, 1, (3,)),
-        ("adagrad", False, True, 2, (3,)),
-        ("nadam", True, False, 2, (3,)),
-        ("adamw", False, None, 1, (3,)),
+        (("adamw", True, True), 3, (3, 2, 1)),
+        (("sgd", True, True), 3, (2,)),
+        (("rmsprop", True, True), 1, (3,)),
+        (("adagrad", False, True), 2, (3,)),
+        (("nadam", True, False), 2, (3,)),
+        (("adamw", False, None), 1, (3,)),
     ],
 )
 def test_training_goes_on_at_any_world_size(
-    run_ranks: RunRanks,
-    tmp_path: Path,
-    optimizer: str,
-    low: bool,
-    shard: bool | None,
-    saved_at: int,
-    loaded_at: tuple[int, ...],
+    run_ranks: RunRanks, tmp_path: Path, kind: tuple[str, bool, bool | None], saved_at: int, loaded_at: tuple[int, ...]
 ) -> None:
-    expected = run_ranks(saved_at, save, str(tmp_path), optimizer, low, shard)[0]
+    expected = run_ranks(saved_at, save, str(tmp_path), *kind)[0]
     for world_size in loaded_at:
-        run_ranks(world_size, load, str(tmp_path), optimizer, low, expected)
+        run_ranks(world_size, load, str(tmp_path), *kind[:2], expected)
 
 
 def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:

@@ -75,7 +75,8 @@ def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     assert_full(ours, plain)
 
 
-def norms() -> None:
+@on_ranks(2)
+def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     ours, plain = pair()
     for norm_type in (2.0, 1.0, 3.0, math.inf):
         theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
@@ -99,45 +100,19 @@ def norms() -> None:
         ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_norms_and_clipping_are_those_of_whole_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(2, norms)
-
-
-def several_backwards(zeros: bool) -> None:
-    """Gradients add up without zero_grad, over local passes too; cleared ones do not come back."""
-    ours, plain = pair()
-    for turn in range(3):
-        if turn == 2:
-            for model in (ours, plain):
-                model.zero_grad(set_to_none=not zeros)
-        summed = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
-        plain.zero_grad()
-        with ours.no_sync():
-            backward(ours, step=3 * turn + 1)
-        if turn == 1:  # with a gradient of before the pass, and a local one
-            ours.zero_grad(set_to_none=not zeros)
-            summed = dict.fromkeys(summed)
-        else:
-            backward(plain, step=3 * turn + 1)
-        backward(ours, plain, step=3 * turn + 2)
-        average(plain)
-        for name, param in plain.named_parameters():
-            if summed[name] is not None:
-                param.grad += summed[name]
-        assert_full(ours, plain)
-
-
-def accumulated() -> None:
-    for zeros in (False, True):
-        several_backwards(zeros)
+@on_ranks(3)
+def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
     ours, plain = pair()
     inputs = batch(1, dist.get_rank())[0].requires_grad_()
     torch.autograd.grad(ours(inputs).sum(), inputs)  # between backward and step
     assert_full(ours, plain)
-
-
-def test_gradients_add_up_until_they_are_cleared(run_ranks: RunRanks) -> None:
-    run_ranks(3, accumulated)
+    with ours.no_sync():
+        backward(ours, step=1)
+    ours.zero_grad()  # with a gradient of before the pass, and a local one
+    plain.zero_grad()
+    backward(ours, plain, step=2)
+    average(plain)
+    assert_full(ours, plain)
 
 
 def waiting_for_cleared_gradients(alone: str) -> None:
