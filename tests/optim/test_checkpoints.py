@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,8 @@ from tests.fixtures import checkpoints
 from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precision_of
 from tests.grads.support import on_ranks
 from tests.models import AllKinds
-from tests.optim.common import TINY, RunRanks, assert_close, assert_equal, stepped
+from tests.optim.common import OPTIMIZERS, TINY, RunRanks, assert_close, assert_equal, stepped, two_groups
 from tests.reference import largest_difference_between_ranks
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, amsgrad=True),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.002, momentum=0.9, centered=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02, initial_accumulator_value=0.3),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.005),
-}
 
 
 class Training:
@@ -46,8 +37,7 @@ class Training:
         if shard is not None:
             grad_dtype = {"low.*": torch.float32} if low else None
             self.ours = BucketDDP(self.module, grad_dtype=grad_dtype, bucket_cap_mb=TINY, shard_optimizer=shard)
-        params = [param for name, param in self.module.named_parameters() if name != "later"]
-        self.optimizer = OPTIMIZERS[optimizer]([{"params": params[::2]}, {"params": params[1::2], "lr": 0.004}])
+        self.optimizer = OPTIMIZERS[optimizer](two_groups(self.module))
         self.scheduler = StepLR(self.optimizer, 2, 0.5)
 
     def run(self, first: int, last: int) -> "Training":

@@ -23,26 +23,22 @@ from lightning_bucketddp.optim.swap import master_params
 from tests.grads.support import on_ranks
 from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
-from tests.optim.common import TINY, RunRanks, assert_close, average, backward, mse, seeded, stepped, values
+from tests.optim.common import (
+    OPTIMIZERS,
+    TINY,
+    RunRanks,
+    assert_close,
+    average,
+    backward,
+    mse,
+    seeded,
+    stepped,
+    two_groups,
+    values,
+)
 from tests.reference import largest_difference_between_ranks
 
 Wrap = Callable[..., BucketDDP]
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.005, momentum=0.9, centered=True),
-    "adamw": lambda params: AdamW(params, lr=0.01, weight_decay=0.1),
-    "adam_amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
-    "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1),
-    "adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
-}
-
-
-def two_groups(module: nn.Module) -> list[dict[str, Any]]:
-    params = list(module.parameters())
-    return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003, "weight_decay": 0.0}]
-
 
 # -- as in one process -------------------------------------------------------------------------------
 
