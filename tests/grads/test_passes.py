@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.hooks import is_reducers_own
 from tests.grads.support import both, case, inner, inputs_of, on_ranks, pair, run_backward, warm_up
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, Fragile
-from tests.reference import assert_grads, mean_over_ranks
+from tests.reference import assert_grads, grads, mean_over_ranks
 
 SEVERAL = 0.002  # MiB; several buckets, with several parameters in each
 
@@ -53,6 +54,29 @@ def test_gradients_may_come_before_an_output_is_reached() -> None:
                 (out.square().mean() + penalty).backward()
             assert came == [True, True]
             assert_grads(ours.module, mean_over_ranks(plain))
+        ours.close()
+
+
+@on_ranks(3)
+def test_gradients_may_be_changed_between_passes() -> None:
+    """Gradients that are changed in place between passes belong to a parameter that the next pass does not use."""
+    for how, guarded in [("zero", True), ("clip", False), ("clip", True), ("none", False)]:
+        plain, ours = pair(Branches)
+        warm_up(plain, ours)
+        for step in range(4):
+            take, before = ("both", "left")[step % 2], grads(ours.module)["right.weight"]
+            for model in (plain, ours):
+                if how == "zero":
+                    model.zero_grad(set_to_none=False)
+                elif how == "clip":
+                    clip_grad_norm_(model.parameters(), 1e-2)
+                run_backward(ours, model(inputs_of(step), take).square().mean(), guarded and model is ours)
+            mean = mean_over_ranks(plain)
+            with case(how, guarded, step):
+                assert_grads(ours.module, mean)
+                assert (how, take) != ("none", "left") or torch.equal(ours.module.right.weight.grad, before)
+            for name, param in plain.named_parameters():
+                param.grad = mean[name]
         ours.close()
 
 
