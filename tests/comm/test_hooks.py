@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.hooks import CommHookError
+from tests.grads.support import on_ranks
 from tests.hooks import HOOKS, disguised
 from tests.inside import comm_hook_of
-from tests.models import Mlp, batch, build, loss_of
-from tests.reference import grads, largest_difference_between_ranks, mean_over_ranks
+from tests.models import Containers, Mlp, batch, build, loss_of
+from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0003
@@ -60,8 +61,7 @@ def gradients_of_a_few_steps(wrapped: nn.Module, accumulate: int) -> list[dict[s
     return seen
 
 
-def same_as_torch_ddp(cases: list[tuple[str, str, int]]) -> list[list[dict[str, Tensor | None]]]:
-    found = []
+def same_as_torch_ddp(cases: list[tuple[str, str, int]]) -> None:
     for name, model, accumulate in cases:
         module = build(model)
         reference = DistributedDataParallel(copy.deepcopy(module))
@@ -71,30 +71,29 @@ def same_as_torch_ddp(cases: list[tuple[str, str, int]]) -> list[list[dict[str, 
         ours = BucketDDP(module, bucket_cap_mb=TINY, comm_hook=name if named else None)
         if not named:
             ours.register_comm_hook(None, HOOKS[name])
-        found.append(gradients_of_a_few_steps(ours, accumulate))
         rounding = max(ROUNDING.get(name.split("_")[0], 1e-6), 2.0**-6 if model == "mixed_dtypes" else 0.0)
-        for mine, theirs in zip(found[-1], expected, strict=True):
+        for mine, theirs in zip(gradients_of_a_few_steps(ours, accumulate), expected, strict=True):
             largest = max(float(g.abs().max()) for g in theirs.values() if g is not None)
             for key, grad in theirs.items():
                 message = f"{name}, {model}, {accumulate}, {key}"
                 close = {"rtol": rounding, "atol": rounding * largest, "msg": lambda m, at=message: f"{at}: {m}"}
                 torch.testing.assert_close(mine[key], grad, **close)
+        first = module.get_parameter(next(iter(expected[-1]))).grad.clone()
+        dist.broadcast(first, 0)
+        alike = torch.equal(first, module.get_parameter(next(iter(expected[-1]))).grad)
+        assert alike == (name != "noop" or dist.get_rank() == 0), "noop leaves each rank its own gradients"
         assert len(ours.layout.buckets) > 1
         assert ours.early_launches > 0
         ours.close()
-    return found
 
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_hooks_give_torch_ddps_gradients(run_ranks: RunRanks, world_size: int) -> None:
-    first, second, *_ = run_ranks(world_size, same_as_torch_ddp, CASES[world_size])
-    for (name, *_), steps, others in zip(CASES[world_size], first, second, strict=True):
-        for mine, theirs in zip(steps, others, strict=True):
-            equal = {torch.equal(grad, theirs[key]) for key, grad in mine.items()}
-            assert equal == {name != "noop"}, f"{name}: noop leaves each rank its own gradients, others do not"
+    run_ranks(world_size, same_as_torch_ddp, CASES[world_size])
 
 
-def own_group() -> None:
+@on_ranks(3)
+def test_hooks_use_the_wrappers_own_group() -> None:
     """Ranks 1 and 2 of three train together; rank 0 must not be needed."""
     group = dist.new_group([1, 2])
     for options in ({"comm_hook": "bf16"}, {"comm_hook": "powersgd"}, {"wire_dtype": torch.bfloat16}):
@@ -111,33 +110,11 @@ def own_group() -> None:
         ours.close()
 
 
-def test_hooks_use_the_wrappers_own_group(run_ranks: RunRanks) -> None:
-    run_ranks(3, own_group)
-
-
 # -- PowerSGD ----------------------------------------------------------------------------------------
 
 
-def train_with_power_sgd(wrapped: nn.Module, state: PowerSGDState, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2)
-    losses = []
-    for step in range(steps):
-        inputs, _ = batch(step % 4, dist.get_rank(), size=16)
-        optimizer.zero_grad()
-        loss = loss_of(wrapped(inputs), torch.tanh(inputs[:, :4] - inputs[:, 4:]))
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total) / dist.get_world_size())
-    assert state.iter > state.start_powerSGD_iter
-    rate, before, after = state.compression_stats()
-    assert rate > 4, "compression was active"
-    assert before > after > 0
-    return losses
-
-
-def power_sgd_in_many_buckets() -> None:
+@on_ranks(3)
+def test_power_sgd_keeps_its_order_across_buckets() -> None:
     """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
     torch.manual_seed(0)
     rank = dist.get_rank()
@@ -147,21 +124,23 @@ def power_sgd_in_many_buckets() -> None:
         layer.weight.register_hook(lambda _, index=index: time.sleep(0.002 * ((index + rank) % 3)))
     state = PowerSGDState(None, start_powerSGD_iter=2)
     ours = BucketDDP(module, bucket_cap_mb=0.001, comm_hook="powersgd", comm_hook_state=state)
-    sizes: list[dict[int, int]] = []
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.2)
+    sizes: list[list[int]] = []
     for frozen in (True, False):
         module.head.requires_grad_(not frozen)
-        train_with_power_sgd(ours, state, 5)
-        sizes.append({index: bucket.numel for index, bucket in enumerate(ours.layout.buckets)})
-        assert {index: len(error) for index, error in state.error_dict.items()} == sizes[-1]
-    assert any(sizes[1][index] != size for index, size in sizes[0].items())
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(ours, step)
+            optimizer.step()
+        assert state.iter > state.start_powerSGD_iter
+        assert state.compression_stats()[0] > 4, "compression was active"
+        sizes.append([bucket.numel for bucket in ours.layout.buckets])
+        assert [len(state.error_dict[index]) for index in range(len(state.error_dict))] == sizes[-1]
+    assert sizes[0] != sizes[1][: len(sizes[0])]
     assert len(sizes[0]) >= 8
     assert ours.early_launches > 0
     assert largest_difference_between_ranks(module) == 0
     ours.close()
-
-
-def test_power_sgd_keeps_its_order_across_buckets(run_ranks: RunRanks) -> None:
-    run_ranks(3, power_sgd_in_many_buckets)
 
 
 class Sometimes(nn.Module):
@@ -256,7 +235,7 @@ def what_a_hook_sees() -> None:
 
 
 def leaves_noise_in_padding(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
-    assert not bucket.buffer()[bucket.gradients()[-1].numel() :].any() or len(bucket.parameters()) > 1
+    assert not bucket.buffer()[bucket.gradients()[-1].numel() :].any()
     return future_of(bucket.buffer().add_(1.0))
 
 
@@ -268,36 +247,22 @@ def padding() -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, what_a_hook_sees)
-    run_ranks(world_size, padding)
+def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks) -> None:
+    for world_size in (1, 2):
+        run_ranks(world_size, what_a_hook_sees)
+        run_ranks(world_size, padding)
 
 
-class ComplexModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 3, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs().square().mean()
-
-
-def complex_gradients() -> None:
-    for options in ({"comm_hook": "bf16"}, {"wire_dtype": torch.bfloat16}):
-        torch.manual_seed(0)
-        plain = ComplexModel()
-        ours = BucketDDP(copy.deepcopy(plain), **options)
-        inputs, _ = batch(0, dist.get_rank())
-        plain(inputs).backward()
-        ours(inputs).backward()
-        mean = mean_over_ranks(plain)["weight"]
-        torch.testing.assert_close(ours.module.weight.grad, mean, rtol=2**-6, atol=2**-7 * float(mean.abs().max()))
-        ours.close()
-
-
-def test_complex_gradients_travel_as_real_ones(run_ranks: RunRanks) -> None:
-    run_ranks(3, complex_gradients)
+@on_ranks(3)
+def test_complex_gradients_travel_as_real_ones() -> None:
+    torch.manual_seed(0)
+    plain = Containers()
+    ours = BucketDDP(copy.deepcopy(plain), comm_hook="bf16")
+    for model in (plain, ours):
+        backward(model, 0)
+    assert_grads(ours.module, mean_over_ranks(plain), rtol=2**-6, atol=2**-7)
+    assert ours.module.waves.grad.is_complex()
+    ours.close()
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -325,70 +290,59 @@ def fails_later(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket).then(after)
 
 
-def failing_hook(hook: Callable[..., Any], call: int, guarded: bool) -> tuple[str, str, float]:
+FAILING = [
+    (raises_on_rank_1, 2, True, "OSError: out of sorts"),
+    (raises_on_rank_1, 20, False, "OSError: out of sorts"),
+    (returns_no_future, 0, True, "expected it to return a torch.futures.Future, found Tensor"),
+    (returns_too_little, 0, False, "expected its future to hold a tensor of "),
+    (fails_later, 0, False, "KeyError: 'later'"),
+]
+
+
+def failing_hook(hook: Callable[..., Any], call: int, guarded: bool, expected: str) -> None:
     ours = BucketDDP(Mlp(depth=6), bucket_cap_mb=TINY)
     ours.register_comm_hook([call], hook)
+
+    def train() -> None:
+        for step in range(4):
+            loss = ours(batch(step, dist.get_rank())[0]).sum()
+            with ours.backward_pass(loss) if guarded else nullcontext():
+                loss.backward()
+
     begin = time.monotonic()
-    with pytest.raises((CommHookError, PeerFailureError)) as error:
-        run_steps(ours, guarded)
-    elapsed = time.monotonic() - begin
+    told = call and dist.get_rank() == 0
+    with pytest.raises(PeerFailureError if told else CommHookError, match=expected) as error:
+        train()
+    assert time.monotonic() - begin < 8
+    assert f"hook 'tests.comm.test_hooks.{hook.__name__}' failed for the bucket of '" in str(error.value)
+    assert not told or "rank 1 cannot go on in pass" in str(error.value)
     with pytest.raises(PeerFailureError):
         backward(ours, 1)
-    return type(error.value).__name__, str(error.value), elapsed
 
 
-def run_steps(ours: BucketDDP, guarded: bool) -> None:
-    for step in range(4):
-        inputs, target = batch(step, dist.get_rank())
-        loss = loss_of(ours(inputs), target)
-        with ours.backward_pass(loss) if guarded else nullcontext():
-            loss.backward()
+@pytest.mark.parametrize("failure", FAILING)
+def test_a_hook_that_fails_is_named_on_all_ranks(run_ranks: RunRanks, failure: Any) -> None:
+    run_ranks(2, failing_hook, *failure, fresh=True)
 
 
-@pytest.mark.parametrize(
-    ("hook", "call", "guarded", "expected"),
-    [
-        (raises_on_rank_1, 2, True, "OSError: out of sorts"),
-        (raises_on_rank_1, 20, False, "OSError: out of sorts"),
-        (returns_no_future, 0, True, "expected it to return a torch.futures.Future, found Tensor"),
-        (returns_too_little, 0, False, "expected its future to hold a tensor of "),
-        (fails_later, 0, False, "KeyError: 'later'"),
-    ],
-)
-def test_a_hook_that_fails_is_named_on_all_ranks(
-    run_ranks: RunRanks, hook: Callable[..., Any], call: int, guarded: bool, expected: str
-) -> None:
-    for rank, (kind, message, elapsed) in enumerate(run_ranks(2, failing_hook, hook, call, guarded, fresh=True)):
-        told = call and rank == 0
-        assert kind == ("PeerFailureError" if told else "CommHookError")
-        assert f"communication hook 'tests.comm.test_hooks.{hook.__name__}' failed for the bucket of '" in message
-        assert expected in message
-        assert not told or "rank 1 cannot go on in pass" in message
-        assert elapsed < 8
-
-
-def peer_fails_while_a_hook_waits() -> tuple[str, float]:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_waits_for_a_hook_learns_of_failures() -> None:
     ours = BucketDDP(Mlp(), comm_hook=disguised(default_hooks.allreduce_hook))
     backward(ours, 0)
     if dist.get_rank() == 1:
         ours.publish_failure(OSError("disk full"))
-        return "", 0.0
+        return
     begin = time.monotonic()
-    with pytest.raises(PeerFailureError) as error:
+    with pytest.raises(PeerFailureError, match="rank 1 raised OSError: disk full"):
         backward(ours, 1)
-    return str(error.value), time.monotonic() - begin
-
-
-def test_a_rank_that_waits_for_a_hook_learns_of_failures(run_ranks: RunRanks) -> None:
-    message, elapsed = run_ranks(2, peer_fails_while_a_hook_waits, fresh=True)[0]
-    assert "rank 1 raised OSError: disk full" in message
-    assert elapsed < 8
+    assert time.monotonic() - begin < 8
 
 
 # -- registering -------------------------------------------------------------------------------------
 
 
-def register_wrongly() -> None:
+@on_ranks(2)
+def test_hooks_registered_wrongly_are_refused() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
 
     def in_the_middle(_: Tensor) -> None:
@@ -422,11 +376,8 @@ def register_wrongly() -> None:
             BucketDDP(Mlp(), **options)
 
 
-def test_hooks_registered_wrongly_are_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, register_wrongly)
-
-
-def differently() -> None:
+@on_ranks(3, timeout=30)
+def test_ranks_with_different_hooks_are_told_both() -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
     state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)
     for options, expected in [
@@ -445,29 +396,20 @@ def differently() -> None:
         ours.register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
 
 
-def test_ranks_with_different_hooks_are_told_both(run_ranks: RunRanks) -> None:
-    run_ranks(3, differently, timeout=30)
-
-
-def register_on_rank_0(ours: BucketDDP, loss: Tensor) -> None:
-    if dist.get_rank() == 0:
-        ours.register_comm_hook(None, noop_hook)
-    loss.backward()
-
-
-def registered_on_one_rank() -> tuple[str, float]:
+@on_ranks(2, fresh=True)
+def test_a_hook_on_one_rank_is_an_error_on_all() -> None:
     ours = BucketDDP(Mlp(), timeout=timedelta(seconds=60))
     backward(ours, 0)
     inputs, target = batch(0, dist.get_rank())
     loss = loss_of(ours(inputs), target)
+
+    def go_on() -> None:
+        if dist.get_rank() == 0:
+            ours.register_comm_hook(None, noop_hook)
+        loss.backward()
+
     begin = time.monotonic()
-    with pytest.raises((RankMismatchError, PeerFailureError)) as error:
-        register_on_rank_0(ours, loss)
-    return str(error.value), time.monotonic() - begin
-
-
-def test_a_hook_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
-    for message, elapsed in run_ranks(2, registered_on_one_rank, fresh=True):
-        assert "the communication hook from pass 1 on" in message
-        assert "is in pass 1" in message
-        assert elapsed < 8
+    with pytest.raises((RankMismatchError, PeerFailureError), match="is in pass 1") as error:
+        go_on()
+    assert "the communication hook from pass 1 on" in str(error.value)
+    assert time.monotonic() - begin < 8

@@ -4,6 +4,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,12 @@ RunRanks = Callable[..., list[Any]]
 TINY = 0.0003  # MiB; makes several buckets of the small test models
 
 
-def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Makes a job a test that runs it on as many ranks; ``options`` are those of the worker pool."""
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a job a test that runs it on as many ranks, perhaps with a folder; ``options`` are the worker pool's."""
 
-    def decorate(job: Callable[[], None]) -> Callable[..., None]:
-        def test(run_ranks: RunRanks, world_size: int) -> None:
-            run_ranks(world_size, job, **options)
+    def decorate(job: Callable[..., None]) -> Callable[..., None]:
+        def test(run_ranks: RunRanks, world_size: int, tmp_path: Path) -> None:
+            run_ranks(world_size, job, *[str(tmp_path) for _ in signature(job).parameters], **options)
 
         test.__name__ = job.__name__
         test.job = job  # type: ignore[attr-defined]

@@ -56,17 +56,6 @@ def test_a_view_that_was_moved_is_no_gradient_of_the_buffer() -> None:
     assert made.flats[0].sum() == 21.0
 
 
-def test_memory_can_be_put_away() -> None:
-    made = GradBuffers(layout_of(some_params()))
-    views = list(made.views)
-    views[2].fill_(1.0)
-    made.put_away()
-    assert made.flats[0].untyped_storage().nbytes() == 0
-    made.take_out()
-    assert all(made.holds(slot, view) for slot, view in enumerate(views))
-    assert not any(view.any() for view in views)
-
-
 @pytest.mark.parametrize(
     ("grad", "message"),
     [

@@ -2,9 +2,7 @@
 
 import copy
 import io
-import itertools
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -25,32 +23,20 @@ from tests.reference import assert_grads, grads, mean_over_ranks
 BF16 = torch.bfloat16
 
 
-class Fork(nn.Module):
-    """Two layers side by side, of which the second may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(8, 8)
-        self.sometimes = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, both: bool = True) -> Tensor:
-        return self.always(x) + (self.sometimes(x) if both else 0)
-
-
 @on_ranks(2)
 def test_two_wrappers_meet_in_one_backward() -> None:
     """In one backward of two wrappers, one rank takes a branch of one of them."""
     cases = [(25.0, True, True), (25.0, False, False), (0.0001, True, False), (0.0001, False, True)]
     for cap, in_order, first_branches in cases:
-        plain, ours = zip(pair(Fork, cap), pair(Fork, 25.0), strict=True)
+        plain, ours = zip(pair(Branches, cap), pair(Branches, 25.0), strict=True)
         for step in range(3):
-            branch = step == 0 or dist.get_rank() == 0
+            take = "both" if step == 0 or dist.get_rank() == 0 else "left"
             for models in (plain, ours):
                 for model in models:
                     model.zero_grad()
                 first, second = models if in_order else reversed(models)
-                hidden = first(inputs_of(step), branch or not first_branches)
-                second(hidden, branch or first_branches).square().sum().backward()
+                hidden = first(inputs_of(step), take if first_branches else "both").repeat(1, 2)
+                second(hidden, "both" if first_branches else take).square().sum().backward()
             for model, reference in zip(ours, plain, strict=True):
                 with case(cap, in_order, first_branches, step):
                     assert_grads(model.module, mean_over_ranks(reference))
@@ -58,23 +44,8 @@ def test_two_wrappers_meet_in_one_backward() -> None:
             model.close()
 
 
-class Outer(nn.Module):
-    """A module of which one part may be wrapped."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.net = wrap(Fork())
-        self.head = nn.Linear(8, 1)
-
-
-class OwnModule(nn.Module):
-    """Has a child that is called ``module``, and perhaps no other."""
-
-    def __init__(self, alone: bool) -> None:
-        super().__init__()
-        self.module = nn.Linear(8, 8)
-        if not alone:
-            self.head = nn.Linear(8, 4)
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
 
 
 def assert_loads(model: nn.Module, state: dict[str, Tensor], names: dict[str, Tensor]) -> None:
@@ -88,15 +59,15 @@ def assert_loads(model: nn.Module, state: dict[str, Tensor], names: dict[str, Te
 
 @on_ranks(2)
 def test_state_dicts_are_those_of_the_module() -> None:
-    expected = Outer(lambda module: module).state_dict()
-    outer = Outer(BucketDDP)
+    outer = nn.ModuleDict({"net": BucketDDP(Mlp()), "head": nn.Linear(8, 1)})
+    expected = nn.ModuleDict({"net": Mlp(), "head": nn.Linear(8, 1)}).state_dict()
     for model in (outer, copy.deepcopy(copy.deepcopy(outer))):
         assert list(model.state_dict()) == list(expected)
         assert_loads(model, expected, expected)
-    outer.net.close()
-    model = Fork()
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    torchs = {name: value.clone() for name, value in DistributedDataParallel(model).state_dict().items()}
+    outer["net"].close()
+    model = Mlp()
+    plain = copied(model.state_dict())
+    torchs = copied(DistributedDataParallel(model).state_dict())
     ours = BucketDDP(copy.deepcopy(model))
     assert all(name.startswith("module.") for name in torchs)
     assert_loads(ours, torchs, plain)
@@ -107,26 +78,24 @@ def test_state_dicts_are_those_of_the_module() -> None:
         ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
     assert list(ours.state_dict_for_save_checkpoint(None, "p.", False)) == [f"p.{name}" for name in plain]
     ours.close()
-    for model in (OwnModule(alone=False), OwnModule(alone=True)):
-        plain = {name: value.clone() for name, value in model.state_dict().items()}
+    for names in (["module"], ["module", "head"]):  # a child that is called as the wrapper's is
+        model = nn.ModuleDict({name: nn.Linear(8, 4) for name in names})
+        plain = copied(model.state_dict())
         ours = BucketDDP(model)
         assert_loads(ours, plain, plain)
         ours.close()
 
 
 @on_ranks(2)
-def test_copies_train_as_the_wrapper_does() -> None:
-    """Copies keep the hook and its state, which is the group, and learn the order of gradients themselves."""
+def test_copies_keep_the_hook_and_its_state() -> None:
     for hook, means in [(allreduce_hook, True), (noop_hook, False)]:
         plain, ours = pair()
         ours.register_comm_hook(dist.group.WORLD, hook)
-        both([plain, ours], inputs_of(0))
-        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-            for step in range(2):
-                both([plain, copied], inputs_of(step))
-                with case(hook, step):
-                    assert_grads(copied.module, mean_over_ranks(plain) if means else grads(plain))
-            copied.close()
+        for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            both([plain, other], inputs_of(0))
+            with case(hook):
+                assert_grads(other.module, mean_over_ranks(plain) if means else grads(plain))
+            other.close()
         ours.close()
 
 
@@ -196,47 +165,43 @@ def test_close_gives_gradients_their_dtype_back() -> None:
     again.close()
 
 
-ALONE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "hook": {"comm_hook": allreduce_hook},
-    "bf16 hook": {"comm_hook": "bf16"},
-    "powersgd": {"comm_hook": "powersgd"},
-    "wire": {"wire_dtype": BF16},
-    "coalesced wire": {"use_contiguous_buffers": False, "wire_dtype": BF16},
-    "fp64 gradients": {"grad_dtype": torch.float64, "master_params": False},
-    "tokens": {"gradient_divide_by": "tokens"},
-    "integer": {"gradient_divide_by": 4},
-    "padded": {"pad_buckets_to": 64, "overlap": False},
-}
+ALONE: list[dict[str, Any]] = [
+    {},
+    {"comm_hook": allreduce_hook},
+    {"comm_hook": "bf16"},
+    {"comm_hook": "powersgd"},
+    {"wire_dtype": BF16},
+    {"wire_dtype": BF16, "use_contiguous_buffers": False},
+    {"grad_dtype": torch.float64, "master_params": False},
+    {"gradient_divide_by": "tokens"},
+    {"gradient_divide_by": 4, "pad_buckets_to": 64, "overlap": False},
+]
 
 
-def alone(way: str, joined: bool) -> None:
-    plain, ours = pair(Branches, TINY, **ALONE[way])
-    if way == "fp64 gradients":
-        for param in plain.parameters():
-            param.grad_dtype = torch.float64
-    divisor = {"tokens": 8, "integer": 4}.get(way, 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, ours)]
+def alone(options: dict[str, Any], joined: bool) -> None:
+    plain, ours = pair(Branches, TINY, **options)
+    for param in plain.parameters():
+        param.grad_dtype = options.get("grad_dtype")
+    divisor = {"tokens": 8, 4: 4}.get(options.get("gradient_divide_by"), 1)
+    rounding = {"rtol": 1e-2, "atol": 1e-2} if options.get("comm_hook") == "bf16" else {}
     with ours.join() if joined else nullcontext():
         for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+            plain.zero_grad()
+            ours.zero_grad()
             for micro in range(2):
-                if way == "tokens":
+                if divisor == 8:
                     ours.count_tokens(4)
                 take = ["left", "right", "none", "both"][(step + micro) % 4]
                 with ours.no_sync() if micro == 0 else nullcontext():
                     ours(inputs_of(2 * step + micro), take=take).square().sum().backward()
                 plain(inputs_of(2 * step + micro), take=take).square().sum().div(divisor).backward()
-            assert_grads(ours.module, grads(plain), **({"rtol": 1e-2, "atol": 1e-2} if way == "bf16 hook" else {}))
-            for optimizer in optimizers:
-                optimizer.step()
+            assert_grads(ours.module, grads(plain), **rounding)
     assert ours.passes == 3
     ours.close()
 
 
 @on_ranks(1)
 def test_one_rank_trains_as_without_a_wrapper() -> None:
-    for way, joined in zip(ALONE, itertools.cycle((True, False))):
-        with case(way, joined):
-            alone(way, joined)
+    for at, options in enumerate(ALONE):
+        with case(options):
+            alone(options, joined=at % 2 == 0)

@@ -1,4 +1,4 @@
-"""``BucketDDP`` against torch's ``DistributedDataParallel``, and against one process on the full batch."""
+"""``BucketDDP`` against torch's ``DistributedDataParallel``."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, case, on_ranks
+from tests.grads.support import TINY, RunRanks, case
 from tests.inside import views_of
 from tests.models import MODELS, batch, build, loss_of
 from tests.reference import largest_difference_between_ranks
@@ -74,50 +74,29 @@ def compare_with_torch_ddp(model: str, accumulate: int, set_to_none: bool, optim
     ours.close()
 
 
-def with_settings(model: str, settings: list[tuple[int, bool, str]], options: dict[str, Any]) -> None:
-    for setting in settings:
-        with case(model, *setting):
+def with_settings(cases: list[tuple[str, tuple[int, bool, str], dict[str, Any]]]) -> None:
+    for model, setting, options in cases:
+        with case(model, setting, options):
             compare_with_torch_ddp(model, *setting, **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_and_weights_are_those_of_torch_ddp(run_ranks: RunRanks, world_size: int, model: str) -> None:
-    run_ranks(world_size, with_settings, model, SETTINGS[:2] if world_size == 3 else SETTINGS[2:], {})
+OPTIONS: list[dict[str, Any]] = [
+    {"overlap": False},
+    {"use_contiguous_buffers": False},
+    {"find_unused_parameters": True},
+    {"pad_buckets_to": 100, "max_abs_grad": 1e9},
+]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("world_size", "cases"),
     [
-        {"overlap": False},
-        {"use_contiguous_buffers": False},
-        {"find_unused_parameters": True},
-        {"pad_buckets_to": 100, "max_abs_grad": 1e9},
+        (2, [(model, SETTINGS[at % 2], {}) for at, model in enumerate(MODELS)]),
+        (2, [(model, SETTINGS[2 + at % 2], {}) for at, model in enumerate(MODELS)]),
+        (3, [(model, SETTINGS[-1 - at % 4], {}) for at, model in enumerate(MODELS)]),
+        (2, [("mixed_dtypes", SETTINGS[at], options) for at, options in enumerate(OPTIONS)]),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=["two ranks", "accumulated", "three ranks", "options"],
 )
-def test_options_do_not_change_gradients(run_ranks: RunRanks, options: dict[str, Any]) -> None:
-    run_ranks(2, with_settings, "mixed_dtypes", SETTINGS[2:], options)
-
-
-@on_ranks(3)
-def test_training_is_that_of_one_process() -> None:
-    module = build("mlp")
-    alone = copy.deepcopy(module)
-    ours = BucketDDP(module)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (module, alone)]
-    for step in range(10):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        inputs, target = batch(step, dist.get_rank())
-        loss_of(ours(inputs), target).backward()
-        inputs, target = (
-            torch.cat(parts) for parts in zip(*(batch(step, r) for r in range(dist.get_world_size())), strict=True)
-        )
-        loss_of(alone(inputs), target).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for param, other in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(param, other, rtol=1e-4, atol=1e-5)
-    assert largest_difference_between_ranks(module) == 0
-    ours.close()
+def test_gradients_and_weights_are_those_of_torch_ddp(run_ranks: RunRanks, world_size: int, cases: Any) -> None:
+    run_ranks(world_size, with_settings, cases)

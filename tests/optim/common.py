@@ -1,11 +1,12 @@
 """What tests of optimizers share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from tests.models import batch, loss_of
@@ -13,6 +14,22 @@ from tests.reference import mean_over_ranks
 
 RunRanks = Callable[..., list[Any]]
 TINY = 0.0004  # MiB: several buckets
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "rmsprop": partial(optim.RMSprop, lr=0.005, momentum=0.9, centered=True),
+    "adamw": partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+    "adam_amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True),
+    "sgd": partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adagrad": partial(optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
+    "adamax": partial(optim.Adamax, lr=0.01),
+    "nadam": partial(optim.NAdam, lr=0.01),
+}
+"""Element-wise ones, which may be sharded."""
+
+
+def two_groups(module: nn.Module) -> list[dict[str, Any]]:
+    params = [param for name, param in module.named_parameters() if name != "later"]
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003, "weight_decay": 0.0}]
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
+from tests.grads.support import on_ranks
 from tests.models import Mlp
-from tests.optim.common import RunRanks, assert_close, mse, seeded, stepped, values
+from tests.optim.common import assert_close, backward, seeded, stepped, values
 
 
 class SignOfMomentum(Optimizer):
@@ -50,24 +51,21 @@ class DeclaredSgd(OwnSgd):
     """Declared to be."""
 
 
-def kinds() -> None:
-    trained = []
-    for shard in (True, False):
-        model = BucketDDP(seeded(Mlp), shard_optimizer=shard)
-        optimizer = called("lion_pytorch.lion_pytorch.Lion")(model.parameters())
-        for step in range(2):
-            mse(model, step).backward()
-            stepped(optimizer)
-        held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
-        assert held > 0
-        assert shard == (held < sum(param.numel() for param in model.parameters()))
-        model.close()
-        trained.append(values(model.module))
-    assert_close(*trained)
+def trained(shard: bool) -> dict[str, Tensor]:
+    model = BucketDDP(seeded(Mlp), shard_optimizer=shard)
+    optimizer = called("lion_pytorch.lion_pytorch.Lion")(model.parameters())
+    for step in range(2):
+        backward(model, step=step)
+        stepped(optimizer)
+    held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert shard == (held < sum(param.numel() for param in model.parameters()))
+    model.close()
+    return values(model.module)
 
 
-def test_known_optimizers_of_other_packages_are_sharded(run_ranks: RunRanks) -> None:
-    run_ranks(2, kinds)
+@on_ranks(2)
+def test_known_optimizers_of_other_packages_are_sharded() -> None:
+    assert_close(*map(trained, (True, False)))
 
 
 def one(kind: Any, **options: Any) -> Optimizer:

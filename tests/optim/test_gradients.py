@@ -16,14 +16,20 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
+from tests.grads.support import on_ranks
 from tests.inside import reducer_of
 from tests.models import Mlp, batch
-from tests.optim.common import TINY, RunRanks, assert_equal, average, backward, seeded
+from tests.optim.common import TINY, RunRanks, average, backward, mse, seeded, values
+from tests.reference import largest_difference_between_ranks
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
+    """A sharded Mlp and a plain one, after one backward whose gradients are averaged."""
     plain = seeded(Mlp)
-    return BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options), plain
+    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options)
+    backward(ours, plain)
+    average(plain)
+    return ours, plain
 
 
 def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
@@ -35,10 +41,8 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
     "norm": lambda grad: grad.norm(),
     "print": lambda grad: f"{grad:}" and grad.sum(),
     "clone": lambda grad: grad.clone(),
-    "detach": lambda grad: grad.detach(),
     "data": lambda grad: grad.data,
     "item": lambda grad: grad.flatten()[0].item(),
-    "add": lambda grad: grad + 1,
     "foreach_norm": lambda grad: torch._foreach_norm([grad]),
     "stack": lambda grad: torch.stack([grad, grad]),
     "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),
@@ -46,10 +50,9 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def looked_at_and_changed() -> None:
+@on_ranks(3)
+def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     ours, plain = pair()
-    backward(ours, plain)
-    average(plain)
     param = ours.module.head.weight
     assert isinstance(param.grad, ShardedGrad)
     assert "head.weight" in repr(param.grad)
@@ -72,14 +75,9 @@ def looked_at_and_changed() -> None:
     assert_full(ours, plain)
 
 
-def test_sharded_gradients_change_element_wise_and_show_no_values(run_ranks: RunRanks) -> None:
-    run_ranks(3, looked_at_and_changed)
-
-
-def norms() -> None:
+@on_ranks(2)
+def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     ours, plain = pair()
-    backward(ours, plain)
-    average(plain)
     for norm_type in (2.0, 1.0, 3.0, math.inf):
         theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
         torch.testing.assert_close(ours.grad_norm(norm_type), theirs)
@@ -102,95 +100,57 @@ def norms() -> None:
         ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_norms_and_clipping_are_those_of_whole_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(2, norms)
-
-
-def several_backwards(zeros: bool) -> None:
-    """Gradients add up without zero_grad, over local passes too; cleared ones do not come back."""
+@on_ranks(3)
+def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
     ours, plain = pair()
-    backward(ours, plain)
-    average(plain)
-    for turn in range(3):
-        if turn == 2:
-            for model in (ours, plain):
-                model.zero_grad(set_to_none=not zeros)
-        summed = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
-        plain.zero_grad()
-        with ours.no_sync():
-            backward(ours, step=3 * turn + 1)
-        if turn == 1:  # with a gradient of before the pass, and a local one
-            ours.zero_grad(set_to_none=not zeros)
-            summed = dict.fromkeys(summed)
-        else:
-            backward(plain, step=3 * turn + 1)
-        backward(ours, plain, step=3 * turn + 2)
-        average(plain)
-        for name, param in plain.named_parameters():
-            if summed[name] is not None:
-                param.grad += summed[name]
-        assert_full(ours, plain)
-
-
-def inputs_only() -> None:
-    """``torch.autograd.grad`` through forward's output, between backward and step."""
-    ours, plain = pair()
-    backward(ours, plain)
-    average(plain)
     inputs = batch(1, dist.get_rank())[0].requires_grad_()
-    torch.autograd.grad(ours(inputs).sum(), inputs)
+    torch.autograd.grad(ours(inputs).sum(), inputs)  # between backward and step
+    assert_full(ours, plain)
+    with ours.no_sync():
+        backward(ours, step=1)
+    ours.zero_grad()  # with a gradient of before the pass, and a local one
+    plain.zero_grad()
+    backward(ours, plain, step=2)
+    average(plain)
     assert_full(ours, plain)
 
 
-def accumulated() -> None:
-    for zeros in (False, True):
-        several_backwards(zeros)
-    inputs_only()
-
-
-def test_gradients_add_up_until_they_are_cleared(run_ranks: RunRanks) -> None:
-    run_ranks(3, accumulated)
-
-
-def cleared_alone() -> list[Tensor | None]:
-    """One rank clears its gradients, the others do not: buckets that are to be laid out anew wait for all."""
-    ours, _ = pair()
-    backward(ours)
-    backward(ours, step=1)  # in the learned order
-    if dist.get_rank() == 0:
-        ours.zero_grad()
-    ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+def waiting_for_cleared_gradients(alone: str) -> None:
+    """A rebuild is due and waits until all ranks have cleared; one clears alone, or runs a local backward alone."""
+    ours, plain = pair()
+    if alone == "clear":
+        backward(ours, plain, step=1)  # in the learned order
+        if dist.get_rank() == 0:
+            ours.zero_grad()
     before = ours.layout
-    backward(ours, step=2)
+    for model in (ours.module, plain):
+        model.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+    backward(ours, plain, step=1)
+    if alone == "local":
+        with ours.no_sync():
+            if dist.get_rank() == 0:
+                backward(ours, plain, step=2)
+    backward(ours, plain, step=3)
     assert ours.layout == before
-    grads = [ours.full_grad(param) for param in ours.module.parameters()]
+    if alone == "local":
+        average(plain)  # the mean of sums is the sum of means
+        assert_full(ours, plain)
+    assert_same_on_ranks([ours.full_grad(param) for param in ours.parameters()])
     ours.zero_grad()
     backward(ours, step=3)
     assert ours.layout != before
-    return grads
 
 
-def local_on_one_rank() -> None:
-    """A rebuild is due and waits for cleared gradients, and only rank 0 runs a local backward."""
-    ours, plain = pair()
-    backward(ours, plain)
-    before = ours.layout
-    for model in (ours.module, plain):
-        model.layers[1].weight.requires_grad_(False)
-    backward(ours, plain, step=1)
-    with ours.no_sync():
-        if dist.get_rank() == 0:
-            backward(ours, plain, step=2)
-    backward(ours, plain, step=3)
-    assert ours.layout == before
-    average(plain)  # the mean of sums is the sum of means
-    assert_full(ours, plain)
+def assert_same_on_ranks(tensors: list[Tensor | None]) -> None:
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
 
 
-def test_all_ranks_rebuild_when_all_have_cleared_gradients(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, cleared_alone, fresh=True)
-    assert_equal(first, second)
-    run_ranks(2, local_on_one_rank, fresh=True)
+@pytest.mark.parametrize("alone", ["clear", "local"])
+def test_all_ranks_rebuild_when_all_have_cleared_gradients(run_ranks: RunRanks, alone: str) -> None:
+    run_ranks(2, waiting_for_cleared_gradients, alone, fresh=True)
 
 
 def unfrozen_on_top(clears: bool) -> None:
@@ -217,78 +177,57 @@ def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears:
     run_ranks(2, unfrozen_on_top, clears, fresh=True)
 
 
-def raised_on_top(local: bool, early: bool) -> None:
+@on_ranks(2, fresh=True)
+def test_reduced_gradients_outlive_a_backward_that_raises() -> None:
     """A backward raises on every rank while reduced gradients wait for the step."""
-    ours, plain = pair()
-    backward(ours, plain)
-    average(plain)
-    inputs, target = batch(1, dist.get_rank())
 
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
-    with ours.no_sync() if local else nullcontext():
-        output = ours(inputs.requires_grad_())
-    (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
-    with pytest.raises(ArithmeticError):
-        nn.functional.mse_loss(output, target).backward()
-    if local or early:
-        assert_full(ours, plain)
-    ours.zero_grad()
-    plain.zero_grad()
-    backward(ours, plain, step=2)
-    average(plain)
-    assert_full(ours, plain)
-
-
-@pytest.mark.parametrize(("local", "early"), [(True, False), (True, True), (False, True), (False, False)])
-def test_reduced_gradients_outlive_a_backward_that_raises(run_ranks: RunRanks, local: bool, early: bool) -> None:
-    run_ranks(2, raised_on_top, local, early, fresh=True)
-
-
-def without_root() -> None:
-    ours, _ = pair()
-    backward(ours)
-    with pytest.raises(RuntimeError, match=r"added to the sharded gradient.*clear gradients"):
-        ours.module.head.weight.sum().backward()
-
-
-def test_a_backward_past_forward_on_top_of_shards_is_refused(run_ranks: RunRanks) -> None:
-    run_ranks(2, without_root, fresh=True)
-
-
-def scaled() -> list[float]:
-    """fp16's loss scaling: an Inf in one rank's shard skips the step on all."""
-    ours, plain = pair()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-    scales = []
-    for step in range(6):
-        for model, scaler in zip((ours, plain), scalers, strict=True):
-            model.zero_grad()
-            inputs, target = batch(step, dist.get_rank())
-            scaler.scale(nn.functional.mse_loss(model(inputs), target)).backward()
+    for local, early in [(True, False), (True, True), (False, True), (False, False)]:
+        ours, plain = pair()
+        inputs, target = batch(1, dist.get_rank())
+        with ours.no_sync() if local else nullcontext():
+            output = ours(inputs.requires_grad_())
+        (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
+        with pytest.raises(ArithmeticError):
+            nn.functional.mse_loss(output, target).backward()
+        if local or early:
+            assert_full(ours, plain)
+        ours.zero_grad()
+        plain.zero_grad()
+        backward(ours, plain, step=2)
         average(plain)
-        if step in (1, 4):
-            plain.layers[0].weight.grad[0, 0] = math.inf
-            _, mine = ours._runtime.optimizers.parts.find(ours.module.layers[0].weight)
-            if mine.start == 0 and mine.stop > 0:  # one rank's part
-                ours.module.layers[0].weight.grad.own_part[0] = math.inf
-        for optimizer, scaler in zip(optimizers, scalers, strict=True):
-            scaler.unscale_(optimizer)
+        assert_full(ours, plain)
+        ours.close()
+    ours, _ = pair()
+    with pytest.raises(RuntimeError, match=r"added to the sharded gradient.*clear gradients"):
+        ours.module.head.weight.sum().backward()  # past forward
+
+
+@on_ranks(4)
+def test_an_overflow_in_one_part_concerns_all() -> None:
+    """One element is infinite, which the ranks with its part see: none steps, and every scale shrinks."""
+    for options in ({}, {"shard_group_size": 2}, {"scatter_every_pass": True}):
+        ours = BucketDDP(seeded(Mlp), shard_optimizer=True, bucket_cap_mb=TINY, **options)
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        scales = []
+        for step in range(6):
+            before = values(ours)
+            scaler.scale(mse(ours, step)).backward()
+            whole = ours.module.head.weight.grad
+            if step == 2 and whole.own_part.numel():
+                whole.own_part[0] = float("inf")
             scaler.step(optimizer)
             scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        scales.append(scalers[0].get_scale())
-        for mine, theirs in zip(ours.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
-    return scales
-
-
-def test_a_grad_scaler_skips_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second, third = run_ranks(3, scaled)
-    assert first == second == third
-    assert first[1] == first[0] / 2
+            optimizer.zero_grad()
+            same = [torch.equal(value, before[name]) for name, value in values(ours).items()]
+            assert all(same) if step == 2 else not any(same)
+            scales.append(scaler.get_scale())
+        assert scales == [64, 64, 32, 32, 32, 64]
+        assert largest_difference_between_ranks(ours.module) == 0
+        ours.close()
 
 
 # -- shards are summed as they arrive ------------------------------------------------------------------

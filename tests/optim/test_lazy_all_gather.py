@@ -4,7 +4,6 @@ Gathers are put off to the moment in which somebody waits for them, so that code
 """
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter, reads_past_python
+from tests.grads.support import on_ranks
 from tests.optim.common import RunRanks, average
 from tests.reference import largest_difference_between_ranks
 
@@ -101,10 +101,7 @@ class Twins:
         for optimizer in self.optimizers:
             optimizer.step()
         self.steps += 1
-        assert all(isinstance(param, AwaitedParameter) for param in self.late())
-
-    def late(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
+        assert all(isinstance(param, AwaitedParameter) for param in self.module.parameters())
 
     def assert_same(self, found: dict[str, Tensor], what: str) -> None:
         expected = {name: param.detach() for name, param in named(self.plain).items()}
@@ -121,13 +118,6 @@ def each(do: Callable[[Any], Tensor]) -> Callable[[nn.Module], dict[str, Tensor]
     return lambda module: {name: do(param) for name, param in named(module).items()}
 
 
-def through_file(module: nn.Module) -> dict[str, Tensor]:
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def averaged(module: nn.Module) -> dict[str, Tensor]:
     model = AveragedModel(nn.Linear(1, 1))
     model.module = Zoo()
@@ -140,7 +130,6 @@ READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
     "deepcopy": lambda module: dict(named(copy.deepcopy(module))),
     "pickle": lambda module: pickle.loads(pickle.dumps(named(module))),
     "type": each(lambda p: p * 1 if isinstance(p, Special) else type(p)(p)),
-    "file": through_file,
     "average": averaged,
     "functional": each(lambda p: torch.func.functional_call(nn.Identity(), {}, (p,)) * 1),
     "data": each(lambda p: p.data),
@@ -159,7 +148,7 @@ def uses() -> None:
             twins.step()
         loss = loss_of(twins.ours, 20, (1, 0, 2))
         torch.testing.assert_close(loss, loss_of(twins.plain, 20, (1, 0, 2)), rtol=1e-4, atol=1e-5)
-        kinds = {type(param) for param in twins.late()}
+        kinds = {type(param) for param in twins.module.parameters()}
         assert kinds == {nn.Parameter, Special}, "they have their classes back"
         twins.assert_same(named(twins.module), "forward")
         assert largest_difference_between_ranks(twins.module) == 0
@@ -169,57 +158,46 @@ def uses() -> None:
             twins.ours.wait_for_parameters()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_whatever_uses_a_parameter_waits_for_it(run_ranks: RunRanks, world_size: int) -> None:
-    run_ranks(world_size, uses)
+def test_whatever_uses_a_parameter_waits_for_it(run_ranks: RunRanks) -> None:
+    run_ranks(3, uses)
 
 
-def no_use() -> None:
+@on_ranks(2)
+def test_nobody_waits_for_more_than_is_used() -> None:
     with gathers_put_off():
         twins = Twins()
         twins.step()
-        for param in twins.late():
+        for param in twins.module.parameters():
             assert param.requires_grad
             assert param.is_leaf
             assert param.shape == torch.Size(param.size())
             assert param.numel() == param.nelement()
-            assert param.dtype is torch.float32
-            assert param.device.type == "cpu"
-            assert not param.is_sparse
+            assert (param.dtype, param.device.type, param.is_sparse) == (torch.float32, "cpu", False)
             param.grad = None
             assert param.grad is None
         twins.ours.zero_grad()
-        assert all(isinstance(param, AwaitedParameter) for param in twins.late()), "nobody needed a value"
+        assert all(isinstance(param, AwaitedParameter) for param in twins.module.parameters()), "nobody needed a value"
         twins.module.layers[0](torch.ones(1, 8))
         late = {name for name, param in twins.module.named_parameters() if isinstance(param, AwaitedParameter)}
         assert not {"layers.0.weight", "layers.0.bias"} & late
         assert {"recurrent.weight_hh_l0", "attention.in_proj_weight"} <= late
-        twins.ours.wait_for_parameters()
-        assert not any(isinstance(param, AwaitedParameter) for param in twins.late())
 
 
-def test_nobody_waits_for_more_than_is_used(run_ranks: RunRanks) -> None:
-    run_ranks(2, no_use)
-
-
-def test_modules_that_read_past_python_are_found() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, fresh=True)
+def test_code_that_is_not_asked_waits_for_everything_before() -> None:
     assert not reads_past_python(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
-    assert reads_past_python(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
-    assert reads_past_python(nn.Sequential(torch.compile(nn.Linear(2, 2))))
-    module = nn.Sequential(nn.Linear(2, 2))
-    module[0].compile()
-    assert reads_past_python(module)
-
-
-def compiled() -> None:
-    for kind in ("scripted", "inside", "outside"):
+    for kind in ("scripted", "wrapped", "inside", "outside"):
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         module = copy.deepcopy(plain)
         if kind == "scripted":
             module[0] = torch.jit.script(module[0])
+        elif kind == "wrapped":
+            module[0] = torch.compile(module[0], backend="eager")
         elif kind == "inside":
             module[2].compile(backend="eager")
+        assert reads_past_python(module) == (kind != "outside")
         ours: Any = BucketDDP(module, shard_optimizer=True)
         called = torch.compile(ours, backend="eager") if kind == "outside" else ours
         optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (plain, ours)]
@@ -234,8 +212,3 @@ def compiled() -> None:
                     optimizer.step()
             for mine, theirs in zip(ours.module.state_dict().values(), plain.state_dict().values(), strict=True):
                 torch.testing.assert_close(mine, theirs, msg=lambda m, k=kind: f"{k}: {m}")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_code_that_is_not_asked_waits_for_everything_before(run_ranks: RunRanks) -> None:
-    run_ranks(2, compiled, fresh=True)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
+from tests.grads.support import on_ranks
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.optim.common import TINY, RunRanks, assert_equal
 
@@ -34,13 +36,12 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.module, self.norm = Mlp(), nn.BatchNorm1d(8)
-        self.scale = nn.Parameter(torch.ones(()))
         self.offset = nn.Parameter(torch.ones(4), requires_grad=False)
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.module(self.norm(x)) * self.scale + self.offset
+        return self.module(self.norm(x)) + self.offset
 
     def get_extra_state(self) -> int:
         return self.calls
@@ -65,11 +66,15 @@ def bucket_ddp(module: nn.Module, **options: Any) -> BucketDDP:
     return BucketDDP(module, bucket_cap_mb=TINY, **options)
 
 
-def nested(module: nn.Module, wrap: Callable[..., nn.Module] = bucket_ddp) -> nn.Module:
+def plainly(module: nn.Module, wrap: Callable[..., nn.Module]) -> nn.Module:
+    return wrap(module)
+
+
+def nested(module: nn.Module, wrap: Callable[..., nn.Module]) -> nn.Module:
     return nn.Sequential(wrap(module), nn.Tanh())
 
 
-def compiled(module: nn.Module, wrap: Callable[..., nn.Module] = bucket_ddp) -> Any:
+def compiled(module: nn.Module, wrap: Callable[..., nn.Module]) -> Any:
     return torch.compile(wrap(module), backend="eager")
 
 
@@ -84,8 +89,9 @@ def set_(model: nn.Module, optimizers: Any, given: Any, **options: Any) -> None:
 
 
 def as_torchs(
-    wrap: Callable[..., nn.Module], torchs_wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], option: str
+    option: str, build: Callable[[], nn.Module], around: Callable[..., Any] = lambda module, wrap: wrap(module)
 ) -> None:
+    wrap, torchs_wrap = partial(around, wrap=bucket_ddp), partial(around, wrap=DistributedDataParallel)
     options = OPTIONS[option]
     model, optimizer = made(wrap, build, 2)
     expected = got(*made(torchs_wrap, build, 2), **options)
@@ -104,9 +110,9 @@ def as_torchs(
 
 def all_options() -> None:
     for option in OPTIONS:
-        as_torchs(bucket_ddp, DistributedDataParallel, Own, option)
-    for wrap in (nested, compiled):
-        as_torchs(wrap, lambda module, wrap=wrap: wrap(module, DistributedDataParallel), Mlp, "default")
+        as_torchs(option, Own)
+    for around in (nested, compiled):
+        as_torchs("default", Mlp, around)
 
 
 def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks) -> None:
@@ -114,13 +120,14 @@ def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks) -> None:
     run_ranks(2, all_options)
 
 
-def names() -> None:
+@on_ranks(2)
+def test_parameters_have_the_names_of_the_state_dict() -> None:
     model = BucketDDP(Own())
     assert dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys() == {
         name for name in model.state_dict() if not name.endswith("_extra_state")
     }
     assert list(model.modules()) == [model, *model.module.modules()]
-    outer = nested(ConvBatchNorm())
+    outer = nested(ConvBatchNorm(), bucket_ddp)
     assert dict(outer.named_parameters()).keys() <= outer.state_dict().keys()
     for name, param in outer.named_parameters():
         assert outer.get_parameter(name) is param, name
@@ -128,20 +135,16 @@ def names() -> None:
         model.calls  # noqa: B018
 
 
-def test_parameters_have_the_names_of_the_state_dict(run_ranks: RunRanks) -> None:
-    run_ranks(2, names)
-
-
-def not_known_to_torch() -> None:
+@on_ranks(2)
+def test_shards_and_masters_are_refused_to_torchs_functions() -> None:
     """Shards take whole state, and refuse to give their part; masters are not left out silently."""
     model, optimizer = made(bucket_ddp, Mlp, 2)
-    whole = got(model, optimizer)
-    other, other_optimizer = made(lambda module: bucket_ddp(module, shard_optimizer=True), Mlp, 0)
-    set_(other, other_optimizer, whole)
+    other, other_optimizer = made(partial(bucket_ddp, shard_optimizer=True), Mlp, 0)
+    set_(other, other_optimizer, got(model, optimizer))
     found = other.optimizer_state_dict(other_optimizer, every_rank=True)
     assert_equal(found["state"], optimizer.state_dict()["state"])
     assert_equal(other.state_dict(), model.state_dict())
-    assert dcp.get_model_state_dict(other).keys() == whole[0].keys()
+    assert dcp.get_model_state_dict(other).keys() == model.state_dict().keys()
     low = BucketDDP(Mlp().bfloat16(), grad_dtype=torch.float32)
     low_optimizer = torch.optim.AdamW(low.parameters())
     low(batch(0, dist.get_rank())[0].bfloat16()).square().mean().backward()
@@ -149,7 +152,3 @@ def not_known_to_torch() -> None:
     for each in ((other, other_optimizer), (low, low_optimizer)):
         with pytest.raises(RuntimeError, match=r"expected optimizer_state_dict\(\).*found get_optimizer_state_dict"):
             dcp.get_optimizer_state_dict(*each)
-
-
-def test_shards_and_masters_are_refused_to_torchs_functions(run_ranks: RunRanks) -> None:
-    run_ranks(2, not_known_to_torch)
