@@ -254,7 +254,7 @@ class RaisingOnce(torch.optim.SGD):
 def refused(folder: str) -> None:
     """What every rank says of checkpoints that do not fit."""
     for buffers, count, path, words in [
-        ({"mean": 2, "other": 1}, 2, "parts", "the names of the module in the checkpoint, found one without 'tail.other'"),
+        ({"mean": 2, "other": 1}, 2, "parts", "the module in the checkpoint, found one without 'tail.other'"),
         ({}, 2, "parts", "the names of the module in the checkpoint, found one with unknown 'tail.mean'"),
         ({"mean": 4}, 2, "parts", r"saved torch.Size\(\[2\]\) and current: torch.Size\(\[4\]\) for model.tail.mean"),
         ({"mean": 2}, 1, "parts", "expected as many optimizers as the checkpoint has, 2, found 1"),
