@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 5.0
 QUICK = ["killed:0:pass", "raises:2:broadcast", "ends:0:nowhere"]
-SLOW = ["killed:1:pass", "raises:0:pass", "ends:1:nowhere", "sleeps:0:pass"]
+SLOW = ["raises:0:pass", "sleeps:0:pass"]
 
 
 def left_by(scenarios: list[str], folder: Path) -> dict[str, list[tuple[int, str, str]]]:
