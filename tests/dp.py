@@ -17,6 +17,10 @@ replicas = pytest.mark.parametrize("share", [True, False], ids=["shared paramete
 """Whether replicas share parameters, as on one device, or have copies, as on several."""
 
 
+def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
 def one_process(devices: int = 1, share: bool = True, strategy: Any = None, **options: Any) -> pl.Trainer:
     if strategy is None:
         strategy = BucketDPStrategy() if devices > 1 else "auto"

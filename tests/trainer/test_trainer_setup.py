@@ -15,12 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
-from lightning.fabric.plugins.environments import (
-    KubeflowEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.accelerators.mps import MPSAccelerator
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO, TorchSyncBatchNorm
@@ -107,33 +102,6 @@ def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
     assert strategy._get_process_group_backend() == "own"
     on_device = BucketDDPStrategy(parallel_devices=[torch.device("cuda:0")], cluster_environment=LightningEnvironment())
     assert on_device._get_process_group_backend() == "nccl"
-
-
-SLURM = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_NAME": "training", "NODEID": "0", "PROCID": "1", "LOCALID": "1"}
-SLURM = {f"SLURM_{name}": value for name, value in SLURM.items()}
-ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-ELASTIC |= {"GROUP_RANK": "0"}
-KUBEFLOW = {"MASTER_ADDR": "1.2.3.4", "MASTER_PORT": "500", "WORLD_SIZE": "20", "RANK": "7"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "plugins", "environment", "ranks"),
-    [
-        (SLURM, [], SLURMEnvironment, (1, 1)),
-        ({**SLURM, **ELASTIC}, [], TorchElasticEnvironment, (1, 1)),
-        (KUBEFLOW, [KubeflowEnvironment], KubeflowEnvironment, (0, 7)),
-        (SLURM, [LightningEnvironment], LightningEnvironment, (0, 0)),
-    ],
-)
-def test_the_cluster_gives_the_ranks_before_anything_runs(
-    variables: dict[str, str], plugins: list[Any], environment: type, ranks: tuple[int, int]
-) -> None:
-    os.environ.update(variables)
-    for given in ("bucketddp", BucketDDPStrategy()):
-        runs = made(given, plugins=[plugin() for plugin in plugins])
-        assert type(runs.strategy.cluster_environment) is environment
-        assert (runs.strategy.local_rank, runs.strategy.global_rank) == ranks
-        assert rank_zero_only.rank == runs.strategy.distributed_sampler_kwargs["rank"] == ranks[1]
 
 
 @pytest.mark.parametrize("framework", ["trainer", "fabric"])

@@ -34,9 +34,9 @@ def test_a_rank_that_runs_out_repeats_its_last_batch() -> None:
     assert len(loader) == 3
     assert list(loader) == ["a", "b", "b"]
     assert [loader.take() for _ in range(3)] == [(0, 1), (0, 1), (1,)]
-    again = evened([{"x": 1, "label": 2}], 2, OWN, OWN, AGAIN)
+    again = evened([{"x": 1, "label": 2}], 3, OWN, OWN, OWN, AGAIN)
     popped = [sorted((batch.pop("label"), *batch)[1:]) for batch in again]
-    assert popped == [["x"], ["x"]], "hooks do not change the batch that is repeated"
+    assert popped == [["x"]] * 3, "hooks do not change the batch that is repeated"
 
 
 def test_all_ranks_skip_none_or_no_rank_does() -> None:

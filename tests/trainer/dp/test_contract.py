@@ -18,14 +18,10 @@ from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.trainer.dp.batch_division import divide
 from lightning_bucketddp.trainer.dp.merging import merge
 from lightning_bucketddp.trainer.dp.metrics import StepMetrics
-from tests.dp import Digits, Plain, digits, fit, one_process, replicas, samples
+from tests.dp import Digits, Plain, close, digits, fit, one_process, replicas, samples
 from tests.lightning_models import Memory, PoolEnvironment, close_to
 
 CPU = torch.device("cpu")
-
-
-def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class Uses(Plain):

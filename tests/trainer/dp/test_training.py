@@ -23,12 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp import BucketDPStrategy
-from tests.dp import Digits, Plain, digits, fit, one_process, replicas, samples
+from tests.dp import Digits, Plain, close, digits, fit, one_process, replicas, samples
 from tests.lightning_models import Memory, close_to
-
-
-def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def trained(devices: int, share: bool, module: Callable[[], Digits] = Digits, **options: Any) -> tuple[Any, pl.Trainer]:
