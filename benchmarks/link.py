@@ -207,7 +207,7 @@ def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tup
 def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
     if arguments.quick:
-        return [Job(reference(), chosen_peers(["bucketddp"], ()), 1, 3)]
+        return [Job(reference(), chosen_peers([], ("bucketddp", "bucketddp_sharded")), 1, 2)]
     jobs = [Job(reference(), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
     for case in swept(arguments.rates, arguments.ratios):
         peers = chosen_peers(arguments.only, SWEPT)

@@ -3,7 +3,7 @@
     python benchmarks/small.py                      # 2, 4 and 8 ranks, about 6 minutes
     python benchmarks/small.py --ranks 2            # as many ranks as cores: the figures that count
 
-Models have six or 600 small parameters. They have LayerNorm, or BatchNorm, whose module buffers are synchronised in each
+Models have six or 600 small parameters, with LayerNorm or BatchNorm. Module buffers are synchronised in each
 step. Peers run in a plain PyTorch loop and in a Trainer. Every peer runs in every round, in every other round in
 reverse order. Figures are medians over rounds of the median step. Ratios compare the same round: a plain loop's with
 torch DDP at its best flags, a Trainer's with Lightning's ``ddp``.

@@ -17,8 +17,11 @@ replicas = pytest.mark.parametrize("share", [True, False], ids=["shared paramete
 """Whether replicas share parameters, as on one device, or have copies, as on several."""
 
 
+def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
 def one_process(devices: int = 1, share: bool = True, strategy: Any = None, **options: Any) -> pl.Trainer:
-    """A quiet Trainer: on one CPU by Lightning's own strategy, or on several by ours."""
     if strategy is None:
         strategy = BucketDPStrategy() if devices > 1 else "auto"
     if isinstance(strategy, BucketDPStrategy):
@@ -38,7 +41,6 @@ def samples(*shapes: tuple[int, ...], count: int = 23, batch_size: int = 6, clas
 
 
 def digits(**options: Any) -> DataLoader[Any]:
-    """Samples for the module of that name; batches of 6, 6, 6 and 5."""
     return samples((8,), classes=4, **options)
 
 

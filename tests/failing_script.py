@@ -21,8 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp.peers import abort_listener
 
-abort_listener.LEAVE_SECONDS = 3.0  # for the rank that is stuck
-
 
 class Failing(pl.LightningModule):
     def __init__(self, where: str, rank: int, folder: Path) -> None:
@@ -53,9 +51,8 @@ class Failing(pl.LightningModule):
         self.fail("setup", step=0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.fail("stuck")
-        self.fail("training_step")
-        self.fail("sigterm")
+        for where in ("stuck", "training_step", "sigterm"):
+            self.fail(where)
         loss = self.net(batch[0]).square().mean()
         loss.register_hook(lambda _: self.fail("backward"))
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -79,18 +76,12 @@ class Failing(pl.LightningModule):
 
 
 def train(strategy: str, folder: Path, where: str, rank: int) -> None:
+    abort_listener.LEAVE_SECONDS = 3.0  # for the rank that is stuck
     data = DataLoader(TensorDataset(torch.randn(48, 8)), batch_size=4)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        callbacks=ModelCheckpoint(folder / "checkpoints", save_on_exception=True),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Failing(where, rank, folder), data, data)
+    saves = ModelCheckpoint(folder / "checkpoints", save_on_exception=True)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": saves, **quiet}
+    pl.Trainer(strategy=strategy, **options).fit(Failing(where, rank, folder), data, data)
 
 
 def main() -> None:

@@ -17,28 +17,23 @@ def open_wrappers() -> list[BucketDDP]:
 
 
 def passes_of(net: BucketDDP) -> Passes:
-    """Its passes."""
     return net._passes
 
 
 def upkeep_of(net: BucketDDP) -> Upkeep:
-    """The owner of its reducer."""
     return net._passes.upkeep
 
 
 def reducer_of(net: BucketDDP) -> Reducer:
-    """Its reducer."""
     return net._passes.reducer
 
 
 def views_of(net: BucketDDP) -> dict[str, Tensor]:
-    """Each slot's view into its gradient buffer, by parameter name."""
     reducer = reducer_of(net)
     return {spec.name: view for spec, view in zip(reducer.table.specs, reducer.storage.views, strict=False)}
 
 
 def comm_hook_of(net: BucketDDP) -> CommHook:
-    """Its communication hook."""
     reduction = reducer_of(net).reduction
     assert isinstance(reduction, HookReduce)
     return reduction._hook

@@ -1,15 +1,88 @@
-"""What test_launchers.py starts besides Python processes: two networks, and a Slurm of one machine."""
+"""Ways to start programs: scripts in the pool's ranks, elastic agents, and two networks on this machine."""
 
+import io
 import os
+import re
+import runpy
 import shutil
+import signal
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_script(path: str, *arguments: str) -> str:
+    """Run a script of the project in this process, which has imported what takes long; what it prints."""
+    argv, sys.argv = sys.argv, [path, *arguments]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+    return printed.getvalue()
+
+
+def run_as_torchrun(port: int, path: str, *arguments: str) -> str:
+    """Run a script in a rank of the pool, which then looks as if torchrun had started it."""
+    import torch.distributed as dist
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    return run_script(path, *arguments)
+
+
+def run_elastic(restarts: int, function: Callable[..., Any], *arguments: Any) -> bool:
+    """Run a function on two ranks that torchrun's agent forks from this process; whether all ended well at last."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
+    # addresses of the killed ones there.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(agent, function)(*arguments)
+    except ChildFailedError:
+        return False
+    return True
+
+
+def assert_trained(output: str, errors: str = "", lr: float = 0.1, fits: int = 1) -> None:
+    """Both ranks have trained ``tests/trainer/cli_models.py`` to the same weights, so many times."""
+    found = re.findall(rf"^rank (\d): 4 passes, lr {lr}, weight (\S+)$", output, re.MULTILINE)
+    assert sorted(rank for rank, _ in found) == ["0"] * fits + ["1"] * fits, output + errors[-3000:]
+    assert len({weight for _, weight in found}) == fits
 
 
 def run(*command: str, check: bool = True) -> str:
@@ -42,85 +115,3 @@ def two_networks() -> Iterator[list[tuple[str, str, str]]]:
     finally:
         for name, _, _ in ends:  # with its interfaces
             run("ip", "netns", "del", name, check=False)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """A Slurm of this machine alone, from the packages slurm-wlm and munge: the environment for its commands."""
-    daemons = ["munged", "slurmctld", "slurmd"]
-    missing = [name for name in [*daemons, "sbatch", "srun"] if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (Debian: slurm-wlm, munge)")
-    if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons start jobs of other users, which takes root")
-    key, config, host = folder / "munge.key", folder / "slurm.conf", socket.gethostname().split(".")[0]
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    munge_socket = folder / "munge.socket"
-    config.write_text(
-        f"""
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={munge_socket}
-SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE OverSubscribe=FORCE State=UP
-"""
-    )
-    munge_files = [f"--{name}={folder}/munged.{name[:4]}" for name in ("pid-file", "log-file", "seed-file")]
-    commands = [
-        ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}", *munge_files],
-        ["slurmctld", "-D", "-f", str(config)],
-        ["slurmd", "-D", "-f", str(config)],
-    ]
-    environment = {**os.environ, "SLURM_CONF": str(config)}
-    started = []
-    try:
-        for command in commands:
-            with (folder / f"{command[0]}.log").open("w") as log:
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            deadline = time.monotonic() + 5
-            while not munge_socket.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-        deadline = time.monotonic() + 20
-        while (
-            "idle"
-            not in subprocess.run(
-                ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=30, check=False
-            ).stdout
-        ):
-            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in started):
-                logs = "".join((folder / f"{name}.log").read_text()[-600:] for name in daemons if name)
-                pytest.skip(f"Slurm is installed and does not start here: {logs}")
-            time.sleep(0.2)
-        yield environment
-    finally:
-        for daemon in reversed(started):
-            daemon.terminate()
-        for daemon in started:
-            try:
-                daemon.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()

@@ -50,11 +50,6 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(cluster_environment=PoolEnvironment(), **options)
 
 
-def strategy_of(kind: str, **options: Any) -> DDPStrategy:
-    """A strategy for the pool's ranks, by its name."""
-    return ddp(**options) if kind == "ddp" else ours(**options)
-
-
 def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
     """Asserts that two modules have the same parameters and module buffers."""
     for (name, value), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
@@ -119,12 +114,7 @@ class Citizen(Regression):
     def __init__(self, net: str = "mlp", optimizer: str = "sgd", schedule: str = "") -> None:
         super().__init__(net, optimizer)
         self.schedule = schedule
-        self.passes = 0
         self.mean = MeanMetric()
-
-    def on_train_end(self) -> None:
-        if isinstance(self.trainer.strategy, BucketDDPStrategy):
-            self.passes = self.trainer.strategy.bucket_ddp.passes
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):  # of several loaders

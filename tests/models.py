@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Mlp(nn.Module):
-    """Plain layers; ``width`` sets the size."""
-
     def __init__(self, width: int = 16, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8 if i == 0 else width, width) for i in range(depth))
@@ -38,8 +36,6 @@ class ConvBatchNorm(nn.Module):
 
 
 class SharedWeights(nn.Module):
-    """One layer used twice, and a tied output weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
@@ -51,8 +47,6 @@ class SharedWeights(nn.Module):
 
 
 class MixedDtypes(nn.Module):
-    """fp32 and bf16 parameters: two gradient buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
@@ -65,15 +59,11 @@ class MixedDtypes(nn.Module):
 
 @dataclass
 class Outputs:
-    """A dataclass output, as model libraries return."""
-
     logits: Tensor
     extras: dict[str, list[Tensor]]
 
 
 class NestedOutputs(nn.Module):
-    """Tensors inside a dict in a dataclass; the loss uses only the nested one and the logits."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(8, 12)
@@ -86,8 +76,6 @@ class NestedOutputs(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A checkpointed block; re-entrant checkpoints nest a backward in the backward."""
-
     def __init__(self, use_reentrant: bool, calls: int = 1) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
@@ -144,16 +132,13 @@ class Branches(nn.Module):
     def forward(self, x: Tensor, take: str = "both") -> Tensor:
         x = torch.tanh(self.stem(x))
         out = x[:, :4]
-        if take in ("left", "both"):
-            out = out + self.left(x)
-        if take in ("right", "both"):
-            out = out + self.right(x)
+        for name in ("left", "right"):
+            if take in (name, "both"):
+                out = out + getattr(self, name)(x)
         return out
 
 
 class OutOfOrder(nn.Module):
-    """Registered in one order and used in another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(8, 4)
@@ -180,8 +165,6 @@ class Towers(nn.Module):
 
 
 class RaiseInBackward(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
@@ -192,8 +175,6 @@ class RaiseInBackward(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """An MLP whose backward raises, half-way, on demand."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
@@ -235,23 +216,15 @@ def tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(most, (5, 3), generator=generator), torch.randint(most, (5, 2), generator=generator)
 
 
-class Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Block(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(super().forward(x))
 
 
 class Blocks(nn.Module):
-    """Equal blocks, as transformers have them, which are compiled one by one."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,11 +234,7 @@ class Blocks(nn.Module):
 
 
 class AllKinds(nn.Module):
-    """Parameters of every kind: channels-last, bf16, tied, of no dimension, of no element, idle, two frozen ones.
-
-    Args:
-        low: Whether some are bf16.
-    """
+    """Parameters of every kind: channels-last, bf16 (if ``low``), tied, of no dimension or element, idle, frozen."""
 
     def __init__(self, low: bool = True) -> None:
         super().__init__()
@@ -285,14 +254,11 @@ class AllKinds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x.view(-1, 2, 2, 2)))
         x = torch.tanh(self.low(x.mean((2, 3)).to(self.low.weight.dtype)).float()) * self.later
-        return (
-            (self.first(x) * self.scale + torch.tanh(self.last(x)) * self.one) @ torch.full((11, 3), 0.1) @ self.frozen
-        )
+        x = self.first(x) * self.scale + torch.tanh(self.last(x)) * self.one
+        return x @ torch.full((11, 3), 0.1) @ self.frozen
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its weights beside its parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
@@ -303,8 +269,6 @@ class Recurrent(nn.Module):
 
 
 class Containers(nn.Module):
-    """Parameters in lists and dicts, and one that is complex."""
-
     def __init__(self) -> None:
         super().__init__()
         self.listed = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(2))
@@ -345,8 +309,6 @@ class Bits(nn.Module):
 
 
 class TrainedBuffer(nn.Module):
-    """A buffer that requires grad, one that counts, one that is sparse and one that is None."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -386,8 +348,6 @@ class Aliases(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention within each sample, which reads its projections as functions do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)

@@ -5,7 +5,9 @@ does it for all, and the workers are forked from it before it has done anything 
 its own (file store), so that jobs do not see each other.
 """
 
+import functools
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -44,19 +46,15 @@ class Nursery:
         return int(self._process.stdout.readline())
 
     def fork(self, rank: int, world_size: int, address: str) -> int:
-        """Forks a worker; its process id."""
         return self._ask("fork", rank, world_size, address)
 
     def exit_code(self, pid: int) -> int:
-        """Waits for a worker's end; its exit code, negative for a signal."""
         return self._ask("wait", pid)
 
     def kill(self, pid: int) -> int:
-        """Ends a worker, if it has not ended; its exit code."""
         return self._ask("kill", pid)
 
     def end(self) -> None:
-        """Ends the process; to be called when its workers have ended."""
         self._process.kill()
         self._process.communicate(timeout=20)
 
@@ -92,6 +90,7 @@ class WorkerPool:
         timeout: float = 90,
         fresh: bool = False,
         may_exit: Collection[int] = (),
+        bare: bool = False,
     ) -> list[Any]:
         """Runs ``job(*args)`` on every rank and returns what it returned, by rank.
 
@@ -101,12 +100,15 @@ class WorkerPool:
             timeout: Seconds after which the ranks are killed and the test fails.
             fresh: The job leaves its process group in a state that cannot be cleaned up: end the processes after it.
             may_exit: Ranks whose process may end without an answer; they answer None.
+            bare: The job finds no process group and a fresh process, and may fork.
         """
+        if bare:
+            self.stop()
         if not self._pids:
             self._start()
         folder = tempfile.mkdtemp()
         for connection in self._connections:
-            connection.send_bytes(pickle.dumps((job.__module__, job.__qualname__, args, folder, fresh)))
+            connection.send_bytes(pickle.dumps((job.__module__, job.__qualname__, args, folder, fresh or bare, bare)))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -128,7 +130,7 @@ class WorkerPool:
             if time.monotonic() > deadline:
                 for rank in set(range(self.world_size)) - set(results) - set(errors):
                     errors[rank] = "no answer in time"
-        if errors or fresh:
+        if errors or fresh or bare:
             self.stop()
         if errors:
             raise RankError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
@@ -168,21 +170,20 @@ def _serve(rank: int, world_size: int, address: str) -> None:
     connection.send(rank)
     while True:
         try:
-            module, name, args, folder, fresh = pickle.loads(connection.recv_bytes())
+            module, name, args, folder, fresh, bare = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has gone
             os._exit(0)
         try:
             job: Any = importlib.import_module(module)
             for part in name.split("."):
                 job = getattr(job, part)
+            job = inspect.unwrap(job)
             torch.manual_seed(0)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/store",
-                rank=rank,
-                world_size=world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
+            if not bare:
+                store = f"file://{folder}/store"
+                dist.init_process_group(
+                    "gloo", init_method=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+                )
             answer = (True, job(*args))
             if not fresh:
                 dist.barrier()
@@ -190,6 +191,23 @@ def _serve(rank: int, world_size: int, address: str) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[..., Any]:
+    """Make a test of a job: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures."""
+
+    def decorate(job: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(job).parameters)
+
+        @functools.wraps(job)
+        def test(run_ranks: Callable[..., Any], **arguments: Any) -> None:
+            run_ranks(world_size, job, *(arguments[name] for name in names), **options)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("run_ranks", *names)])
+        return test
+
+    return decorate
 
 
 if __name__ == "__main__":

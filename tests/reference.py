@@ -41,12 +41,11 @@ def assert_grads(module: nn.Module, expected: dict[str, Tensor | None], **tolera
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of the gradients."""
     return {n: None if p.grad is None else p.grad.detach().clone() for n, p in module.named_parameters()}
 
 
 def largest_difference_between_ranks(module: nn.Module) -> float:
-    """The largest absolute difference of any parameter or module buffer between rank 0 and another rank."""
+    """Of any parameter or module buffer, between rank 0 and another rank."""
     worst = torch.zeros(1, dtype=torch.float64)
     for tensor in [*module.parameters(), *module.buffers()]:
         first = tensor.detach().clone()
@@ -63,16 +62,7 @@ def copying(forward: ReplicatedForward) -> ReplicatedForward:
 
 
 class Twins:
-    """A module, and its copy in a ``BucketDDP``, through the same passes.
-
-    Args:
-        plain: The module.
-        options: Of the wrapper; ``bucket_cap_mb`` is ``TINY`` unless given.
-
-    Attributes:
-        plain: The module.
-        ours: The wrapper.
-    """
+    """A module, and its copy in a ``BucketDDP``, in several buckets by default, through the same passes."""
 
     def __init__(self, plain: nn.Module, **options: Any) -> None:
         self.plain = plain
@@ -80,11 +70,9 @@ class Twins:
 
     @property
     def modules(self) -> tuple[nn.Module, nn.Module]:
-        """The two modules, unwrapped."""
         return self.plain, self.ours.module
 
     def zero_grad(self) -> None:
-        """Drop the gradients of both."""
         self.plain.zero_grad()
         self.ours.zero_grad()
 

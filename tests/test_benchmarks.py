@@ -2,20 +2,17 @@
 
 import math
 import re
-import runpy
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from tests.launchers import ROOT, run_script
+
 BENCHMARKS = ROOT / "benchmarks"
-SKIPPED = re.compile(r"link\.py (needs .*)")
+Quick = Callable[..., str]
 HOST = ("ddp as shipped", "ddp, best flags", "bucketddp")
 
 
@@ -26,14 +23,27 @@ def _saves_nothing() -> Iterator[None]:
     assert sorted((BENCHMARKS / "results").iterdir()) == before, "a quick run saved something"
 
 
-def quick(script: str, *arguments: str) -> str:
+def run_benchmark(script: str, *arguments: str) -> str:
+    """What it prints, or why it cannot run here. Ranks of all benchmarks are forked from one process, kept for them."""
+    try:
+        return run_script(f"benchmarks/{script}", *arguments)
+    except SystemExit as end:
+        if script not in str(end.code):
+            raise
+        return str(end.code)
+
+
+@pytest.fixture
+def quick(run_ranks: Callable[..., list[Any]]) -> Quick:
     """What a benchmark prints in a quick run, which must end well."""
-    command = [sys.executable, f"benchmarks/{script}", "--quick", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    if result.returncode and (reason := SKIPPED.match(result.stderr)):
-        pytest.skip(reason[1])
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+
+    def run(script: str, *arguments: str) -> str:
+        (printed,) = run_ranks(1, run_benchmark, script, "--quick", *arguments, timeout=300)
+        if printed.startswith(f"{script} needs"):
+            pytest.skip(printed)
+        return printed
+
+    return run
 
 
 def row(text: str, table: str, beginning: str) -> dict[str, float]:
@@ -45,23 +55,14 @@ def row(text: str, table: str, beginning: str) -> dict[str, float]:
     return {name: float(cell.split()[0]) for name, cell in zip(names[1:], cells[1:], strict=True) if cell != "-"}
 
 
-def cells_of(text: str, beginning: str) -> list[list[str]]:
-    """The cells behind the first one, of every row that begins so."""
-    lines = [line for line in text.splitlines() if line.startswith(f"{beginning}  ")]
-    assert lines, f"no row begins with {beginning!r}:\n{text}"
-    return [line.removeprefix(beginning).split() for line in lines]
+def cells_of(text: str, beginning: str) -> list[str]:
+    """The cells behind the first one, of the row that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{beginning}  ")]
+    return line.removeprefix(beginning).split()
 
 
-# -- calculated --------------------------------------------------------------------------------------
-
-
-def test_simulated_buckets_stay_within_the_bound(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["scale.py", "--quick"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    runpy.run_path(str(BENCHMARKS / "scale.py"), run_name="__main__")
-    printed = capsys.readouterr().out
+def test_simulated_buckets_stay_within_the_bound(quick: Quick) -> None:
+    printed = quick("scale.py")
     rows = re.findall(r"^(\d+)  +([01]\.\d{4}) +([01]\.\d{4}) +([01]\.\d{4}) ", printed, re.MULTILINE)
     assert len(rows) == 3 * 2 * 2, printed  # clusters, models, numbers of ranks
     for _, *efficiencies in rows:
@@ -103,11 +104,8 @@ def test_a_peer_that_does_not_synchronise_is_found_out(monkeypatch: pytest.Monke
         compute.agreement_of_losses([rank([1.0, 1.5], [1.0, 1.5])])
 
 
-# -- run ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_link() -> None:
+def test_link(quick: Quick) -> None:
     printed = quick("link.py")
     steps = dict(re.findall(r"^(\S.*?)  +(\d+) +\d\.\d{3}\b", printed, re.MULTILINE))
     expected = {"unsynchronised", "ddp as shipped", "bucketddp", "bucketddp_sharded"}
@@ -117,49 +115,34 @@ def test_link() -> None:
 
 
 @pytest.mark.slow
-def test_compute_compares_peers_that_train_alike() -> None:
-    text = quick("compute.py", "--models", "gpt", "--accumulation", "1", "3", "--rounds", "2")
-    for part in text.split("3 passes in a step"):
-        assert re.search(r"^losses of peers that synchronise agree within \d", part, re.MULTILINE)
-        assert re.search(r"^noise: \d", part, re.MULTILINE)
-        best = re.search(r"^ddp, best flags \(\d+ MiB\)", part, re.MULTILINE)
-        assert best
-        assert row(part, "peer", best[0])["of ddp's, best flags"] == 1.0
-        for peer in ("unwrapped", "ddp as shipped", "ddp, best flags, its twin", "bucketddp", "bucketddp_sharded"):
-            assert row(part, "peer", peer)["step ms"] > 0
-    assert row(part, "local passes", "unwrapped")["of the unwrapped module's"] == 1.0
-    assert row(part, "local passes", "bucketddp")["pass ms"] > 0
+def test_compute_compares_peers_that_train_alike(quick: Quick) -> None:
+    text = quick("compute.py", "--models", "gpt", "--accumulation", "3", "--rounds", "2")
+    assert re.search(r"^losses of peers that synchronise agree within \d", text, re.MULTILINE)
+    assert re.search(r"^noise: \d", text, re.MULTILINE)
+    for peer in ("unwrapped", "ddp as shipped", "ddp, best flags, its twin", "bucketddp", "bucketddp_sharded"):
+        assert row(text, "peer", peer)["step ms"] > 0
+    assert row(text, "local passes", "unwrapped")["of the unwrapped module's"] == 1.0
+    assert row(text, "local passes", "bucketddp")["pass ms"] > 0
 
 
 @pytest.mark.slow
-def test_memory_of_gradients_and_of_sharded_optimizers() -> None:
-    text = quick(
-        "memory.py", "--models", "mlp", "shuffled", "--peers", "ddp as shipped", "bucketddp", "bucketddp_sharded"
-    )
+def test_memory_of_gradients_and_of_sharded_optimizers(quick: Quick) -> None:
+    text = quick("memory.py", "--models", "mlp", "--peers", "ddp as shipped", "bucketddp", "bucketddp_sharded")
     share = re.search(r"^bucketddp_sharded: the optimizer's state is ([\d.]+) of the unwrapped", text, re.MULTILINE)
     assert share
     assert float(share[1]) == pytest.approx(0.5, rel=0.02)
-    for model, part in zip(("mlp", "shuffled"), text.split("shuffled:"), strict=True):
-        kinds = row(part, "gradients and buckets", "ddp as shipped")
-        assert kinds["in backward"] > kinds["after backward"] == 2.0
-        kinds = row(part, "gradients and buckets", "unwrapped")
-        assert (kinds["after backward"], kinds["after zero_grad"]) == (1.0, 0.0)
-        kinds = row(part, "gradients and buckets", "bucketddp")
-        assert kinds["after backward"] == pytest.approx(1.0, abs=0.01)
-        words = r"at most ([\d.]+) .* ([\d.]+) when settled; the largest bucket is ([\d.]+): (.*)"
-        found = re.search(rf"^bucketddp: {words}$", part, re.MULTILINE)
-        assert found, part
-        most, settled, bucket = (float(found[group]) for group in (1, 2, 3))
-        assert most >= settled >= kinds["local passes"] > 1.0
-        assert settled <= 1.0 + bucket + 0.01
-        assert (found[4] == "the bound holds") == (most <= 1.0 + bucket + 0.01)
-        assert found[4] == "the bound holds" or model == "shuffled"  # its order is not known in the first pass
-        ours, unwrapped = (row(part, "everything", peer)["sum"] for peer in ("bucketddp", "unwrapped"))
-        assert ours <= unwrapped + bucket + 0.01
+    shipped, ours = (row(text, "gradients and buckets", peer) for peer in ("ddp as shipped", "bucketddp"))
+    assert shipped["in backward"] > shipped["after backward"] == 2.0
+    assert ours["after backward"] == pytest.approx(1.0, abs=0.01)
+    words = r"at most ([\d.]+) .* ([\d.]+) when settled; the largest bucket is ([\d.]+): the bound holds"
+    found = re.search(rf"^bucketddp: {words}$", text, re.MULTILINE)
+    assert found, text
+    most, settled, bucket = map(float, found.groups())
+    assert 1.0 + bucket + 0.01 >= most >= settled >= ours["local passes"] > 1.0
 
 
 @pytest.mark.slow
-def test_bf16_needs_fp32_masters() -> None:
+def test_bf16_needs_fp32_masters(quick: Quick) -> None:
     text, masters = quick("bf16_masters.py"), "bucketddp_sharded, bf16-true, fp32 masters"
     above = {peer: row(text, "peer", peer)["above fp32's"] for peer in ("ddp, bf16-true", masters)}
     assert abs(above[masters]) < 0.01
@@ -167,65 +150,53 @@ def test_bf16_needs_fp32_masters() -> None:
 
 
 @pytest.mark.slow
-def test_optimizer_steps_are_timed_sharded_and_not() -> None:
+def test_optimizer_steps_are_timed_sharded_and_not(quick: Quick) -> None:
     text = quick("optimizer_step.py", "--worlds", "2")
-    rows = re.findall(r"^(AdamW, .*?)  +2 +0\.500((?: +[\d.]+){5})$", text, re.MULTILINE)
-    assert [name for name, _ in rows] == ["AdamW, fused", "AdamW, a loop"], text
-    assert all(float(cell) > 0 for _, cells in rows for cell in cells.split())
+    rows = re.findall(r"^(AdamW, .*?)  +2 +0\.500(?: +[\d.]+){5}$", text, re.MULTILINE)
+    assert rows == ["AdamW, fused", "AdamW, a loop"], text
 
 
 @pytest.mark.slow
-def test_overhead_and_its_profile() -> None:
-    text = quick("overhead.py")
-    settings = [line.split(",")[0] for line in text.splitlines() if line.endswith(" rounds")]
-    assert settings == ["one rank", "2 gloo ranks on loopback"]
-    phases = ("forward", "backward, synchronised", "forward in no_sync", "backward in no_sync, later ones")
-    for phase, wrapper in product(phases, HOST):
-        terms = cells_of(text, f"{phase}: {wrapper}")
-        assert len(terms) == 2
-        assert all(math.isfinite(float(cell.rstrip("%"))) for cells in terms for cell in cells)
+def test_overhead_and_its_profile(quick: Quick) -> None:
+    text = quick("overhead.py", "--ranks", "2")
+    assert "2 gloo ranks on loopback, 4 rounds" in text
+    for phase, wrapper in product(("forward", "backward, synchronised", "backward in no_sync, later ones"), HOST):
+        assert all(math.isfinite(float(cell.rstrip("%"))) for cell in cells_of(text, f"{phase}: {wrapper}"))
     for count, kind in product((100, 300), ("synchronised pass", "later local pass")):
-        for unwrapped, *added, ratio in cells_of(text, f"{kind}, {count} parameters"):
-            assert 0.1 < float(unwrapped) < 1000, "microseconds per parameter"
-            assert len(added) == len(HOST)
-            assert float(ratio) > 0
+        assert len(cells_of(text, f"{kind}, {count} parameters")) == 2 + len(HOST)
 
     lines = quick("overhead.py", "--profile", "--ranks", "1", "--parameters", "50").splitlines()
-    calls = {
-        name: [int(line.split()[0]) for line in lines if name in line]
-        for name in ("'run_backward'", "(on_gradient)", "(_on_gradient)")
-    }
-    assert calls["'run_backward'"] == [10, 20], "synchronised, then two local ones at once"
-    assert calls["(on_gradient)"] == [10 * 50, 20 * 50], "one call of one hook per parameter"
-    assert all(count < 10 * 50 / 5 for count in calls["(_on_gradient)"]), "most hooks only mark"
+
+    def calls(pattern: str) -> list[int]:
+        return [int(line.split()[0]) for line in lines if re.search(pattern, line)]
+
+    assert calls("'run_backward'") == [10, 20], "synchronised, then two local ones at once"
+    assert calls(r"\bhooks\.py:\d+\(on_gradient\)") == [10 * 50, 20 * 50], "one call of one hook per parameter"
+    # Few enough that the profile's first lines may not show them.
+    assert all(count < 10 * 50 / 5 for count in calls(r"\breducer\.py:\d+\(on_gradient\)")), "most hooks only mark"
 
 
 @pytest.mark.slow
-def test_accelerator_without_one() -> None:
-    text, models = quick("accelerator.py"), ["gpt", "resnet", "many small"]
+def test_accelerator_without_one(quick: Quick, run_ranks: Callable[..., list[Any]]) -> None:
+    text = quick("accelerator.py", "--models", "gpt", "--precisions", "bf16")
     equal = [line for line in text.splitlines() if "gradients of two gloo ranks on cpu equal each other" in line]
-    assert [line.split(":")[0] for line in equal] == models
+    assert [line.split(":")[0] for line in equal] == ["gpt", "resnet", "many small"]
     for line in equal:
         early, buckets = map(int, re.findall(r"(\d+) of (\d+) buckets launched early", line)[0])
         assert 1 <= early <= buckets > 2
     for peer in ("unwrapped", *HOST, "bucketddp, sending"):
-        found = cells_of(text, peer)
-        assert len(found) == len(models) * 2, "each in fp32 and bf16"
-        for step_ms, ratio, *_ in found:
-            assert float(step_ms) > 0
-            assert float(ratio) == 1 if peer == "unwrapped" else float(ratio) > 0
+        step_ms, ratio, *_ = cells_of(text, peer)
+        assert float(step_ms) > 0
+        assert float(ratio) == 1 if peer == "unwrapped" else float(ratio) > 0
     if not torch.accelerator.is_available():
-        command = [sys.executable, "benchmarks/accelerator.py"]
-        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert printed == "accelerator.py: no accelerator here\n"
+        assert run_ranks(1, run_benchmark, "accelerator.py") == ["accelerator.py: no accelerator here\n"]
 
 
 @pytest.mark.slow
-def test_replicas() -> None:
-    text = quick("replicas.py", "--devices", "2", "3")
+def test_replicas(quick: Quick) -> None:
+    text = quick("replicas.py", "--devices", "3")
     models, ways = ("gpt", "resnet", "many small", "wide mlp"), ("per tensor", "in chunks", "kept", "kept, shared")
-    for model, count, way in product(models, (2, 3), ways):
-        [cells] = cells_of(text, f"{model}, {count}: {way}")
+    for model, way in product(models, ways):
+        cells = cells_of(text, f"{model}, 3: {way}")
         assert len(cells) == 4
-        assert all(float(cell) > 0 for cell in cells)
         assert way != "in chunks" or float(cells[-1]) == 1

@@ -1,6 +1,7 @@
 """What test_cli.py names by class path on the command line. Nothing here imports lightning_bucketddp."""
 
 import os
+import zlib
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +23,7 @@ class Model(pl.LightningModule):
 
     def on_train_end(self) -> None:
         wrapper = self.trainer.strategy.bucket_ddp
-        weight = float(self.net.weight.sum())
+        weight = zlib.crc32(self.net.weight.detach().numpy().tobytes())
         line = f"rank {self.global_rank}: {wrapper.passes} passes, lr {self.lr}, weight {weight}\n"
         os.write(1, line.encode())  # in one piece, as both ranks write to the same pipe
 

@@ -1,145 +1,27 @@
-"""Lightning's callbacks and tuner with ``BucketDDPStrategy``, and fine-tuning that is resumed."""
+"""Lightning's tuner with ``BucketDDPStrategy``, and fine-tuning that is resumed."""
 
 import logging
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.lightning_models import Citizen, Memory, close_to, data, ddp, ours, trainer
+from tests.lightning_models import Citizen, close_to, data, ddp, ours, trainer
 from tests.models import ConvBatchNorm
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
 RunRanks = Callable[..., list[Any]]
-
-
-# -- like ddp ----------------------------------------------------------------------------------------
-
-
-class Watched(Citizen):
-    """With BatchNorm; compares the ranks when it validates."""
-
-    def __init__(self) -> None:
-        super().__init__("conv")
-        self.differences: list[float] = []
-
-    def on_validation_epoch_end(self) -> None:
-        self.differences.append(largest_difference_between_ranks(self))
-
-
-class Row(NamedTuple):
-    """Callbacks, and what to look at when they have done their work: numbers, tensors, and names as keys."""
-
-    callbacks: Callable[[str], list[Any]]
-    look: Callable[..., Any] = lambda runs, *callbacks: None
-    module: Callable[[], Citizen] = Citizen
-    options: dict[str, Any] | None = None
-
-
-def saved(runs: pl.Trainer, *callbacks: ModelCheckpoint) -> Any:
-    runs.strategy.barrier()  # rank 0 may still be at work
-    found: list[Any] = []
-    for callback in callbacks:
-        names = [Path(path).name for path in (callback.best_model_path, callback.last_model_path)]
-        names += sorted(path.name for path in Path(callback.dirpath).iterdir())
-        found += [{" ".join(names): 0}, {Path(path).name: score for path, score in callback.best_k_models.items()}]
-    return found
-
-
-def averaged(_: pl.Trainer, callback: WeightAveraging) -> Any:
-    assert callback._average_model is not None
-    return int(callback._average_model.n_averaged), list(callback._average_model.module.parameters())
-
-
-ROWS = {
-    "stochastic weight averaging": Row(
-        lambda _: [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)],
-        lambda _, callback: int(callback.n_averaged),
-        Watched,
-        {"max_epochs": 4},
-    ),
-    "weight averaging": Row(lambda _: [WeightAveraging()], averaged),
-    "moving average": Row(lambda _: [EMAWeightAveraging(decay=0.8)], averaged, Watched),
-    "checkpoints": Row(
-        lambda folder: [
-            ModelCheckpoint(f"{folder}/best", monitor="valid", save_top_k=2, save_last=True),
-            ModelCheckpoint(f"{folder}/steps", every_n_train_steps=4, save_top_k=-1),
-        ],
-        saved,
-        options={"enable_checkpointing": True},
-    ),
-    "early stopping": Row(
-        lambda _: [EarlyStopping("valid", min_delta=9.0, patience=1)],
-        lambda _, callback: (callback.stopped_epoch, callback.best_score),
-        options={"max_epochs": 6},
-    ),
-    "monitors": Row(
-        lambda _: [
-            LearningRateMonitor("step", log_momentum=True),
-            ModelSummary(2),
-            Timer({"hours": 1}),
-            DeviceStatsMonitor(cpu_stats=find_spec("psutil") is not None),
-        ],
-        lambda runs, rates, summary, timer, _: (rates.lrs, {str(summary._summary(runs, runs.model)): 0}),
-        lambda: Citizen(schedule="step"),
-    ),
-    "pruning": Row(lambda _: [ModelPruning("l1_unstructured", amount=0.3)]),
-}
-
-
-def without_statistics(logged: tuple[int | None, dict[str, float]]) -> tuple[int | None, dict[str, float]]:
-    """Without the machine's figures, which vary from run to run."""
-    return logged[0], {key: 0 if key.startswith("DeviceStats") else value for key, value in logged[1].items()}
-
-
-def with_both(names: list[str], folder: str) -> None:
-    for row_name in names:
-        with case(row_name):
-            row, seen = ROWS[row_name], []
-            for name, strategy in (("ddp", ddp()), ("ours", ours())):
-                callbacks, logger, model = row.callbacks(f"{folder}/{name}"), Memory(), row.module()
-                options = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **(row.options or {})}
-                runs = trainer(strategy, callbacks=callbacks, logger=logger, **options)
-                runs.fit(model, data(), data())
-                state = model.state_dict() if dist.get_rank() == 0 else dict(model.named_parameters())
-                seen.append([state, runs.global_step, row.look(runs, *callbacks)])
-                if row.module is not Watched:  # with ddp each rank validates with its own BatchNorm statistics
-                    seen[-1] += [dict(runs.callback_metrics), list(map(without_statistics, logger.logged))]
-            torch.testing.assert_close(seen[1], seen[0])
-            assert largest_difference_between_ranks(model) == 0
-            assert not any(getattr(model, "differences", ()))
-            if isinstance(callbacks[0], WeightAveraging):
-                assert largest_difference_between_ranks(callbacks[0]._average_model.module) == 0
-
-
-@pytest.mark.parametrize("names", [list(ROWS)[:3], list(ROWS)[3:]], ids=["averages", "others"])
-def test_callbacks_do_the_same_as_with_ddp(run_ranks: RunRanks, names: list[str], tmp_path: Any) -> None:
-    run_ranks(2, with_both, names, str(tmp_path))
 
 
 class Rated(Citizen):
@@ -153,16 +35,17 @@ class Rated(Citizen):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
-def find_rate(folder: str) -> None:
+@on_ranks(2)
+def test_a_search_for_the_learning_rate_leaves_masters_alone(tmp_path: Path) -> None:
     def found(strategy: Any, **options: Any) -> tuple[Rated, Any]:
         model = Rated()
-        runs = trainer(strategy, default_root_dir=folder, **options)
+        runs = trainer(strategy, default_root_dir=tmp_path, **options)
         finder = Tuner(runs).lr_find(model, data(20), num_training=20, early_stop_threshold=None)
-        assert finder.results["lr"]
         runs.fit(model, data())
         return model, finder.results
 
     (first, searched), (second, expected) = found(ours()), found(ddp())
+    assert searched["lr"]
     torch.testing.assert_close(searched, expected)
     close_to(first, second)
     assert first.lr == pytest.approx(second.lr)
@@ -173,13 +56,6 @@ def find_rate(folder: str) -> None:
     plain = Rated(model.lr)
     trainer(ours(grad_dtype=torch.float32), **low).fit(plain, data())
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
-
-
-def test_a_search_for_the_learning_rate_leaves_masters_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, find_rate, str(tmp_path))
-
-
-# -- fine-tuning that is resumed ---------------------------------------------------------------------
 
 
 class Tuned(pl.LightningModule):
@@ -262,9 +138,8 @@ def resumed(folder: str) -> None:
             fits: dict[str, Any] = {"max_epochs": 4, "precision": precision}
             masters = torch.float32 if precision == "bf16-true" else None
             whole, model = Tuned(), Tuned()
-            trainer(ours(grad_dtype=masters), callbacks=[callback(), saves], enable_checkpointing=True, **fits).fit(
-                whole
-            )
+            callbacks = [callback(), saves]
+            trainer(ours(grad_dtype=masters), callbacks=callbacks, enable_checkpointing=True, **fits).fit(whole)
             runs = trainer(ours(grad_dtype=masters), callbacks=[callback()], **fits)
             runs.fit(model, ckpt_path=f"{folder}/{at}/at-step={step}.ckpt")
             assert runs.global_step == 12
@@ -273,6 +148,7 @@ def resumed(folder: str) -> None:
             assert model.trainable[0] != model.trainable_at_configure, "unfrozen when it was saved"
             close_to(model, whole)
             assert not torch.equal(model.backbone.norm.running_mean, Tuned().backbone.norm.running_mean)
+            assert not torch.equal(model.backbone.conv1.weight, Tuned().backbone.conv1.weight)
             assert largest_difference_between_ranks(model) == 0
 
 

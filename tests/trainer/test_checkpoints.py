@@ -1,21 +1,22 @@
 """Checkpoints are ``ddp``'s: each strategy resumes what the other saved, one device needs no package."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from torch import Tensor
 
 from tests.lightning_models import Citizen, data, ddp, ours, trainer
+from tests.models import Mlp
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
 RunRanks = Callable[..., list[Any]]
-ROOT = Path(__file__).parent.parent.parent
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
 
 
@@ -39,7 +40,7 @@ def last(runs: Any) -> dict[str, Any]:
 
 
 def run(strategy: str, epochs: int, options: Options, path: str | None = None, **saves: Any) -> dict[str, Any]:
-    """Trains, and returns the last checkpoint."""
+    """Trains; the last checkpoint."""
     if saves:
         options = {**options, "callbacks": [*options.get("callbacks", []), ModelCheckpoint(**saves)]}
     model = Citizen(optimizer="adamw", schedule="epoch")
@@ -50,22 +51,19 @@ def run(strategy: str, epochs: int, options: Options, path: str | None = None, *
     return last(runs)
 
 
-def handed_over(folder: str) -> None:
+@on_ranks(2)
+def test_either_strategy_resumes_the_others_checkpoint(tmp_path: Path) -> None:
     for name, way in WAYS.items():
         with case(name):
             expected = run("ddp", 2, way())
             for first, second in (("ours", "ddp"), ("ddp", "ours")):
                 file = f"{name}-{first}"
-                run(first, 1, way(), dirpath=folder, filename=file)
-                torch.testing.assert_close(run(second, 2, way(), f"{folder}/{file}.ckpt"), expected)
-    run("ours", 1, {}, dirpath=folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    rest = [run(strategy, 2, {}, f"{folder}/step=4.ckpt") for strategy in STRATEGIES]
+                run(first, 1, way(), dirpath=tmp_path, filename=file)
+                torch.testing.assert_close(run(second, 2, way(), f"{tmp_path}/{file}.ckpt"), expected)
+    run("ours", 1, {}, dirpath=tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    rest = [run(strategy, 2, {}, f"{tmp_path}/step=4.ckpt") for strategy in STRATEGIES]
     torch.testing.assert_close(*rest)
     assert rest[0]["global_step"] == 12
-
-
-def test_either_strategy_resumes_the_others_checkpoint(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, handed_over, str(tmp_path))
 
 
 class Finetuning(BaseFinetuning):
@@ -104,38 +102,16 @@ def test_a_checkpoint_has_the_keys_of_ddp(run_ranks: RunRanks, tmp_path: Path) -
     assert keys["ours-epoch=1"] == keys["ddp-epoch=1"]
 
 
-ALONE = """
-import sys, warnings
-sys.modules["lightning_bucketddp"] = None  # importing it raises
-import lightning.pytorch as pl
-import torch
-from tests.models import Mlp
-
 class Alone(pl.LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net = Mlp()
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-full, weights = sys.argv[1:]
-for file in (full, weights):
-    state = torch.load(file, weights_only=True)["state_dict"]
-    module = Alone.load_from_checkpoint(file, weights_only=True, map_location="cpu")
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, state[name], check_dtype=False, rtol=0, atol=0)
-runs = pl.Trainer(
-    accelerator="cpu", devices=1, precision="bf16-true", max_epochs=2, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False,
-)
-runs.fit(Alone(), torch.randn(6, 4, 8), ckpt_path=full)
-assert runs.global_step == 12
-print("went on with", len(runs.optimizers[0].state), "parameters")
-"""
 
 
 def save_masters(folder: str) -> None:
@@ -146,13 +122,21 @@ def save_masters(folder: str) -> None:
     runs.fit(Citizen(optimizer="adamw"), data())
 
 
-def test_a_checkpoint_needs_nothing_of_this_package(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, save_masters, str(tmp_path))
-    full, weights = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("full", "weights"))
+def load_alone(folder: str) -> None:
+    """Reads tensors and plain values only, so that no class of the package is needed."""
+    paths = [f"{folder}/{name}.ckpt" for name in ("full", "weights")]
+    full, weights = (torch.load(path, weights_only=True) for path in paths)
     assert {"master_params", "state"} <= full["optimizer_states"][0].keys()
     assert sorted(weights) == ["epoch", "global_step", "loops", "pytorch-lightning_version", "state_dict"]
-    files = [str(tmp_path / f"{name}.ckpt") for name in ("full", "weights")]
-    command = [sys.executable, "-c", ALONE, *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "went on with 8 parameters"
+    for path, state in zip(paths, (full, weights), strict=True):
+        module = Alone.load_from_checkpoint(path, weights_only=True, map_location="cpu")
+        torch.testing.assert_close(dict(module.state_dict()), state["state_dict"], check_dtype=False, rtol=0, atol=0)
+    runs = trainer("auto", precision="bf16-true", max_epochs=2)
+    runs.fit(Alone(), torch.randn(6, 4, 8), ckpt_path=paths[0])
+    assert runs.global_step == 12
+    assert len(runs.optimizers[0].state) == 8
+
+
+def test_a_checkpoint_needs_nothing_of_this_package(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, save_masters, str(tmp_path))
+    run_ranks(1, load_alone, str(tmp_path))

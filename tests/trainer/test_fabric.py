@@ -13,14 +13,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.strategy import Strategy
-from lightning_utilities import is_overridden
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankMismatchError
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import PoolEnvironment
-from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, batch
+from tests.models import ConvBatchNorm, Fragile, Mlp, batch
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
@@ -29,17 +28,18 @@ RunRanks = Callable[..., list[Any]]
 
 def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:
     """A launched Fabric over the pool's ranks, with our strategy or Fabric's ``ddp``."""
-    environment = PoolEnvironment()
-    strategy: DDPStrategy
-    if kind == "bucketddp":
-        strategy = BucketDDPFabricStrategy(cluster_environment=environment, **{"bucket_cap_mb": 0.0003, **options})
-    else:
-        strategy = DDPStrategy(cluster_environment=environment, **options)
-    fabric = Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision, plugins=plugins
-    )
+    make = DDPStrategy if kind == "ddp" else BucketDDPFabricStrategy
+    options = options if kind == "ddp" else {"bucket_cap_mb": 0.0003, **options}
+    strategy = make(cluster_environment=PoolEnvironment(), **options)
+    world = dist.get_world_size()
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
     fabric.launch()
     return fabric
+
+
+class WithLoss(Mlp):
+    def loss_here(self, step: int) -> Tensor:
+        return loss_of(self, step)
 
 
 def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
@@ -55,16 +55,8 @@ def make(net: type[nn.Module] = Mlp, optimizer: str = "sgd") -> tuple[nn.Module,
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def assert_close(first: nn.Module, second: nn.Module) -> None:
-    torch.testing.assert_close(list(first.parameters()), list(second.parameters()))
-
-
-# -- like ddp ----------------------------------------------------------------------------------------
-
-
-class WithLoss(Mlp):
-    def loss_here(self, step: int) -> Tensor:
-        return loss_of(self, step)
+def assert_close(first: nn.Module, second: nn.Module, **tolerance: float) -> None:
+    torch.testing.assert_close(list(first.parameters()), list(second.parameters()), **tolerance)
 
 
 def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
@@ -108,11 +100,7 @@ def train_with_both() -> None:
             assert wrapper.closed
 
 
-def test_weights_are_those_of_ddp(run_ranks: RunRanks) -> None:
-    run_ranks(2, train_with_both)
-
-
-def train_gan(kind: str, name_model: bool) -> tuple[nn.Module, list[int]]:
+def train_gan(kind: str, name_model: bool = False) -> nn.Module:
     fabric = start(kind)
     torch.manual_seed(5)
     nets = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))])
@@ -129,100 +117,71 @@ def train_gan(kind: str, name_model: bool) -> tuple[nn.Module, list[int]]:
         generator_optimizer.zero_grad()
         fabric.backward(-critic(fake).mean())
         generator_optimizer.step()
-    passes = [fabric.strategy.wrapper_of(model).passes for model, _ in pairs] if kind == "bucketddp" else []
-    fabric.strategy.teardown()
-    return nets, passes
-
-
-def gan_with_both() -> None:
-    theirs, _ = train_gan("ddp", False)
-    for name_model in (False, True):
-        ours, passes = train_gan("bucketddp", name_model)
-        assert_close(ours, theirs)
-        assert largest_difference_between_ranks(ours) == 0
+    if kind == "bucketddp":
+        passes = [fabric.strategy.wrapper_of(model).passes for model, _ in pairs]
         assert passes == [4, 8], "the critic's backward is no pass of the generator"
+        assert largest_difference_between_ranks(nets) == 0
+    fabric.strategy.teardown()
+    return nets
 
 
-def test_one_of_two_models_is_trained_by_a_backward(run_ranks: RunRanks) -> None:
-    run_ranks(2, gan_with_both)
+def train_gans() -> None:
+    expected = train_gan("ddp")
+    for name_model in (False, True):
+        assert_close(train_gan("bucketddp", name_model), expected)
 
 
-# -- where ddp hangs, raises or drifts ---------------------------------------------------------------
+def test_weights_are_those_of_ddp(run_ranks: RunRanks) -> None:
+    run_ranks(2, train_with_both)
+    run_ranks(2, train_gans)
 
 
-def go_wrong(kind: str) -> None:
-    """Trains on two ranks and in one process."""
-    fabric = start()
+def constant_loss() -> None:
     torch.manual_seed(5)
-    plain, alone = Branches(), Branches()
+    plain, alone, fabric = Mlp(), Mlp(), start()
     alone.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, alone)]
-
-    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-        inputs, target = batch(step, rank)
-        if kind == "constant loss" and rank == 1:
-            return torch.ones((), requires_grad=True)
-        take = {"unused": "left", "branch": "left" if rank == 0 else "right"}.get(kind, "both")
-        return nn.functional.mse_loss(model(inputs, take), target)
-
-    model, optimizers[0] = fabric.setup(plain, optimizers[0])
-    for step in range(4):
-        for net in (plain, alone):
-            net.left.requires_grad_(kind != "unfrozen later" or step >= 2)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        fabric.backward(loss(model, fabric.global_rank, step))
-        (sum(loss(alone, rank, step) for rank in range(2)) / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert largest_difference_between_ranks(plain) == 0
-    assert_close(plain, alone)
-
-
-def all_that_goes_wrong() -> None:
-    for kind in ("unused", "branch", "constant loss", "unfrozen later"):
-        with case(kind):
-            go_wrong(kind)
-
-
-def test_right_where_ddp_hangs_raises_or_drifts(run_ranks: RunRanks) -> None:
-    run_ranks(2, all_that_goes_wrong)
+    model = fabric.setup(plain)
+    fabric.backward(loss_of(model, 0) if fabric.global_rank == 0 else torch.ones((), requires_grad=True))
+    (loss_of(alone, 0, rank=0) / 2).backward()
+    torch.testing.assert_close([p.grad for p in plain.parameters()], [p.grad for p in alone.parameters()])
 
 
 def fail() -> tuple[str, str, str]:
-    def said(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    def said(loss: Tensor) -> str:
         with pytest.raises((PeerFailureError, RankMismatchError, ArithmeticError)) as error:
-            call(*args, **kwargs)
+            fabric.backward(loss)
         return str(error.value)
 
-    def critic_of() -> tuple[Fabric, list[nn.Module], list[Tensor]]:
-        fabric = start(process_group=dist.new_group())
+    def two_models(fabric: Fabric) -> tuple[list[nn.Module], list[Tensor]]:
         models = [fabric.setup(nn.Linear(8, 8)), fabric.setup(nn.Linear(8, 1))]
         losses = [models[1](models[0](batch(step, 0)[0]).detach()).mean() for step in range(2)]
         constant = torch.ones((), requires_grad=True)
-        return fabric, models, [losses[0], losses[1] if fabric.global_rank == 0 else constant]
+        return models, [losses[0], losses[1] if fabric.global_rank == 0 else constant]
 
-    fabric, models, losses = critic_of()
+    fabric = start(process_group=dist.new_group())
+    models, losses = two_models(fabric)
     for loss in losses:
         fabric.backward(loss, model=models[1])
     passes = fabric.strategy.wrapper_of(models[1]).passes
     assert passes == 2, "with model=, a rank takes part whose loss reaches no model"
 
-    fabric, models, losses = critic_of()
+    fabric = start(process_group=dist.new_group())
+    models, losses = two_models(fabric)
     fabric.backward(losses[0])
-    first = said(fabric.backward, losses[1]) if fabric.global_rank == 0 else str(fabric.backward(losses[1]))
+    first = said(losses[1]) if fabric.global_rank == 0 else str(fabric.backward(losses[1]))
 
     fabric = start(process_group=dist.new_group())
     model, inputs = fabric.setup(Fragile()), batch(0, 0)[0]
     fabric.backward(model(inputs).sum())
-    second = said(fabric.backward, model(inputs, fail=fabric.global_rank == 1).sum())
+    second = said(model(inputs, fail=fabric.global_rank == 1).sum())
 
     fabric = start(process_group=dist.new_group())
     models = [fabric.setup_module(nn.Linear(8, 1)) for _ in range(2)]
-    return first, second, said(fabric.backward, models[dist.get_rank()](inputs).mean())
+    return first, second, said(models[dist.get_rank()](inputs).mean())
 
 
-def test_a_failure_of_one_rank_is_an_error_on_the_others(run_ranks: RunRanks) -> None:
+def test_right_where_ddp_hangs_raises_or_drifts(run_ranks: RunRanks) -> None:
+    run_ranks(2, constant_loss)
     (skipped, failed, different), (_, own, _) = run_ranks(2, fail, fresh=True, timeout=60)
     assert "rank 1 ran no backward in step 2" in skipped
     assert "rank 1 raised" in failed
@@ -230,67 +189,45 @@ def test_a_failure_of_one_rank_is_an_error_on_the_others(run_ranks: RunRanks) ->
     assert "passes of different models" in different
 
 
-# -- checkpoints -------------------------------------------------------------------------------------
+def run(
+    fabric: Fabric, steps: range, load: str | None = None, save: str | None = None, clip: float | None = None
+) -> nn.Module:
+    model, optimizer = fabric.setup(*make(ConvBatchNorm, "adamw"))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    if load:
+        assert fabric.load(load, state) == {}
+        assert state["step"] == steps.start
+    for step in steps:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step))
+        if clip is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=clip)
+            assert next(model.parameters()).grad.dtype == torch.float32
+        optimizer.step()
+    if save:
+        fabric.save(save, {**state, "step": steps.stop})
+    fabric.strategy.teardown()
+    return model
 
 
-def exchange_checkpoints(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
     """Trains four steps in one go, and in two halves with a checkpoint that the other strategy loads."""
-
-    def run(kind: str, steps: range, load: str | None = None, save: str | None = None) -> nn.Module:
-        fabric = start(kind)
-        model, optimizer = fabric.setup(*make(ConvBatchNorm, "adamw"))
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
-        if load:
-            assert fabric.load(load, state) == {}
-            assert state["step"] == steps.start
-        for step in steps:
-            optimizer.zero_grad()
-            fabric.backward(loss_of(model, step))
-            optimizer.step()
-        if save:
-            fabric.save(save, {**state, "step": steps.stop})
-        fabric.strategy.teardown()
-        return model
-
-    whole = run("ddp", range(4))
+    whole = run(start("ddp"), range(4))
     for first, second in (("ddp", "bucketddp"), ("bucketddp", "ddp")):
-        path = f"{folder}/{first}.ckpt"
-        run(first, range(2), save=path)
-        assert_close(run(second, range(2, 4), load=path), whole)
-    theirs, ours = (torch.load(f"{folder}/{kind}.ckpt")["model"] for kind in ("ddp", "bucketddp"))
+        path = f"{tmp_path}/{first}.ckpt"
+        run(start(first), range(2), save=path)
+        assert_close(run(start(second), range(2, 4), load=path), whole)
+    theirs, ours = (torch.load(f"{tmp_path}/{kind}.ckpt")["model"] for kind in ("ddp", "bucketddp"))
     torch.testing.assert_close(ours, theirs)  # with rank 0's module buffers
 
+    def with_masters() -> Fabric:
+        return start("bucketddp", "bf16-true", grad_dtype="float32")
 
-def resume_masters(folder: str) -> None:
-    def run(steps: range, load: bool = False, save: bool = False) -> nn.Module:
-        fabric = start("bucketddp", "bf16-true", grad_dtype="float32")
-        model, optimizer = fabric.setup(*make(Mlp, "adamw"))
-        state = {"model": model, "optimizer": optimizer}
-        if load:
-            fabric.load(f"{folder}/masters.ckpt", state)
-        for step in steps:
-            optimizer.zero_grad()
-            fabric.backward(loss_of(model, step))
-            fabric.clip_gradients(model, optimizer, max_norm=0.1)
-            assert next(model.parameters()).grad.dtype == torch.float32
-            optimizer.step()
-        if save:
-            fabric.save(f"{folder}/masters.ckpt", state)
-        fabric.strategy.teardown()
-        return model
-
-    whole = run(range(6))
-    run(range(3), save=True)
-    resumed = run(range(3, 6), load=True)
-    torch.testing.assert_close(list(resumed.parameters()), list(whole.parameters()), rtol=0, atol=0)
-
-
-def test_checkpoints_go_both_ways_and_keep_fp32_masters(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, exchange_checkpoints, str(tmp_path))
-    run_ranks(2, resume_masters, str(tmp_path))
-
-
-# -- other ways to set up ----------------------------------------------------------------------------
+    whole = run(with_masters(), range(6), clip=0.1)
+    run(with_masters(), range(3), save=f"{tmp_path}/masters.ckpt", clip=0.1)
+    resumed = run(with_masters(), range(3, 6), load=f"{tmp_path}/masters.ckpt", clip=0.1)
+    assert_close(resumed, whole, rtol=0, atol=0)
 
 
 def set_up_in_other_ways() -> None:
@@ -361,11 +298,3 @@ def test_names_are_registered(name: str) -> None:
     assert strategy._start_method == REGISTERED[name]["start_method"]
     assert strategy._options.find_unused_parameters is ("_true" in name)
     assert strategy._options.shard_optimizer is ("_sharded" in name)
-
-
-def test_private_api_of_fabric_is_still_there() -> None:
-    strategy = BucketDDPFabricStrategy()
-    assert "_backward_sync_control" in vars(DDPStrategy())
-    assert not is_overridden("backward", strategy, parent=Strategy), "Fabric would refuse plain loss.backward()"
-    assert BucketDDPFabricStrategy.backward is not Strategy.backward
-    assert "_convert_stateful_objects_in_state" in vars(Strategy)

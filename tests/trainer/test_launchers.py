@@ -2,25 +2,31 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.launchers import free_port, slurm, two_networks
+from tests import failing_script
+from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
 from tests.lightning_models import PoolEnvironment
-from tests.trainer import elastic_script
 
-ROOT = Path(__file__).parent.parent.parent
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RunRanks = Callable[..., list[Any]]
+Process = subprocess.Popen[str]
 
 
-def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
+def start(*command: str, **environment: str) -> Process:
     """Starts a command as a user would, Python's if it begins with an option."""
     known = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     # A session of its own, so that what it starts can be found, and ended, with it.
@@ -36,30 +42,25 @@ def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
     )
 
 
-def left_over(process: "subprocess.Popen[str]") -> list[int]:
+def left_over(process: Process) -> list[int]:
     """Processes of the session that a command was started in."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # has ended
-            continue
-        if int(fields[3]) == process.pid and fields[0] != "Z":
-            found.append(int(entry.parent.name))
+        with suppress(OSError):  # has ended
+            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == process.pid and state != "Z":
+                found.append(int(entry.parent.name))
     return found
 
 
-def finish(*processes: "subprocess.Popen[str]", timeout: float = 200) -> list[tuple[str, str, float]]:
-    """Of each process its output, its errors and when it was seen to have ended, without anything left of it."""
-    deadline = time.monotonic() + timeout
-    results = []
+def finish(*processes: Process) -> list[tuple[str, str]]:
+    """Of each process its output and its errors; nothing may be left of it."""
+    deadline = time.monotonic() + 200
     try:
-        for process in processes:
-            output, errors = process.communicate(timeout=max(1, deadline - time.monotonic()))
-            results.append((output, errors, time.time()))
-            while left_over(process):
-                assert time.monotonic() < deadline, f"{process.args} has left processes: {left_over(process)}"
-                time.sleep(0.1)
+        results = [process.communicate(timeout=max(1, deadline - time.monotonic())) for process in processes]
+        while left := [pid for process in processes for pid in left_over(process)]:
+            assert time.monotonic() < deadline, f"processes are left: {left}"
+            time.sleep(0.1)
         return results
     finally:
         for process in processes:
@@ -74,16 +75,11 @@ def finish(*processes: "subprocess.Popen[str]", timeout: float = 200) -> list[tu
 SCRIPT = ["-m", "tests.trainer.launch_script"]
 
 
-def assert_trained(output: str, errors: str, *ranks: int) -> None:
-    for rank in ranks:
-        assert f"rank {rank}: 4 passes, difference 0" in output, errors[-2000:]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["bucketddp", "bucketddp_spawn", "forkserver"])
-def test_every_start_method_trains_from_a_script(strategy: str) -> None:
-    ((output, errors, _),) = finish(start(*SCRIPT, strategy))
-    assert_trained(output, errors, 0, 1)
+@pytest.mark.parametrize("strategies", [["bucketddp"], ["bucketddp_spawn", "forkserver"]])
+def test_every_start_method_trains_from_a_script(strategies: list[str]) -> None:
+    ((output, errors),) = finish(start(*SCRIPT, *strategies))
+    assert_trained(output, errors, fits=len(strategies))
     assert "process group open at exit: False" in output
     assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"
     assert "process groups alive at exit: 0" in output
@@ -91,22 +87,9 @@ def test_every_start_method_trains_from_a_script(strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_notebook_trains_on_forked_ranks_and_refuses_others() -> None:
+def test_a_notebook_trains_on_forked_ranks() -> None:
     # `python -i` is what Lightning takes for a notebook.
-    interactive, refused = (start("-i", *SCRIPT, strategy) for strategy in ("bucketddp_notebook", "bucketddp"))
-    (output, errors, _), (_, refusal, _) = finish(interactive, refused)
-    assert_trained(output, errors, 0, 1)
-    assert "is not compatible with an interactive environment" in refusal
-
-
-@pytest.mark.slow
-def test_slurms_variables_make_ranks() -> None:
-    variables = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_ID": "7", "JOB_NAME": "training", "NODEID": "0"}
-    environment = {f"SLURM_{name}": value for name, value in variables.items()}
-    environment |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    tasks = [start(*SCRIPT, "bucketddp", **environment, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")]
-    for rank, (output, errors, _) in enumerate(finish(*tasks)):
-        assert_trained(output, errors, rank)
+    assert_trained(*finish(start("-i", *SCRIPT, "bucketddp_notebook"))[0])
 
 
 def assert_learned(output: str, errors: str) -> None:
@@ -115,14 +98,23 @@ def assert_learned(output: str, errors: str) -> None:
     assert re.search(r"largest difference of a weight between ranks +0  ", output)
 
 
+SRUN = """#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & done
+wait
+"""
+
+
 @pytest.mark.slow
-def test_the_slurm_job_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("slurm")
-    with slurm(folder) as environment:
-        command = ["sbatch", "--wait", f"--output={folder}/out", "examples/launch/slurm.sbatch", "--epochs", "2"]
-        _, errors, _ = finish(start(*command, **environment))[0]
-        output = (folder / "out").read_text()
-    assert_learned(output, errors + output)
+def test_the_slurm_job_takes_its_ranks_from_slurms_variables(tmp_path: Path) -> None:
+    """``srun`` is a stand-in."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    values = {"NNODES": "1", "NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_ID": "7", "JOB_NAME": "digits", "NODEID": "0"}
+    environment = {f"SLURM_{name}": value for name, value in values.items()}
+    environment |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    assert_learned(*finish(start("bash", "examples/launch/slurm.sbatch", "--epochs", "2", **environment))[0])
 
 
 @pytest.mark.slow
@@ -138,80 +130,116 @@ def test_torchrun_on_two_machines() -> None:
             )
             for rank, (name, _, interface) in enumerate(machines)
         ]
-        (output, errors, _), _ = finish(*nodes)
-    assert_learned(output, errors)
+        assert_learned(*finish(*nodes)[0])
 
 
 # -- failures ----------------------------------------------------------------------------------------
 
-PLACES = [
+SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step killed:0"]
+OTHER_PLACES = [
     "setup:0",
     "training_step:1",
-    "backward:0",
     "backward:1",
     "on_train_batch_end:0",
-    "on_train_epoch_end:0",
-    "validation_step:1",
     "on_save_checkpoint:0",
     "stuck:0",
     "sigterm:0",
-    "sigterm:1",
-    "training_step killed:0",
     "training_step killed:1",
 ]
-SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step killed:0"]
 
 
-@pytest.mark.parametrize("places", [SOME_PLACES, pytest.param(PLACES, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_failure_on_one_rank_ends_the_others_who_say_why(tmp_path: Path, places: list[str]) -> None:
-    ((output, errors, _),) = finish(start("-m", "tests.failing_script", "bucketddp_fork", str(tmp_path), *places))
+def assert_told(folder: Path, place: str) -> None:
+    where, _, failed = place.partition(":")
+    rank = 1 - int(failed)
+    said = (folder / f"{place} at rank {rank}").read_text()
+    if not where.endswith("killed"):  # of which the launcher tells
+        what = "SIGTERMException" if where == "sigterm" else f"ArithmeticError: no {where} today"
+        assert f"rank {rank} stops because rank {failed} raised {what}" in said, place
+    assert "terminate called" not in said, place
+
+
+@pytest.mark.parametrize("places", [SOME_PLACES, pytest.param(OTHER_PLACES, marks=pytest.mark.slow)])
+def test_a_failure_ends_the_others_who_say_why(run_ranks: RunRanks, tmp_path: Path, places: list[str]) -> None:
+    arguments = ("tests/failing_script.py", "bucketddp_fork", str(tmp_path), *places)
+    (output,) = run_ranks(1, run_script, *arguments, bare=True)
     for place in places:
         ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
-        assert ended, f"{place}: {errors[-2000:]}"
+        assert ended, output
         assert float(ended[1]) < 15, place
-        where, _, failed = place.partition(":")
-        rank = 1 - int(failed)
-        said = (tmp_path / f"{place} at rank {rank}").read_text()
-        if not where.endswith("killed"):  # of which the launcher tells
-            what = "SIGTERMException" if where == "sigterm" else f"ArithmeticError: no {where} today"
-            assert f"rank {rank} stops because rank {failed} raised {what}" in said, place
+        assert_told(tmp_path, place)
 
 
 @pytest.mark.slow
-def test_every_launcher_ends_the_ranks_of_a_failed_one(tmp_path: Path) -> None:
-    launches = {
-        "popen": ["-m", "tests.failing_script", "bucketddp", "on_train_batch_end:0"],
-        "torchrun": [*TORCHRUN, "-m", "tests.failing_script", "bucketddp", "on_train_epoch_end:1"],
-    }
-    processes = []
-    for name, (*command, strategy, place) in launches.items():
-        (tmp_path / name).mkdir()
-        processes.append(start(*command, strategy, str(tmp_path / name), place))
-    for (name, (*_, place)), (_, errors, ended) in zip(launches.items(), finish(*processes), strict=True):
-        where, _, failed = place.partition(":")
-        assert ended - float((tmp_path / name / "failed").read_text()) < 20, name
-        rank = 1 - int(failed)
-        said = (tmp_path / name / f"{place} at rank {rank}").read_text()
-        assert f"rank {rank} stops because rank {failed} raised ArithmeticError: no {where} today" in said, name
-        assert "terminate called" not in said + errors
+def test_popen_and_torchrun_end_the_ranks_of_a_failed_one(run_ranks: RunRanks, tmp_path: Path) -> None:
+    finish(start("-m", "tests.failing_script", "bucketddp", str(tmp_path), "on_train_batch_end:0"))
+    assert_told(tmp_path, "on_train_batch_end:0")
+    assert time.time() - float((tmp_path / "failed").read_text()) < 20
+    elastic = (run_elastic, 0, failing_script.train, "bucketddp", tmp_path, "on_train_epoch_end", 1)
+    assert run_ranks(1, *elastic, bare=True) == [False]
+    assert_told(tmp_path, "on_train_epoch_end:1")
 
 
-def undisturbed(folder: Path) -> dict[str, Any]:
-    return elastic_script.train(folder, killed=False, plugins=PoolEnvironment())
+class ResumingLoader(DataLoader[Any]):
+    """Goes on in the middle of an epoch, where Lightning alone starts the data, though not the count, from the top."""
+
+    done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self.done % len(self)
+        for self.done, batch in enumerate(super().__iter__(), start=1):
+            if self.done > start:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Killed(pl.LightningModule):
+    """Rank 1 kills itself in the middle of the second epoch, the first time round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.steps: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.append(self.global_step)
+        if self.global_step == 9 and self.global_rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def resume(folder: Path, **options: Any) -> None:
+    """Trains two epochs of six steps, from the last checkpoint on where there is one, and saves what comes out."""
+    rows = torch.randn(48, 9, generator=torch.Generator().manual_seed(1))
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    saves = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)
+    fits = {"strategy": "bucketddp", "accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": saves}
+    trainer, model = pl.Trainer(**{**fits, **quiet, **options}), Killed()
+    loader = ResumingLoader(TensorDataset(rows[:, :8], rows[:, 8:]), batch_size=4, shuffle=True)
+    trainer.fit(model, loader, ckpt_path="last")
+    torch.save((model.steps, model.state_dict()), folder / f"rank {trainer.global_rank}")
+
+
+def undisturbed(folder: Path) -> None:
+    resume(folder, plugins=PoolEnvironment())
 
 
 @pytest.mark.slow
-def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
-    # addresses of the killed ones there.
-    process = start(
-        *[*TORCHRUN, "--max-restarts", "1", "tests/trainer/elastic_script.py", str(tmp_path)],
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )
-    ((output, errors, _),) = finish(process)
+def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folders = tmp_path / "killed", tmp_path / "undisturbed"
+    for folder in folders:
+        folder.mkdir()
+    assert run_ranks(1, run_elastic, 1, resume, folders[0], bare=True) == [True]
+    run_ranks(2, undisturbed, folders[1])
     for rank in (0, 1):
-        assert f"rank {rank} starts at step 0" in output
-        assert f"rank {rank} starts at step 8" in output, errors[-3000:]
-    for expected in run_ranks(2, undisturbed, tmp_path / "undisturbed"):
-        for rank in (0, 1):
-            torch.testing.assert_close(torch.load(tmp_path / f"weights of rank {rank}"), expected, rtol=0, atol=0)
+        (steps, found), (_, expected) = (torch.load(folder / f"rank {rank}") for folder in folders)
+        assert steps == [8, 9, 10, 11]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

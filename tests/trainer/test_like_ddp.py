@@ -1,4 +1,4 @@
-"""What Lightning's own tests ask of ``ddp`` on two ranks, asked of ``bucketddp``: hooks, models, flags, early ends."""
+"""What Lightning's own tests ask of ``ddp`` on two ranks: hooks, module buffers, model averaging, early ends."""
 
 import os
 import signal
@@ -16,7 +16,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.lightning_models import Regression, data, ddp, ours, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
@@ -63,8 +64,8 @@ def events() -> None:
         model = Recorder()
         runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
         runs.fit(model, data(2), data(1))
-        runs.validate(model, data(1), verbose=False)
-        runs.test(model, data(1), verbose=False)
+        for evaluate in (runs.validate, runs.test):
+            evaluate(model, data(1), verbose=False)
         runs.predict(model, data(1))
         found.append(list(model.events))
     assert found[0] == found[1]
@@ -78,164 +79,45 @@ def test_hooks_come_in_the_same_order_and_find_the_same(run_ranks: RunRanks) -> 
     run_ranks(2, events)
 
 
-# -- models and flags --------------------------------------------------------------------------------
-
-
-class Contrastive(Regression):
-    """Each rank compares its outputs with those of all ranks, so that backward has collectives of its own."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        outputs = nn.functional.normalize(self.net(batch[0]), dim=-1)
-        others = self.all_gather(outputs, sync_grads=True).flatten(0, 1)
-        targets = torch.arange(len(outputs)) + self.global_rank * len(outputs)
-        return nn.functional.cross_entropy(outputs @ others.T, targets)
-
-
-class Manual(Regression):
-    """Accumulates by hand, steps with a closure, twice through one graph and in parts, and schedules by hand."""
+class Scaled(Regression):
+    """A module buffer enters the loss, and follows the batches of each rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.register_buffer("scale", torch.ones(4))
+        self.differences: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, loss_of = self.optimizers(), super().training_step
-        if batch_idx % 3 == 0:
-            with self.trainer.model.no_sync():
-                self.manual_backward(loss_of(batch, batch_idx))
-            return
-        if batch_idx % 3 == 1:
-            loss = loss_of(batch, batch_idx)
-            self.manual_backward(loss, retain_graph=True)
-            self.manual_backward(2 * loss)
-            self.clip_gradients(optimizer, 0.1, "norm")
-            optimizer.step()
-        else:
-            optimizer.step(lambda: self.manual_backward(loss_of(batch, batch_idx)))
-            self.lr_schedulers().step()
-        for part in range(2):  # as in truncated backpropagation through time
-            optimizer.zero_grad()
-            self.manual_backward(loss_of([half.chunk(2)[part] for half in batch], batch_idx))
-            optimizer.step()
-        optimizer.zero_grad()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.differences.append(largest_difference_between_ranks(self))
+        loss = nn.functional.mse_loss(self.net(batch[0]) * self.scale.clone(), batch[1])
+        self.scale.mul_(0.8).add_(0.2 * batch[1].abs().mean(0))
+        return loss
 
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.differences.append(largest_difference_between_ranks(self))
+
+
+@on_ranks(2)
+def test_ranks_train_and_validate_with_the_same_module_buffers() -> None:
+    for seen, flags in ((12, None), (16, {"num_sanity_val_steps": 0}), (26, {"val_check_interval": 2})):
+        with case(flags):
+            theirs, model = Scaled(), Scaled()
+            for strategy, net in ((ddp(), theirs), (ours(), model)):
+                loaders = [data()] if flags is None else [data(), data(2)]
+                trainer(strategy, max_epochs=2, **(flags or {})).fit(net, *loaders)
+            assert largest_difference_between_ranks(model) == 0, "at the end of fit"
+            if flags is None:  # `ddp` leaves each rank its own at the end
+                theirs.scale.copy_(model.scale)
+            close_to(model, theirs)
+            assert model.differences == [0.0] * seen
+
+
+START, PERIOD = 2, 3
 
 
 class Zero(Regression):
-    """An optimizer that keeps its state in shards, and a checkpoint that has all of it."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
-class MadeInConfigureModel(Regression):
-    """Its layers do not exist before the strategy is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-class Ignoring(Regression):
-    """A module buffer that is each rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mine", torch.tensor(float(dist.get_rank())))
-        self.register_buffer("everybodys", torch.tensor(float(dist.get_rank())))
-        self._ddp_params_and_buffers_to_ignore = ["mine"]
-
-    def on_train_end(self) -> None:
-        assert (self.mine, self.everybodys) == (dist.get_rank(), 0)
-        self.mine.zero_()
-
-
-class Penalised(Regression):
-    """Differentiates its own gradient, overrides ``backward`` and returns more than a loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        inputs = batch[0].clone().requires_grad_()
-        outputs = self.net(inputs)
-        (slope,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
-        return {"loss": nn.functional.mse_loss(outputs, batch[1]) + slope.square().mean(), "slope": slope.detach()}
-
-    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
-        assert outputs["slope"].shape == (4, 8)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(retain_graph=True)
-
-
-MODELS = [Contrastive, Manual, Zero, MadeInConfigureModel, Ignoring, Penalised]
-
-
-def models(folder: str) -> None:
-    for make in MODELS:
-        with case(make.__name__):
-            found = []
-            for kind, strategy in (("ddp", ddp()), ("ours", ours())):
-                torch.manual_seed(3)
-                model, path = make(), f"{folder}/{make.__name__}-{kind}.ckpt"
-                runs = trainer(strategy, max_epochs=2)
-                runs.fit(model, data(3))
-                runs.save_checkpoint(path)
-                found.append((model.state_dict(), torch.load(path, weights_only=False)))
-            (theirs, expected), (state, checkpoint) = found
-            torch.testing.assert_close(state, theirs)
-            assert checkpoint["loops"] == expected["loops"]
-            torch.testing.assert_close(checkpoint["optimizer_states"], expected["optimizer_states"])
-            assert not {key for key in checkpoint.keys() ^ expected.keys() if not key.startswith("bucketddp")}
-            assert largest_difference_between_ranks(model) == 0
-
-
-def test_models_train_to_the_same_weights_and_checkpoints(run_ranks: RunRanks, tmp_path: Any) -> None:
-    run_ranks(2, models, str(tmp_path))
-
-
-class Evaluating(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validation", self.training_step(batch, batch_idx), sync_dist=True)
-
-
-FLAGS: list[dict[str, Any]] = [
-    {"barebones": True},
-    {"detect_anomaly": True, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    {"deterministic": True, "profiler": "simple", "inference_mode": False, "val_check_interval": 2},
-    {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "max_epochs": -1, "max_steps": 7},
-    {"fast_dev_run": 2},
-]
-
-
-def flags() -> None:
-    for options in FLAGS:
-        with case(options):
-            found = []
-            for strategy in (ddp(), ours()):
-                quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-                unset = dict.fromkeys(quiet, None) if "barebones" in options else {}
-                model, runs = Evaluating(), trainer(strategy, **{"max_epochs": 2, **unset, **options})
-                runs.fit(model, data(), data(2))
-                torch.use_deterministic_algorithms(False)
-                found.append((model.state_dict(), dict(runs.callback_metrics), runs.global_step))
-            torch.testing.assert_close(found[1], found[0])
-            assert runs.global_step > 0
-            assert largest_difference_between_ranks(model) == 0
-
-
-def test_the_trainers_flags_do_the_same(run_ranks: RunRanks) -> None:
-    run_ranks(2, flags)
-
-
-# -- model averaging ---------------------------------------------------------------------------------
-
-START, PERIOD = 2, 3
 
 
 class Apart(pl.Callback):
@@ -248,7 +130,8 @@ class Apart(pl.Callback):
         self.same.append(largest_difference_between_ranks(module) == 0)
 
 
-def averaged_now_and_then() -> None:
+@on_ranks(2)
+def test_models_are_averaged_as_post_local_sgd_has_it() -> None:
     """`ddp` ignores communication hooks on CPU, so what it would do is spelled out."""
 
     def local_state() -> PostLocalSGDState:
@@ -275,20 +158,14 @@ def averaged_now_and_then() -> None:
         trainer(averaging()).fit(Zero(), data())
 
 
-def test_models_are_averaged_as_post_local_sgd_has_it(run_ranks: RunRanks) -> None:
-    run_ranks(2, averaged_now_and_then)
+class OfRank(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.trainer.strategy.model is self, "not wrapped where there are no gradients"
 
-
-# -- without training, and when it ends early --------------------------------------------------------
+    test_step = predict_step = validation_step
 
 
 def evaluated() -> None:
-    class OfRank(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            assert self.trainer.strategy.model is self, "not wrapped where there are no gradients"
-
-        test_step = predict_step = validation_step
-
     for stage in ("validate", "test", "predict"):
         model = OfRank()
         for param in model.parameters():
@@ -297,24 +174,25 @@ def evaluated() -> None:
         assert all((param == 0).all() for param in model.parameters()), "rank 0's"
 
 
-def test_every_rank_evaluates_the_weights_of_rank_0(run_ranks: RunRanks) -> None:
-    run_ranks(2, evaluated)
+class Interrupted(Regression):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.how == "raise":
+            raise ArithmeticError("on every rank")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.how == "stop" and self.global_step == 3:
+            self.trainer.should_stop = True
+        if self.how == "sigterm" and self.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def interrupted(how: str) -> tuple[str, str]:
-    class Interrupted(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 2 and how == "raise":
-                raise ArithmeticError("on every rank")
-            return super().training_step(batch, batch_idx)
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            if how == "stop" and self.global_step == 3:
-                self.trainer.should_stop = True
-            if how == "sigterm" and self.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    runs, model, raised = trainer(ours()), Interrupted(), ""
+    runs, model, raised = trainer(ours()), Interrupted(how), ""
     try:
         runs.fit(model, data())
     except (ArithmeticError, SIGTERMException) as error:
@@ -324,8 +202,7 @@ def interrupted(how: str) -> tuple[str, str]:
     return raised, runs.state.status.value
 
 
-@pytest.mark.parametrize(
-    ("how", "raised"), [("raise", "ArithmeticError"), ("sigterm", "SIGTERMException"), ("stop", "")]
-)
-def test_training_that_ends_early_leaves_nothing_behind(run_ranks: RunRanks, how: str, raised: str) -> None:
-    assert run_ranks(2, interrupted, how) == [(raised, "interrupted" if raised else "finished")] * 2
+def test_evaluation_and_early_ends_leave_nothing_behind(run_ranks: RunRanks) -> None:
+    run_ranks(2, evaluated)
+    for how, raised in (("raise", "ArithmeticError"), ("sigterm", "SIGTERMException"), ("stop", "")):
+        assert run_ranks(2, interrupted, how) == [(raised, "interrupted" if raised else "finished")] * 2

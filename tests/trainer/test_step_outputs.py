@@ -40,12 +40,14 @@ def twin_of(model: Regression) -> Mlp:
 class Silent(Regression):
     """Returns None for the given (rank, batch) pairs."""
 
-    def __init__(self, silent: set[tuple[int, int]], optimizer: type[torch.optim.Optimizer] | None = None) -> None:
+    def __init__(self, silent: set[tuple[int, int]], optimizer: Any = None) -> None:
         super().__init__()
         self.silent, self.own = silent, optimizer
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss)
+        self.log("everybodys", loss, sync_dist=True)
         return None if (dist.get_rank(), batch_idx) in self.silent else loss
 
     def configure_optimizers(self) -> Any:
@@ -56,7 +58,7 @@ def scaled() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
-def silent_in(silent: set[tuple[int, int]], with_scaler: bool, accumulate: int) -> tuple[list[str], int]:
+def silent_in(silent: set[tuple[int, int]], with_scaler: bool, accumulate: int) -> list[str]:
     model = Silent(silent)
     expected = twin_of(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -76,38 +78,33 @@ def silent_in(silent: set[tuple[int, int]], with_scaler: bool, accumulate: int) 
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if with_scaler else {}
     torch.testing.assert_close(model.net.state_dict(), expected.state_dict(), **tolerance)
     assert largest_difference_between_ranks(model) == 0.0
-    return [str(w.message) for w in caught if "returned None" in str(w.message)], runs.global_step
+    assert runs.global_step == BATCHES // accumulate
+    return [str(w.message) for w in caught if "returned None" in str(w.message)]
 
 
-@pytest.mark.parametrize(("with_scaler", "accumulate"), [(False, 1), (False, 2), (True, 2)])
-def test_none_on_one_rank_counts_as_zero_and_is_said_once(
-    run_ranks: RunRanks, with_scaler: bool, accumulate: int
+SOME = {(1, 1), (1, 3), (0, 2)}
+# The first step too: momentum would go on moving the weights in later ones, as with one process.
+ALL = {(0, 0), (1, 0), (0, 2), (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("silent", "with_scaler", "accumulate"),
+    [(SOME, False, 1), (SOME, False, 2), (SOME, True, 2), (ALL, False, 1), (ALL, True, 1)],
+)
+def test_none_counts_as_zero_and_of_all_ranks_skips_the_step(
+    run_ranks: RunRanks, silent: Any, with_scaler: bool, accumulate: int
 ) -> None:
-    results = run_ranks(2, silent_in, {(1, 1), (1, 3), (0, 2)}, with_scaler, accumulate)
-    for rank, (messages, steps) in enumerate(results):
-        assert steps == BATCHES // accumulate
-        assert len(messages) == 1
-        assert f"rank {rank}: `training_step` returned None" in messages[0]
+    for rank, messages in enumerate(run_ranks(2, silent_in, silent, with_scaler, accumulate)):
+        (message,) = messages
+        assert f"rank {rank}: `training_step` returned None" in message
 
 
-@pytest.mark.parametrize("with_scaler", [False, True])
-def test_none_on_all_ranks_skips_the_step_everywhere(run_ranks: RunRanks, with_scaler: bool) -> None:
-    # The first step too: momentum would go on moving the weights in later ones, as with one process.
-    for messages, _ in run_ranks(2, silent_in, {(0, 0), (1, 0), (0, 2), (1, 2)}, with_scaler, 1):
-        assert len(messages) == 1
-
-
-# -- optimizers that look at the loss ----------------------------------------------------------------
-
-
-class WithLbfgs(Regression):
-    def __init__(self, manual: bool) -> None:
+class LineSearch(Regression):
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not manual
+        self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.automatic_optimization:
-            return super().training_step(batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
 
         def closure() -> Tensor:
@@ -117,33 +114,9 @@ class WithLbfgs(Regression):
             return loss
 
         optimizer.step(closure)
-        return None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-
-def fit_with_lbfgs() -> None:
-    for manual in (False, True):
-        model = WithLbfgs(manual)
-        expected = twin_of(model)
-        trainer(ours()).fit(model, data(BATCHES))
-        optimizer = torch.optim.LBFGS(expected.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-        for batches in batches_of_ranks():
-
-            def closure(batches: Any = batches, optimizer: Any = optimizer, net: Any = expected) -> Tensor:
-                loss = torch.stack([loss_of(net, batch) for batch in batches]).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        torch.testing.assert_close(model.net.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-4)
-        assert largest_difference_between_ranks(model) == 0.0
-
-
-def test_line_searches_see_the_loss_of_all_ranks(run_ranks: RunRanks) -> None:
-    run_ranks(2, fit_with_lbfgs)
 
 
 class LooksAtLoss(torch.optim.SGD):
@@ -161,39 +134,51 @@ class Own(torch.optim.SGD):
     """Not one of torch's."""
 
 
-class LogsLoss(Silent):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("mine", loss)
-        self.log("everybodys", loss, sync_dist=True)
-        return loss
+def fit_with_optimizers_that_look() -> tuple[float, dict[str, Any]]:
+    model = LineSearch()
+    expected = twin_of(model)
+    trainer(ours()).fit(model, data(BATCHES))
+    optimizer = torch.optim.LBFGS(expected.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    for batches in batches_of_ranks():
 
+        def closure(batches: Any = batches) -> Tensor:
+            loss = torch.stack([loss_of(expected, batch) for batch in batches]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
 
-def fit_with_own_optimizers() -> tuple[float, dict[str, Any]]:
-    model = LogsLoss(set(), LooksAtLoss)
-    runs = trainer(ours(), max_steps=1)
-    runs.fit(model, data(BATCHES))
-    assert largest_difference_between_ranks(model) == 0.0
+        optimizer.step(closure)
+    torch.testing.assert_close(model.net.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-4)
+
     silent = Silent({(0, 1), (1, 1)}, Own)
     trainer(ours(), plugins=[scaled()]).fit(silent, data(BATCHES))
     assert len(silent.before_step) == BATCHES, "the scaler skips the step for it too"
+    looking, runs = Silent(set(), LooksAtLoss), trainer(ours(), max_steps=1)
+    runs.fit(looking, data(BATCHES))
+    for each in (model, silent, looking):
+        assert largest_difference_between_ranks(each) == 0.0
     return runs.optimizers[0].seen, {name: float(value) for name, value in runs.callback_metrics.items()}
 
 
 def test_optimizers_see_the_mean_loss_and_logs_the_own(run_ranks: RunRanks) -> None:
-    (seen, first), (seen_by_other, second) = run_ranks(2, fit_with_own_optimizers)
+    (seen, first), (seen_by_other, second) = run_ranks(2, fit_with_optimizers_that_look)
     assert seen == seen_by_other == pytest.approx((first["mine"] + second["mine"]) / 2)
     assert first["mine"] != second["mine"]
     assert first["everybodys"] == second["everybodys"] == pytest.approx(seen)
 
 
-class SometimesWithoutLoss(Regression):
-    """Manual: the closure gives a loss on rank 0 alone, or on none; without one the optimizer is not asked."""
+class Looks(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.seen: list[float | None] = []
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+
+class SometimesWithoutLoss(LineSearch):
+    """The closure gives a loss on rank 0 alone, or on none."""
+
+    seen: tuple[Any, ...] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         def closure() -> Tensor | None:
@@ -201,29 +186,21 @@ class SometimesWithoutLoss(Regression):
             self.manual_backward(loss)
             return loss if batch_idx == 0 and dist.get_rank() == 0 else None
 
-        class Looks(torch.optim.Optimizer):
-            def __init__(self, params: Any) -> None:
-                super().__init__(params, {})
-
-            def step(looks, closure: Any = None) -> None:
-                loss = None if closure is None else closure()
-                self.seen.append(None if loss is None else float(loss))
-
         optimizer = LightningOptimizer._to_lightning_optimizer(Looks(self.parameters()), self.trainer.strategy)
-        optimizer.step(closure)
+        self.seen += (optimizer.step(closure),)
         if dist.get_rank() == 0:  # no closure, so that nobody is asked for a loss
-            optimizer.step()
+            assert optimizer.step() is None
 
 
-def closures_without_loss() -> list[float | None]:
+def closures_without_loss() -> tuple[float, Any]:
     model = SometimesWithoutLoss()
     first = loss_of(model.net, next(iter(data(2)))).item()
     trainer(ours()).fit(model, data(2))
-    return [first, *model.seen]
+    (seen, nothing) = model.seen
+    assert nothing is None
+    return first, float(seen)
 
 
 def test_a_closure_without_a_loss_on_one_rank_counts_as_zero(run_ranks: RunRanks) -> None:
-    (first, *seen), (_, *others) = run_ranks(2, closures_without_loss)
-    assert seen[::2] == others
-    assert seen[1::2] == [None, None]
-    assert others == [pytest.approx(first / 2), None]
+    (first, seen), (_, other) = run_ranks(2, closures_without_loss)
+    assert seen == other == pytest.approx(first / 2)

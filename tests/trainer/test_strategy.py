@@ -6,11 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 import lightning.fabric.strategies.ddp
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -20,12 +18,11 @@ from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStr
 from tests.inside import comm_hook_of
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
+from tests.pool import on_ranks
 from tests.trainer.cases import case
 from tests.trainer.test_fabric import start
 
 RunRanks = Callable[..., list[Any]]
-
-# -- arguments ---------------------------------------------------------------------------------------
 
 _EXPERIMENTAL = {
     "mixed_precision",
@@ -46,17 +43,14 @@ def names(function: Any) -> list[str]:
 
 
 def test_everything_that_ddp_takes_is_an_argument() -> None:
-    options = {each.name: each.default for each in fields(Options)}
+    options = {each.name for each in fields(Options)}
     for strategy, theirs in (
         (BucketDDPStrategy, DDPStrategy),
         (BucketDDPFabricStrategy, lightning.fabric.strategies.ddp.DDPStrategy),
     ):
         assert names(strategy)[: len(names(theirs))] == names(theirs)
-    assert set(names(DistributedDataParallel)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options.keys()
-    wrappers = inspect.signature(BucketDDP).parameters
-    assert set(names(BucketDDP)) - _LIGHTNINGS_OWN <= options.keys()
-    for name in wrappers.keys() & options.keys():
-        assert wrappers[name].default == options[name], name
+    for wrapper in (DistributedDataParallel, BucketDDP):
+        assert set(names(wrapper)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options
 
 
 def test_options_made_from_options_are_the_same() -> None:
@@ -73,15 +67,11 @@ def test_options_made_from_options_are_the_same() -> None:
 
 OPTIONS: dict[str, Any] = {
     "bucket_cap_mb": 3,
-    "init_sync": False,
     "find_unused_parameters": True,
-    "grad_dtype": {"0.*": "float32"},
+    "grad_dtype": {"0.*": torch.float32},
     "master_params": False,
-    "overlap": False,
     "gradient_divide_by": 3,
-    "max_abs_grad": 2.0,
-    "pad_buckets_to": 64,
-    "wire_dtype": "bfloat16",
+    "wire_dtype": torch.bfloat16,
     "shard_optimizer": True,
 }
 
@@ -91,20 +81,17 @@ def wrapped(**options: Any) -> BucketDDP:
     return strategy._setup_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16())
 
 
-def all_options_arrive() -> None:
+@on_ranks(1)
+def test_options_arrive_in_the_wrapper() -> None:
     arrived = dict(wrapped(**OPTIONS)._options.described())
-    expected = {**OPTIONS, "grad_dtype": {"0.*": torch.float32}, "wire_dtype": torch.bfloat16}
-    assert {name: arrived[name] for name in expected} == {name: repr(value) for name, value in expected.items()}
+    assert {name: arrived[name] for name in OPTIONS} == {name: repr(value) for name, value in OPTIONS.items()}
     assert comm_hook_of(wrapped(comm_hook="bf16")).name.endswith("bf16_compress_hook")
     hook = {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}
     assert "fp16_compress_wrapper" in comm_hook_of(wrapped(**hook)).name
 
 
-def test_options_arrive_in_the_wrapper(run_ranks: RunRanks) -> None:
-    run_ranks(1, all_options_arrive)
-
-
 AVERAGING = {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGDState(None, None, 2)}
+PERIODIC = {**AVERAGING, "model_averaging_period": 2}
 
 
 @pytest.mark.parametrize(
@@ -112,23 +99,14 @@ AVERAGING = {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGD
     [
         ({"broadcast_buffers": True, "module_buffers": "off"}, "expected one choice for module buffers"),
         ({"comm_hook": "bf16", "ddp_comm_hook": post_localSGD_hook}, "comm_hook or ddp_comm_hook, found both"),
-        (
-            {"comm_hook": post_localSGD_hook, "comm_hook_state": 3, "ddp_comm_state": 3},
-            "comm_hook_state or ddp_comm_state, found both",
-        ),
+        ({"comm_hook_state": 3, "ddp_comm_state": 3}, "comm_hook_state or ddp_comm_state, found both"),
         ({"comm_hook": "bf16", "wire_dtype": "bfloat16"}, "expected either comm_hook or wire_dtype"),
         ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "found None; to wrap a plain all-reduce"),
         ({"ddp_comm_state": 3}, "expected a communication hook for the given state"),
         ({"model_averaging_period": 4}, "together with a PostLocalSGDState"),
         (AVERAGING, "expected model_averaging_period together with"),
-        (
-            {**AVERAGING, "model_averaging_period": 2, "shard_optimizer": True},
-            "expected model averaging or shard_optimizer=True, found both",
-        ),
-        (
-            {**AVERAGING, "model_averaging_period": 2, "grad_dtype": "float32"},
-            "expected model averaging or master_params=True, found both",
-        ),
+        ({**PERIODIC, "shard_optimizer": True}, "expected model averaging or shard_optimizer=True, found both"),
+        ({**PERIODIC, "grad_dtype": "float32"}, "expected model averaging or master_params=True, found both"),
         ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
         ({"mixed_precision": True}, "mixed_precision"),
@@ -138,8 +116,6 @@ def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, 
     with pytest.raises((TypeError, ValueError), match=message):
         BucketDDPStrategy(**options)
 
-
-# -- calls -------------------------------------------------------------------------------------------
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "count_tokens": (4,),
@@ -202,25 +178,19 @@ def calls_in_a_trainer() -> None:
 
 def calls_in_fabric() -> None:
     fabric = start(gradient_divide_by="tokens")
-    strategy = fabric.strategy
-    torch.manual_seed(5)
-    plain, whole = Mlp(), Mlp()
-    whole.load_state_dict(plain.state_dict())
+    strategy, plain, alone = fabric.strategy, Mlp(), Mlp()
+    alone.load_state_dict(plain.state_dict())
     model = fabric.setup(plain)
-    inputs, target = batch(0, fabric.global_rank)
-    strategy.count_tokens(target.numel())
-    fabric.backward(nn.functional.mse_loss(model(inputs), target, reduction="sum"))
-    both = [torch.cat(parts) for parts in zip(batch(0, 0), batch(0, 1), strict=True)]
-    nn.functional.mse_loss(whole(both[0]), both[1]).backward()
-    for param, reference in zip(plain.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(strategy.full_grad(param), reference.grad)
+    strategy.count_tokens(4)
+    fabric.backward(model(batch(0, 0)[0]).sum())
+    (alone(batch(0, 0)[0]).sum() / 4).backward()
     assert strategy.last_pass().number == 0
-    torch.testing.assert_close(strategy.grad_norm(model), nn.utils.get_total_norm([p.grad for p in whole.parameters()]))
-    norm = strategy.clip_grad_norm_(0.01)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01))
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+    torch.testing.assert_close((strategy.grad_norm(model), strategy.clip_grad_norm_(0.01)), (norm, norm))
     strategy.clip_grad_value_(0.001)
-    nn.utils.clip_grad_value_(whole.parameters(), 0.001)
-    torch.testing.assert_close([p.grad for p in plain.parameters()], [p.grad for p in whole.parameters()])
+    nn.utils.clip_grad_value_(alone.parameters(), 0.001)
+    for param, reference in zip(plain.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(strategy.full_grad(param), reference.grad)
     kept = [model, fabric.setup(Mlp())]  # the strategy forgets a module that nobody holds
     for name, message in zip(CALLS, said(strategy), strict=True):
         assert f"where {name}() is called, found {len(kept)}" in message
@@ -233,10 +203,3 @@ def test_the_strategies_count_clip_and_show_gradients(run_ranks: RunRanks) -> No
     for strategy in (BucketDDPStrategy, BucketDDPFabricStrategy):
         for name in CALLS:
             assert inspect.signature(getattr(strategy, name)) == inspect.signature(getattr(BucketDDP, name))
-
-
-def test_private_api_of_the_trainer_is_still_there() -> None:
-    connector = pl.Trainer(accelerator="cpu", devices=1, logger=False)._signal_connector
-    assert isinstance(connector, signal_connector._SignalConnector)
-    assert callable(connector._sigterm_notifier_fn)
-    assert connector.received_sigterm is False

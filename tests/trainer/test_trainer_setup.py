@@ -15,15 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
-from lightning.fabric.plugins.environments import (
-    KubeflowEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.accelerators.mps import MPSAccelerator
-from lightning.pytorch.plugins import MixedPrecision, Precision, TorchCheckpointIO, TorchSyncBatchNorm
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
@@ -63,9 +58,6 @@ def made(strategy: Any = "bucketddp", **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, **{"accelerator": "cpu", "devices": 2, **quiet, **options})
 
 
-# -- names and launchers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", REGISTERED)
 def test_a_name_stands_for_its_arguments(name: str) -> None:
     assert StrategyRegistry[name]["description"]
@@ -77,16 +69,6 @@ def test_a_name_stands_for_its_arguments(name: str) -> None:
     assert strategy.launcher.is_interactive_compatible == (start_method == "fork")
     assert strategy._options.shard_optimizer is ("_sharded" in name)
     assert strategy._options.find_unused_parameters is name.endswith("_true")
-
-
-def test_a_name_of_ones_own_carries_arguments() -> None:
-    BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
-    checkpoint_io, name = TorchCheckpointIO(), "bucketddp_with_checkpoint_io"
-    StrategyRegistry.register(name, BucketDDPStrategy, checkpoint_io=checkpoint_io, bucket_cap_mb=1)
-    try:
-        assert made(name).strategy.checkpoint_io is checkpoint_io
-    finally:
-        StrategyRegistry.remove(name)
 
 
 def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +86,8 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             made(name)
 
 
-# -- what the Trainer puts into the strategy ---------------------------------------------------------
-
-
 def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
+    BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
     strategy, checkpoint_io = BucketDDPStrategy(process_group_backend="own"), TorchCheckpointIO()
     runs = made(strategy, num_nodes=3, plugins=[checkpoint_io], precision="bf16-mixed", sync_batchnorm=True)
     assert runs.strategy is strategy
@@ -120,53 +100,8 @@ def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
     assert type(strategy.precision_plugin) is MixedPrecision
     assert isinstance(strategy._layer_sync, TorchSyncBatchNorm)
     assert strategy._get_process_group_backend() == "own"
-    assert runs._accelerator_connector.is_distributed
-
-    class Plugin(Precision):
-        pass
-
-    assert type(made(BucketDDPStrategy(precision_plugin=Plugin())).precision_plugin) is Plugin
     on_device = BucketDDPStrategy(parallel_devices=[torch.device("cuda:0")], cluster_environment=LightningEnvironment())
     assert on_device._get_process_group_backend() == "nccl"
-
-
-SLURM = {
-    "SLURM_NTASKS": "2",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_JOB_NAME": "training",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-}
-ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-ELASTIC |= {"GROUP_RANK": "0"}
-KUBEFLOW = {"MASTER_ADDR": "1.2.3.4", "MASTER_PORT": "500", "WORLD_SIZE": "20", "RANK": "7"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "plugins", "environment", "ranks"),
-    [
-        ({}, [], LightningEnvironment, (0, 0)),
-        (SLURM, [], SLURMEnvironment, (1, 1)),
-        ({**SLURM, "SLURM_JOB_NAME": "bash"}, [], LightningEnvironment, (0, 0)),
-        ({**SLURM, **ELASTIC}, [], TorchElasticEnvironment, (1, 1)),
-        (KUBEFLOW, [KubeflowEnvironment], KubeflowEnvironment, (0, 7)),
-        (SLURM, [LightningEnvironment], LightningEnvironment, (0, 0)),
-    ],
-    ids=["none", "slurm", "interactive slurm", "elastic in slurm", "kubeflow", "plugin in slurm"],
-)
-def test_the_cluster_gives_the_ranks_before_anything_runs(
-    variables: dict[str, str], plugins: list[Any], environment: type, ranks: tuple[int, int]
-) -> None:
-    os.environ.update(variables)
-    for given in ("bucketddp", BucketDDPStrategy()):
-        runs = made(given, plugins=[plugin() for plugin in plugins])
-        assert type(runs.strategy.cluster_environment) is environment
-        assert (runs.strategy.local_rank, runs.strategy.global_rank) == ranks
-        assert rank_zero_only.rank == runs.strategy.distributed_sampler_kwargs["rank"] == ranks[1]
-
-
-# -- parts of a set-up -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("framework", ["trainer", "fabric"])
@@ -213,6 +148,9 @@ def test_training_is_restored_into_a_module_without_a_trainer(tmp_path: Path) ->
     first.save_checkpoint(path)
 
     second, model = made(devices=1, max_epochs=1), OneStep("mlp", "adamw")
+    second.strategy.save_checkpoint({"optimizer_states": []}, tmp_path / "bare.ckpt")  # without a module
+    second.strategy.load_optimizer_state_dict(second.strategy.load_checkpoint(tmp_path / "bare.ckpt"))
+    assert second.strategy.optimizers == []
     second.strategy.connect(model)
     second.strategy.setup_environment()
     second.strategy.optimizers = [model.configure_optimizers()]
@@ -223,13 +161,6 @@ def test_training_is_restored_into_a_module_without_a_trainer(tmp_path: Path) ->
     assert found["state"]
     second.strategy.save_checkpoint(second._checkpoint_connector.dump_checkpoint(), tmp_path / "second.ckpt")
     assert (tmp_path / "second.ckpt").exists()
-
-
-def test_a_checkpoint_is_saved_and_loaded_without_a_module(tmp_path: Path) -> None:
-    strategy = made(devices=1).strategy
-    strategy.save_checkpoint({"optimizer_states": []}, tmp_path / "bare.ckpt")
-    strategy.load_optimizer_state_dict(strategy.load_checkpoint(tmp_path / "bare.ckpt"))
-    assert strategy.optimizers == []
 
 
 @pytest.mark.parametrize("where", ["strategy", "plugin"])

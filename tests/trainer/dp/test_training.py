@@ -23,12 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bucketddp import BucketDPStrategy
-from tests.dp import Digits, Plain, digits, fit, one_process, replicas, samples
+from tests.dp import Digits, Plain, close, digits, fit, one_process, replicas, samples
 from tests.lightning_models import Memory, close_to
-
-
-def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def trained(devices: int, share: bool, module: Callable[[], Digits] = Digits, **options: Any) -> tuple[Any, pl.Trainer]:
@@ -43,43 +39,39 @@ class Lbfgs(Digits):
 
 
 class Scheduled(Digits):
+    """Returns the loss alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)["loss"]
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
 
 
-class Alone(Digits):
-    """Returns the loss alone."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx)["loss"]
+def averaging() -> list[pl.Callback]:
+    return [EMAWeightAveraging(decay=0.8), LearningRateMonitor()]
 
 
-def thaw() -> BackboneFinetuning:
-    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)
+def finetuning() -> list[pl.Callback]:
+    thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)
+    return [thaw, EarlyStopping("valid", patience=0, min_delta=10.0)]
 
 
-CASES: dict[str, tuple[bool, Callable[[], Digits], dict[str, Any]]] = {
-    "shared": (True, Digits, {}),
-    "copies": (False, Digits, {}),
-    "loss alone": (True, Alone, {}),
-    "accumulation, clipping": (False, Digits, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
-    "overfit": (True, Digits, {"overfit_batches": 2, "num_sanity_val_steps": 0}),
-    "averaged": (False, Digits, {"callbacks": lambda: [EMAWeightAveraging(decay=0.8), LearningRateMonitor()]}),
-    "finetuned, stopped": (
-        False,
-        Digits,
-        {"callbacks": lambda: [thaw(), EarlyStopping("valid", patience=0, min_delta=10.0)], "max_epochs": 4},
-    ),
-    "LBFGS": (True, Lbfgs, {"precision": "64-true"}),
-    "scheduled": (False, Scheduled, {"limit_val_batches": 1, "val_check_interval": 2}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_as_on_one_device(case: str) -> None:
-    share, module, options = CASES[case]
+@pytest.mark.parametrize(
+    ("share", "module", "options"),
+    [
+        (True, Digits, {"overfit_batches": 2, "num_sanity_val_steps": 0}),
+        (False, Digits, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+        (False, Digits, {"callbacks": averaging}),
+        (False, Digits, {"callbacks": finetuning, "max_epochs": 4}),
+        (True, Lbfgs, {"precision": "64-true"}),
+        (False, Scheduled, {"limit_val_batches": 1, "val_check_interval": 2}),
+        (True, Scheduled, {}),
+    ],
+)
+def test_training_is_as_on_one_device(share: bool, module: Any, options: dict[str, Any]) -> None:
     expected, expected_trainer = trained(1, share, module, **options)
     found, trainer = trained(2, share, module, **options)
     close_to(found, expected)
@@ -91,7 +83,7 @@ def test_training_is_as_on_one_device(case: str) -> None:
     close(found.seen, expected.seen)
     close(found.kept, expected.kept)
     assert found.kept
-    assert module is Alone or any("ratio" in outputs for outputs in found.seen)
+    assert module is Scheduled or any("ratio" in outputs for outputs in found.seen)
 
 
 @replicas
@@ -176,22 +168,22 @@ def test_checkpoints_are_those_of_one_device(tmp_path: Path) -> None:
     assert of_two.keys() == of_one.keys()
 
 
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)))
+        self.register_buffer("center", torch.zeros(8))
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        self.last = batch[0]
+        self.center = self.center * 0.5 + batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
 @replicas
 def test_module_buffers_are_the_first_replicas_and_attributes_are_gone(share: bool) -> None:
-    class Normed(Plain):
-        def __init__(self) -> None:
-            super().__init__(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)))
-            self.register_buffer("center", torch.zeros(8))
-            self.count = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.count += 1
-            self.last = batch[0]
-            self.center = self.center * 0.5 + batch[0].mean(0)
-            return super().training_step(batch, batch_idx)
-
-    loader = samples((8,), count=12)
-    model = Normed()
+    loader, model = samples((8,), count=12), Normed()
     fit(model, 2, share, loader, max_epochs=1)
     reference, center = nn.BatchNorm1d(8), torch.zeros(8)
     for (batch,) in loader:
