@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Nursery, WorkerPool
+from tests.pool import Nursery, RunRanks, WorkerPool
 
 # Before torch is imported. Threads of pytest's workers, and of ranks that they start, would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,7 +29,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(nursery: Nursery) -> Iterator[Callable[..., list[Any]]]:
+def run_ranks(nursery: Nursery) -> Iterator[RunRanks]:
     """``run_ranks(world_size, job, *args)``: the job's results by rank."""
 
     def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

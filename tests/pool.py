@@ -2,7 +2,7 @@
 
 Worker processes are started once per world size and kept. Importing torch and lightning takes seconds, so one process
 does it for all, and the workers are forked from it before it has done anything else. Each job gets a process group of
-its own (file store), so that jobs do not see each other.
+its own (file store), so that jobs do not see each other, and its wrappers are closed at its end.
 """
 
 import functools
@@ -16,13 +16,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+RunRanks = Callable[..., list[Any]]
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 
 
@@ -161,6 +165,13 @@ def _raise_workers() -> None:
             print(exit_codes[pid], flush=True)
 
 
+def _close_wrappers() -> None:
+    from tests.inside import open_wrappers
+
+    for wrapper in open_wrappers():
+        wrapper.close()
+
+
 def _serve(rank: int, world_size: int, address: str) -> None:
     import torch
     import torch.distributed as dist
@@ -177,7 +188,6 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             job: Any = importlib.import_module(module)
             for part in name.split("."):
                 job = getattr(job, part)
-            job = inspect.unwrap(job)
             torch.manual_seed(0)
             if not bare:
                 store = f"file://{folder}/store"
@@ -186,6 +196,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
                 )
             answer = (True, job(*args))
             if not fresh:
+                _close_wrappers()
                 dist.barrier()
                 dist.destroy_process_group()
         except BaseException:
@@ -193,19 +204,48 @@ def _serve(rank: int, world_size: int, address: str) -> None:
         connection.send_bytes(pickle.dumps(answer))
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[..., Any]:
-    """Make a test of a job: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures."""
+@contextmanager
+def case(*values: object) -> Iterator[None]:
+    """Names the case of a job that fails."""
+    try:
+        yield
+    except BaseException as error:
+        raise AssertionError(f"in the case {values}") from error
+
+
+def on_ranks(
+    *world_sizes: int, cases: Mapping[str, Sequence[Any]] | None = None, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a job a test: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures.
+
+    With ``cases`` the arguments are theirs: all run in one job, or if ``fresh`` each in its own. ``options`` are those
+    of ``WorkerPool.run``.
+    """
 
     def decorate(job: Callable[..., None]) -> Callable[..., None]:
-        names = list(inspect.signature(job).parameters)
+        def each_case(names: list[str]) -> None:
+            assert cases is not None
+            for name in names:
+                with case(name):
+                    job(*cases[name])
+                _close_wrappers()
 
         @functools.wraps(job)
-        def test(run_ranks: Callable[..., Any], **arguments: Any) -> None:
-            run_ranks(world_size, job, *(arguments[name] for name in names), **options)
+        def test(run_ranks: RunRanks, world_size: int, **arguments: Any) -> None:
+            run_ranks(world_size, whole, *(arguments[name] for name in parameters), **options)
 
+        whole = job if cases is None else each_case
+        whole.__module__, whole.__qualname__ = job.__module__, f"{job.__name__}.job"  # where workers find it
+        test.job = whole  # type: ignore[attr-defined]
+        parameters = list(inspect.signature(whole).parameters)
         kind = inspect.Parameter.KEYWORD_ONLY
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("run_ranks", *names)])
-        return test
+        found = [inspect.Parameter(name, kind) for name in ("run_ranks", "world_size", *parameters)]
+        test.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+        marks = [pytest.mark.parametrize("world_size", world_sizes)]
+        if cases is not None:
+            jobs = {name: [name] for name in cases} if options.get("fresh") else {"all": list(cases)}
+            marks.append(pytest.mark.parametrize("names", jobs.values(), ids=jobs))
+        return functools.reduce(lambda marked, mark: mark(marked), marks, test)
 
     return decorate
 

@@ -1,8 +1,9 @@
 """What gradients should be, worked out one parameter at a time with the simplest collectives."""
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.replicas.forward import ReplicatedForward
+from tests.models import Mlp, batch, loss_of
 
 TINY = 0.0003
 """MiB; makes several buckets of the small test models."""
@@ -59,6 +61,60 @@ def largest_difference_between_ranks(module: nn.Module) -> float:
 def copying(forward: ReplicatedForward) -> ReplicatedForward:
     """A forward whose replicas on the module's device have copies of its parameters, as those on another one do."""
     return ReplicatedForward(forward._module, forward.devices, forward.output_device, forward.dim, share=False)
+
+
+def pair(build: Callable[[], nn.Module] = Mlp, cap: float = 1, **options: Any) -> tuple[nn.Module, BucketDDP]:
+    """A module that stays as it is, and a wrapped copy."""
+    torch.manual_seed(3)
+    plain = build()
+    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=cap, timeout=timedelta(seconds=20), **options)
+    return plain, ours
+
+
+def inputs_of(step: int) -> Tensor:
+    return batch(step, dist.get_rank())[0]
+
+
+def inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, BucketDDP) else model
+
+
+def both(models: Iterable[nn.Module], *args: Any, only: Iterable[str] | None = None, zero: bool = True) -> None:
+    """One backward of each; ``only`` names the parameters that get a gradient."""
+    for model in models:
+        if zero:
+            model.zero_grad()
+        inputs = None if only is None else [inner(model).get_parameter(name) for name in only]
+        model(*args).square().mean().backward(inputs=inputs)
+
+
+def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -> None:
+    with ours.backward_pass(loss) if guarded else nullcontext():
+        loss.backward(**options)
+
+
+def warm_up(plain: nn.Module, ours: BucketDDP) -> None:
+    """Two passes, after which the order of gradients is known."""
+    for step in (100, 101):
+        both([plain, ours], inputs_of(step))
+        assert_grads(ours.module, mean_over_ranks(plain))
+    plain.zero_grad()
+    ours.zero_grad()
+
+
+def everyones(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def backward(model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32, rank: int | None = None) -> Tensor:
+    """A forward and a backward of this rank's batch, or another rank's; the loss."""
+    inputs, target = batch(step, dist.get_rank() if rank is None else rank)
+    loss = loss_of(model(inputs.to(dtype)), target.to(dtype))
+    loss.backward()
+    return loss
 
 
 class Twins:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.launchers import ROOT, run_script
+from tests.pool import RunRanks
 
 BENCHMARKS = ROOT / "benchmarks"
 Quick = Callable[..., str]
@@ -34,7 +35,7 @@ def run_benchmark(script: str, *arguments: str) -> str:
 
 
 @pytest.fixture
-def quick(run_ranks: Callable[..., list[Any]]) -> Quick:
+def quick(run_ranks: RunRanks) -> Quick:
     """What a benchmark prints in a quick run, which must end well."""
 
     def run(script: str, *arguments: str) -> str:
@@ -177,7 +178,7 @@ def test_overhead_and_its_profile(quick: Quick) -> None:
 
 
 @pytest.mark.slow
-def test_accelerator_without_one(quick: Quick, run_ranks: Callable[..., list[Any]]) -> None:
+def test_accelerator_without_one(quick: Quick, run_ranks: RunRanks) -> None:
     text = quick("accelerator.py", "--models", "gpt", "--precisions", "bf16")
     equal = [line for line in text.splitlines() if "gradients of two gloo ranks on cpu equal each other" in line]
     assert [line.split(":")[0] for line in equal] == ["gpt", "resnet", "many small"]

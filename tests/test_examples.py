@@ -3,14 +3,12 @@
 import re
 import runpy
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.launchers import ROOT, free_port, run_as_torchrun
+from tests.pool import RunRanks
 
-RunRanks = Callable[..., list[Any]]
 DIFFERENCE = "largest difference of a weight between ranks"
 
 

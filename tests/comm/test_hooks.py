@@ -18,14 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.hooks import CommHookError
-from tests.grads.support import on_ranks
 from tests.hooks import HOOKS, disguised
 from tests.inside import comm_hook_of
 from tests.models import Containers, Mlp, batch, build, loss_of
-from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.pool import RunRanks, on_ranks
+from tests.reference import TINY, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
 
-RunRanks = Callable[..., list[Any]]
-TINY = 0.0003
 ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
 
 
@@ -157,7 +155,9 @@ class Sometimes(nn.Module):
         return self.head(self.sometimes(x) if use else x)
 
 
-def power_sgd_unused(epsilon: float, zeroed: bool) -> None:
+@pytest.mark.parametrize(("epsilon", "zeroed"), [(0.0, True), (1e-8, False)])
+@on_ranks(2)
+def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool) -> None:
     torch.manual_seed(0)
     module = Sometimes()
     state = PowerSGDState(None, 1, start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
@@ -190,11 +190,6 @@ def power_sgd_unused(epsilon: float, zeroed: bool) -> None:
     dist.all_reduce(residual)
     torch.testing.assert_close(sent + residual / dist.get_world_size(), owed, rtol=1e-3, atol=1e-4)
     ours.close()
-
-
-@pytest.mark.parametrize(("epsilon", "zeroed"), [(0.0, True), (1e-8, False)])
-def test_power_sgd_recovers_from_unused_parameters(run_ranks: RunRanks, epsilon: float, zeroed: bool) -> None:
-    run_ranks(2, power_sgd_unused, epsilon, zeroed)
 
 
 # -- what a pass guarantees, with hooks --------------------------------------------------------------

@@ -20,10 +20,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
 from tests.models import Mlp, batch, loss_of
-from tests.reference import grads
+from tests.pool import RunRanks, on_ranks
+from tests.reference import TINY, grads
 
-RunRanks = Callable[..., list[Any]]
-TINY = 0.0003
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -31,7 +30,9 @@ HALVES = [torch.bfloat16, torch.float16]
 # -- the collectives ---------------------------------------------------------------------------------
 
 
-def means(on_gloo: bool) -> None:
+@pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])
+@on_ranks(1, 2, 3)
+def test_reductions_give_the_mean(on_gloo: bool) -> None:
     original = dist.get_backend_config
     if not on_gloo:
         dist.get_backend_config = lambda _: "cpu:other"
@@ -55,12 +56,6 @@ def means(on_gloo: bool) -> None:
         length = -(-numel // world)
         collectives.reduce_scatter_mean(flat, wire_dtype).wait()
         torch.testing.assert_close(shard, mean[rank * length : (rank + 1) * length], **close)
-
-
-@pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reductions_give_the_mean(run_ranks: RunRanks, world_size: int, on_gloo: bool) -> None:
-    run_ranks(world_size, means, on_gloo)
 
 
 def large_values() -> list[float]:

@@ -11,11 +11,19 @@ import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.reducer.reducer import PassState
-from tests.grads.support import RunRanks, case, inputs_of, on_ranks, pair, run_backward
 from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch, loss_of
-from tests.reference import TINY, assert_grads, largest_difference_between_ranks, mean_over_ranks
+from tests.pool import RunRanks, case, on_ranks
+from tests.reference import (
+    TINY,
+    assert_grads,
+    inputs_of,
+    largest_difference_between_ranks,
+    mean_over_ranks,
+    pair,
+    run_backward,
+)
 
 
 def options_of(way: str) -> dict[str, Any]:
@@ -204,11 +212,8 @@ def test_a_rank_that_waits_hears_of_a_failure(run_ranks: RunRanks, what: str, wo
 
 
 @pytest.mark.parametrize("waits_for", ["bucket", "module buffers"])
-def test_a_group_of_a_failed_pass_is_refused(run_ranks: RunRanks, waits_for: str) -> None:
-    run_ranks(2, the_group_of_a_failed_pass, waits_for, fresh=True)
-
-
-def the_group_of_a_failed_pass(waits_for: str) -> None:
+@on_ranks(2, fresh=True)
+def test_a_group_of_a_failed_pass_is_refused(waits_for: str) -> None:
     """Rank 0 waits for a bucket, or rank 1 for rank 0's module buffers, when the other has failed."""
     waiting, failing = (0, 1) if waits_for == "bucket" else (1, 0)
     module = ConvBatchNorm()

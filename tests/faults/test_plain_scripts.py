@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import on_ranks
 from tests.inside import views_of
 from tests.models import MODELS, batch, build, loss_of
+from tests.pool import on_ranks
 
 PARAMETERS = 24
 ELEMENTS = 1024 * 1024  # of fp32: 4 MiB each

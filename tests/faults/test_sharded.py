@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, declare_element_wise
-from tests.grads.support import RunRanks, on_ranks
 from tests.models import Branches, Fragile, batch, loss_of
+from tests.pool import RunRanks, on_ranks
 from tests.reference import TINY, largest_difference_between_ranks
 
 SECONDS = 15  # far below the collectives' timeout
@@ -111,7 +111,9 @@ def test_a_rank_that_ends_without_the_last_step_is_named() -> None:
             ours.wait_for_parameters()
 
 
-def steps_nobody_waits_for(laid_out: bool) -> None:
+@pytest.mark.parametrize("laid_out", [True, False])
+@on_ranks(2, fresh=True)
+def test_steps_that_nobody_waits_for_are_noticed(laid_out: bool) -> None:
     """Branches that the next pass does not use: no rank waits for them, but the pass tells."""
     ours, _ = begin(Branches(), bucket_cap_mb=1e-6 if laid_out else TINY)
     left, right = (Breaking(part.parameters(), lr=0.1) for part in (ours.module.left, ours.module.right))
@@ -124,11 +126,6 @@ def steps_nobody_waits_for(laid_out: bool) -> None:
     words = "optimizer step"
     with pytest.raises((RankMismatchError, PeerFailureError), match=words):
         ours(batch(0, 0)[0], "left").square().mean().backward()
-
-
-@pytest.mark.parametrize("laid_out", [True, False])
-def test_steps_that_nobody_waits_for_are_noticed(run_ranks: RunRanks, laid_out: bool) -> None:
-    run_ranks(2, steps_nobody_waits_for, laid_out, fresh=True)
 
 
 @on_ranks(4)

@@ -4,8 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, data, ours, trainer
+from tests.pool import RunRanks
 
 UNEQUAL_STEP = 2
 SECONDS = 6.0
@@ -57,7 +56,7 @@ def unequal(longer_rank: int | None, sigterm: bool) -> tuple[int, str, float]:
 
 @pytest.mark.parametrize(("longer_rank", "sigterm"), [(None, False), (0, False), (1, True)])
 def test_one_backward_more_is_an_error_on_all_ranks(
-    run_ranks: Callable[..., list[Any]], longer_rank: int | None, sigterm: bool
+    run_ranks: RunRanks, longer_rank: int | None, sigterm: bool
 ) -> None:
     for steps, message, seconds in run_ranks(2, unequal, longer_rank, sigterm, fresh=longer_rank is not None):
         if longer_rank is None:

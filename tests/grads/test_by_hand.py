@@ -10,9 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
-from tests.grads.support import TINY, RunRanks, case, inputs_of, on_ranks, pair, run_backward
 from tests.models import Fragile, Mlp
-from tests.reference import assert_grads, largest_difference_between_ranks, mean_over_ranks
+from tests.pool import RunRanks, case, on_ranks
+from tests.reference import (
+    TINY,
+    assert_grads,
+    inputs_of,
+    largest_difference_between_ranks,
+    mean_over_ranks,
+    pair,
+    run_backward,
+)
 
 PLACES: list[dict[str, Any]] = [{}, {"use_contiguous_buffers": False}]
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, both, case, inputs_of, on_ranks, pair
 from tests.models import Branches, Mlp
-from tests.reference import assert_grads, grads, mean_over_ranks
+from tests.pool import RunRanks, case, on_ranks
+from tests.reference import TINY, assert_grads, both, grads, inputs_of, mean_over_ranks, pair
 
 BF16 = torch.bfloat16
 

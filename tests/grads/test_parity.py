@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import TINY, RunRanks, case
 from tests.inside import views_of
 from tests.models import MODELS, batch, build, loss_of
-from tests.reference import largest_difference_between_ranks
+from tests.pool import RunRanks, case
+from tests.reference import TINY, largest_difference_between_ranks
 
 STEPS = 4
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

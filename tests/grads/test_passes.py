@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.hooks import is_reducers_own
-from tests.grads.support import both, case, inner, inputs_of, on_ranks, pair, run_backward, warm_up
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, Fragile
-from tests.reference import assert_grads, grads, mean_over_ranks
+from tests.pool import case, on_ranks
+from tests.reference import assert_grads, both, grads, inner, inputs_of, mean_over_ranks, pair, run_backward, warm_up
 
 SEVERAL = 0.002  # MiB; several buckets, with several parameters in each
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from tests.models import batch, loss_of
 from tests.reference import mean_over_ranks
 
-RunRanks = Callable[..., list[Any]]
 TINY = 0.0004  # MiB: several buckets
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

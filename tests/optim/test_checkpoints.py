@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from tests.fixtures import checkpoints
 from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precision_of
-from tests.grads.support import on_ranks
 from tests.models import AllKinds
-from tests.optim.common import OPTIMIZERS, TINY, RunRanks, assert_close, assert_equal, stepped, two_groups
+from tests.optim.common import OPTIMIZERS, TINY, assert_close, assert_equal, stepped, two_groups
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 
@@ -301,20 +301,20 @@ def test_what_does_not_fit_is_refused_by_every_rank(run_ranks: RunRanks, tmp_pat
 
 
 @on_ranks(2)
-def test_a_ranks_own_state_dict_is_its_own(folder: str) -> None:
+def test_a_ranks_own_state_dict_is_its_own(tmp_path: Path) -> None:
     """What ``optimizer.state_dict()`` and ``load_state_dict()`` of a sharded optimizer do by themselves."""
     training = Training("adamw", 0, True, True).run(0, 2)
     optimizer, rank = training.optimizer, dist.get_rank()
     if rank == 0:
         assert "bucketddp_shard" in optimizer.state_dict()  # alone, and does not wait
-    torch.save(optimizer.state_dict(), f"{folder}/{rank}.pt")
+    torch.save(optimizer.state_dict(), f"{tmp_path}/{rank}.pt")
     training.run(2, 4)
-    mine = torch.load(f"{folder}/{rank}.pt")
+    mine = torch.load(f"{tmp_path}/{rank}.pt")
     optimizer.load_state_dict(copy.deepcopy(mine))
     assert_equal(optimizer.state_dict(), mine)
     dist.barrier()
     with pytest.raises(ValueError, match=r"found one of another shard; save BucketDDP.optimizer_state_dict"):
-        optimizer.load_state_dict(torch.load(f"{folder}/{1 - rank}.pt"))
+        optimizer.load_state_dict(torch.load(f"{tmp_path}/{1 - rank}.pt"))
     training.run(2, 4).end()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
-from tests.grads.support import on_ranks
 from tests.inside import reducer_of
 from tests.models import Mlp, batch
-from tests.optim.common import TINY, RunRanks, average, backward, mse, seeded, values
+from tests.optim.common import TINY, average, backward, mse, seeded, values
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 
@@ -115,7 +115,9 @@ def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
     assert_full(ours, plain)
 
 
-def waiting_for_cleared_gradients(alone: str) -> None:
+@pytest.mark.parametrize("alone", ["clear", "local"])
+@on_ranks(2, fresh=True)
+def test_all_ranks_rebuild_when_all_have_cleared_gradients(alone: str) -> None:
     """A rebuild is due and waits until all ranks have cleared; one clears alone, or runs a local backward alone."""
     ours, plain = pair()
     if alone == "clear":
@@ -148,12 +150,9 @@ def assert_same_on_ranks(tensors: list[Tensor | None]) -> None:
         assert torch.equal(first, tensor)
 
 
-@pytest.mark.parametrize("alone", ["clear", "local"])
-def test_all_ranks_rebuild_when_all_have_cleared_gradients(run_ranks: RunRanks, alone: str) -> None:
-    run_ranks(2, waiting_for_cleared_gradients, alone, fresh=True)
-
-
-def unfrozen_on_top(clears: bool) -> None:
+@pytest.mark.parametrize("clears", [True, False])
+@on_ranks(2, fresh=True)
+def test_unfreezing_wants_cleared_sharded_gradients(clears: bool) -> None:
     """A parameter becomes trainable while rank 1 still holds accumulated shards."""
     plain = seeded(Mlp)
     plain.layers[1].weight.requires_grad_(False)
@@ -170,11 +169,6 @@ def unfrozen_on_top(clears: bool) -> None:
     backward(ours, plain, step=1)
     average(plain)
     assert_full(ours, plain)
-
-
-@pytest.mark.parametrize("clears", [True, False])
-def test_unfreezing_wants_cleared_sharded_gradients(run_ranks: RunRanks, clears: bool) -> None:
-    run_ranks(2, unfrozen_on_top, clears, fresh=True)
 
 
 @on_ranks(2, fresh=True)

@@ -21,10 +21,10 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
-from tests.grads.support import on_ranks
 from tests.lightning_models import PoolEnvironment, Regression, close_to, data, trainer
 from tests.models import Mlp
-from tests.optim.common import RunRanks, assert_equal, mse, seeded
+from tests.optim.common import assert_equal, mse, seeded
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
@@ -316,7 +316,7 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: 
 # -- Fabric ------------------------------------------------------------------------------------------
 
 
-def fabric_run(folder: str, shard: bool, low: bool, steps: range, load: bool = False, save: bool = False) -> Any:
+def fabric_run(folder: Path, shard: bool, low: bool, steps: range, load: bool = False, save: bool = False) -> Any:
     options = {"grad_dtype": "float32"} if low else {}
     strategy = BucketDDPFabricStrategy(
         cluster_environment=PoolEnvironment(), bucket_cap_mb=0.0003, shard_optimizer=shard, **options
@@ -355,13 +355,13 @@ def fabric_run(folder: str, shard: bool, low: bool, steps: range, load: bool = F
 
 
 @on_ranks(2)
-def test_fabric_trains_and_resumes_as_without_shards(folder: str) -> None:
+def test_fabric_trains_and_resumes_as_without_shards(tmp_path: Path) -> None:
     for low in (False, True):
-        runs = [fabric_run(folder, shard, low, range(9)) for shard in (False, True)]
-        fabric_run(folder, True, low, range(6), save=True)
-        saved = torch.load(f"{folder}/part.ckpt", weights_only=True)
+        runs = [fabric_run(tmp_path, shard, low, range(9)) for shard in (False, True)]
+        fabric_run(tmp_path, True, low, range(6), save=True)
+        saved = torch.load(f"{tmp_path}/part.ckpt", weights_only=True)
         assert list(saved["model"]) == ["head.weight", "head.bias"]
-        runs += [fabric_run(folder, shard, low, range(6, 9), load=True) for shard in (False, True)]
+        runs += [fabric_run(tmp_path, shard, low, range(6, 9), load=True) for shard in (False, True)]
         for run in runs[1:]:
             assert largest_difference_between_ranks(run) == 0
             for mine, theirs in zip(run.parameters(), runs[0].parameters(), strict=True):

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter, reads_past_python
-from tests.grads.support import on_ranks
-from tests.optim.common import RunRanks, average
+from tests.optim.common import average
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 
 
@@ -141,7 +141,8 @@ READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 }
 
 
-def uses() -> None:
+@on_ranks(3)
+def test_whatever_uses_a_parameter_waits_for_it() -> None:
     with gathers_put_off():
         twins = Twins()
         for _ in range(9):
@@ -156,10 +157,6 @@ def uses() -> None:
             twins.step()
             twins.assert_same(read(twins.module), name)
             twins.ours.wait_for_parameters()
-
-
-def test_whatever_uses_a_parameter_waits_for_it(run_ranks: RunRanks) -> None:
-    run_ranks(3, uses)
 
 
 @on_ranks(2)

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.optim.stepped import Stepped
 from lightning_bucketddp.optim.swap import Swap, master_params
-from tests.grads.support import on_ranks
 from tests.models import Bits, Branches, ConvBatchNorm, MixedDtypes, Mlp, batch, loss_of
 from tests.optim.common import assert_equal
+from tests.pool import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

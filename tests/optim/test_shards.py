@@ -20,13 +20,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_bucketddp import BucketDDP, RankMismatchError
 from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
-from tests.grads.support import on_ranks
 from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import (
     OPTIMIZERS,
     TINY,
-    RunRanks,
     assert_close,
     average,
     backward,
@@ -36,6 +34,7 @@ from tests.optim.common import (
     two_groups,
     values,
 )
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 Wrap = Callable[..., BucketDDP]

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import on_ranks
 from tests.models import ConvBatchNorm, Mlp, batch
-from tests.optim.common import TINY, RunRanks, assert_equal
+from tests.optim.common import TINY, assert_equal
+from tests.pool import RunRanks, on_ranks
 
 OPTIONS = {
     "default": {},

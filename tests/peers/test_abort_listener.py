@@ -16,8 +16,8 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
-from tests.grads.support import RunRanks, on_ranks
 from tests.models import Mlp
+from tests.pool import RunRanks, on_ranks
 
 
 def begin(is_stopping: bool = False) -> AbortListener:

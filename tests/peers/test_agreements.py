@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.grads.support import both, inputs_of, on_ranks
 from tests.models import ConvBatchNorm, Mlp
+from tests.pool import on_ranks
+from tests.reference import both, inputs_of
 
 WEIGHT = "parameter 'layers.0.weight'"
 DIFFERENCES = {

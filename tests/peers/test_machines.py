@@ -12,7 +12,7 @@ from torch import nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.peers.machines import machine_name
-from tests.grads.support import case, on_ranks
+from tests.pool import case, on_ranks
 
 HOST = socket.gethostname()
 SHARED, APART = [12], [4, 4, 4]

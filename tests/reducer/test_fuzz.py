@@ -8,11 +8,9 @@ import hashlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.inside import views_of
+from tests.pool import RunRanks
 from tests.reducer.random_models import BATCH, WIDTH, RandomModel
 from tests.reducer.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
 from tests.reference import copying
@@ -328,7 +327,7 @@ def rerun(seed: int) -> str:
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, 16), (3, 8)], ids=["2", "3"])
 def test_gradients_are_what_one_process_works_out(
-    run_ranks: Callable[..., list[Any]], request: pytest.FixtureRequest, world_size: int, cases: int
+    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: int
 ) -> None:
     seed = request.config.getoption("--fuzz-seed")
     seeds = [seed] if seed is not None else list(range(request.config.getoption("--fuzz-cases") or cases))

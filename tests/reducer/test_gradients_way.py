@@ -15,10 +15,10 @@ import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.reducer.participant import Participant, Settled
-from tests.grads.support import both, case, inputs_of, on_ranks
 from tests.inside import reducer_of
 from tests.models import Mlp
-from tests.reference import mean_over_ranks
+from tests.pool import case, on_ranks
+from tests.reference import both, inputs_of, mean_over_ranks
 
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
 WAYS: list[tuple[dict[str, Any], int]] = [

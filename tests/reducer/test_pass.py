@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from tests.grads.support import case, on_ranks, run_backward
 from tests.inside import passes_of, views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch, loss_of
-from tests.reference import TINY, Twins, assert_grads, grads
+from tests.pool import case, on_ranks
+from tests.reference import TINY, Twins, assert_grads, grads, run_backward
 
 REENTRANT = partial(Checkpointed, use_reentrant=True)
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.peers.control import HEADER
-from tests.grads.support import RunRanks, on_ranks, run_backward
 from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, loss_of, tokens
-from tests.pool import Nursery, WorkerPool
-from tests.reference import TINY
+from tests.pool import Nursery, RunRanks, WorkerPool, on_ranks
+from tests.reference import TINY, run_backward
 
 
 def train(ours: BucketDDP, step: int) -> None:

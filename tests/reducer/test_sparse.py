@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
-from tests.grads.support import TINY, RunRanks, both, case, on_ranks, pair, run_backward
 from tests.inside import upkeep_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
-from tests.reference import mean_over_ranks
+from tests.pool import RunRanks, case, on_ranks
+from tests.reference import TINY, both, mean_over_ranks, pair, run_backward
 
 EMBEDDINGS = ("words.weight", "bag.weight")
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.grads.support import RunRanks, on_ranks
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
+from tests.pool import RunRanks, on_ranks
 from tests.reference import TINY, Twins, largest_difference_between_ranks
 
 

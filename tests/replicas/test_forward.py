@@ -21,8 +21,16 @@ from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import passes_of, views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
-from tests.reference import TINY, assert_grads, copying, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import backward, on_ranks
+from tests.pool import on_ranks
+from tests.reference import (
+    TINY,
+    assert_grads,
+    backward,
+    copying,
+    grads,
+    largest_difference_between_ranks,
+    mean_over_ranks,
+)
 
 SHARED, COPIED = True, False
 BOTH = {"shared": [SHARED], "copied": [COPIED]}
@@ -47,7 +55,7 @@ def counting_forwards(module: nn.Module) -> list[int]:
 
 @on_ranks(
     2,
-    {
+    cases={
         "one": ["mlp", COPIED],
         "nested": ["nested_outputs", SHARED],
         "re-entrant": ["checkpoint_reentrant", COPIED],
@@ -79,7 +87,7 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
     assert net.early_launches > 0 or "reentrant" in name
 
 
-@on_ranks(2, BOTH)
+@on_ranks(2, cases=BOTH)
 def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
     """Uneven batches, and sparse gradients."""
     rank = dist.get_rank()
@@ -137,7 +145,7 @@ class Remembers(nn.Module):
         return self.norm(x)
 
 
-@on_ranks(1, BOTH)
+@on_ranks(1, cases=BOTH)
 def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> None:
     module = Remembers()
     plain = copy.deepcopy(module)
@@ -178,7 +186,7 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
             assert sizes == [2, 2, 2, 2]
 
 
-@on_ranks(2, BOTH)
+@on_ranks(2, cases=BOTH)
 def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
     """Options that the fuzz test does not draw, and ranks that run out of data."""
     for options in ({"max_abs_grad": 1e3}, {"comm_hook": "powersgd"}, {"shard_optimizer": True}, {}):
@@ -200,7 +208,7 @@ def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
         assert not any(late), "threads would wait for the same parameter at the same time"
 
 
-@on_ranks(1, BOTH)
+@on_ranks(1, cases=BOTH)
 def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
     module = build("mlp").to(torch.bfloat16)
     plain = copy.deepcopy(module)

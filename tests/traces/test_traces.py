@@ -5,13 +5,12 @@ The order between different groups is not compared. After a change on purpose, w
 """
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.pool import RunRanks
 from tests.traces import lightning_scenarios  # noqa: F401  # adds its own to the table
 from tests.traces.recorder import Trace, recording
 from tests.traces.scenarios import SCENARIOS
@@ -47,9 +46,7 @@ def compare(name: str, expected: str, found: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_collectives_are_the_recorded_ones(
-    run_ranks: Callable[..., list[Any]], name: str, request: pytest.FixtureRequest
-) -> None:
+def test_collectives_are_the_recorded_ones(run_ranks: RunRanks, name: str, request: pytest.FixtureRequest) -> None:
     ranks, fresh = SCENARIOS[name].ranks, SCENARIOS[name].fresh
     path = GOLDEN / f"{name}.txt"
     found = as_text(run_ranks(ranks, record, name, fresh=fresh))

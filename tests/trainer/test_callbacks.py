@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.lightning_models import Citizen, close_to, data, ddp, ours, trainer
 from tests.models import ConvBatchNorm
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
-
-RunRanks = Callable[..., list[Any]]
 
 
 class Rated(Citizen):
@@ -131,17 +129,18 @@ RESUMES: list[tuple[type[BaseFinetuning], dict[str, int], int, str]] = [
 ]
 
 
-def resumed(folder: str) -> None:
+@on_ranks(2)
+def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: Any) -> None:
     for at, (callback, every, step, precision) in enumerate(RESUMES):
         with case((callback.__name__, precision)):
-            saves = ModelCheckpoint(f"{folder}/{at}", "at-{step}", **every, save_top_k=-1)
+            saves = ModelCheckpoint(f"{tmp_path}/{at}", "at-{step}", **every, save_top_k=-1)
             fits: dict[str, Any] = {"max_epochs": 4, "precision": precision}
             masters = torch.float32 if precision == "bf16-true" else None
             whole, model = Tuned(), Tuned()
             callbacks = [callback(), saves]
             trainer(ours(grad_dtype=masters), callbacks=callbacks, enable_checkpointing=True, **fits).fit(whole)
             runs = trainer(ours(grad_dtype=masters), callbacks=[callback()], **fits)
-            runs.fit(model, ckpt_path=f"{folder}/{at}/at-step={step}.ckpt")
+            runs.fit(model, ckpt_path=f"{tmp_path}/{at}/at-step={step}.ckpt")
             assert runs.global_step == 12
             assert model.trainable_at_configure == whole.trainable_at_configure
             assert model.trainable == whole.trainable[step:]
@@ -150,10 +149,6 @@ def resumed(folder: str) -> None:
             assert not torch.equal(model.backbone.norm.running_mean, Tuned().backbone.norm.running_mean)
             assert not torch.equal(model.backbone.conv1.weight, Tuned().backbone.conv1.weight)
             assert largest_difference_between_ranks(model) == 0
-
-
-def test_resumed_fine_tuning_continues_with_the_trainable_parameters(run_ranks: RunRanks, tmp_path: Any) -> None:
-    run_ranks(2, resumed, str(tmp_path))
 
 
 def said_in(fit: Callable[[], None]) -> list[str]:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from tests.lightning_models import Citizen, data, ddp, ours, trainer
 from tests.models import Mlp
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
-RunRanks = Callable[..., list[Any]]
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.launchers import ROOT, assert_trained
+from tests.pool import RunRanks
 from tests.trainer.cli_models import Model
 
 CLASS = "lightning_bucketddp.BucketDDPStrategy"
@@ -86,7 +86,7 @@ def run_main(folder: str, arguments: list[str]) -> str:
     return printed.read_text()
 
 
-def test_a_cli_trains_classes_of_the_current_folder(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_cli_trains_classes_of_the_current_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
     arguments = own_classes(tmp_path, plugins=[{"class_path": "tests.lightning_models.PoolEnvironment"}])
     assert_trained("".join(run_ranks(2, run_main, str(tmp_path), arguments, fresh=True)), lr=0.2)
 

@@ -19,11 +19,9 @@ from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankM
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import PoolEnvironment
 from tests.models import ConvBatchNorm, Fragile, Mlp, batch
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
-
-RunRanks = Callable[..., list[Any]]
 
 
 def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:

@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
 
-RunRanks = Callable[..., list[Any]]
 Batch = tuple[Tensor, Tensor]
 
 

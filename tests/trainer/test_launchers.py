@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests import failing_script
 from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
 from tests.lightning_models import PoolEnvironment
+from tests.pool import RunRanks
 
-RunRanks = Callable[..., list[Any]]
 Process = subprocess.Popen[str]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 from tests.trainer.cases import case
-
-RunRanks = Callable[..., list[Any]]
 
 
 class Recorder(Regression):
@@ -58,7 +55,8 @@ class Recorder(Regression):
         return self.net(batch[0])
 
 
-def events() -> None:
+@on_ranks(2)
+def test_hooks_come_in_the_same_order_and_find_the_same() -> None:
     found = []
     for strategy in (ddp(), ours()):
         model = Recorder()
@@ -73,10 +71,6 @@ def events() -> None:
     wrapped = {hook: {w for name, w, _ in found[1] if name == hook} for hook in ("validation_step", "predict_step")}
     assert wrapped == {"validation_step": {True, False}, "predict_step": {False}}
     assert [name for name, _, _ in found[1]].count("optimizer_step") == 2
-
-
-def test_hooks_come_in_the_same_order_and_find_the_same(run_ranks: RunRanks) -> None:
-    run_ranks(2, events)
 
 
 class Scaled(Regression):

@@ -1,7 +1,6 @@
 """What ``training_step`` gives back on some ranks or on all, and what optimizers see of it."""
 
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Mlp
+from tests.pool import RunRanks
 from tests.reference import largest_difference_between_ranks
 
-RunRanks = Callable[..., list[Any]]
 BATCHES = 4
 
 

@@ -1,7 +1,6 @@
 """The strategies' arguments and calls: all reach the wrapper, and what cannot be honoured is refused early."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -18,11 +17,9 @@ from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStr
 from tests.inside import comm_hook_of
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.trainer.cases import case
 from tests.trainer.test_fabric import start
-
-RunRanks = Callable[..., list[Any]]
 
 _EXPERIMENTAL = {
     "mixed_precision",

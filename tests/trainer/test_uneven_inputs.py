@@ -1,6 +1,6 @@
 """``uneven_inputs``: ranks run out of training batches at different times in a Trainer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader
 from tests.lightning_models import ours, trainer
 from tests.models import ConvBatchNorm, Mlp, batch
+from tests.pool import RunRanks
 from tests.reference import largest_difference_between_ranks
-
-RunRanks = Callable[..., list[Any]]
-
 
 # -- the loader --------------------------------------------------------------------------------------
 

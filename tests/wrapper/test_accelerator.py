@@ -26,8 +26,8 @@ from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
+from tests.pool import RunRanks, on_ranks
 from tests.reference import assert_grads, copying, grads
-from tests.wrapper.cases import RunRanks, on_ranks
 
 
 def _sends(backend: str, device: torch.device) -> bool:
@@ -199,7 +199,9 @@ def test_gradients_are_those_of_one_process(run_ranks: RunRanks, setting: str) -
     run_ranks(ranks_in(setting), parity, setting)
 
 
-def replicas_on(setting: str, several: bool) -> None:
+@pytest.mark.parametrize(("setting", "several"), [(ALONE, False), (SENDING, False), (ALONE, True)])
+@on_ranks(1)
+def test_several_replicas_in_one_process(setting: str, several: bool) -> None:
     """On one device twice; or on all, the CPU beside it where there is one alone."""
     models = ["mlp", "shared_weights", "mixed_dtypes", "nested_outputs", "checkpoint_reentrant"]
     devices = [DEVICE, DEVICE]
@@ -210,11 +212,6 @@ def replicas_on(setting: str, several: bool) -> None:
         copied = not several and (index % 2 == 0) == (setting == SENDING)
         early = alike(setting, built(model), copied=copied, device_ids=devices)
         assert early > 0 or "reentrant" in model
-
-
-@pytest.mark.parametrize(("setting", "several"), [(ALONE, False), (SENDING, False), (ALONE, True)])
-def test_several_replicas_in_one_process(run_ranks: RunRanks, setting: str, several: bool) -> None:
-    run_ranks(1, replicas_on, setting, several)
 
 
 @cuda
@@ -232,7 +229,7 @@ def test_data_parallel_equals_torchs() -> None:
         torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-@on_ranks(1, {it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
+@on_ranks(1, cases={it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
 def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     torch.manual_seed(5)
     trained = [Regression(), Regression()]
@@ -256,7 +253,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def passes_without_waiting(setting: str, options: str) -> None:
+@cuda
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("setting", [ALONE, SENDING])
+@on_ranks(1)
+def test_no_pass_makes_the_host_wait(setting: str, options: str) -> None:
     """torch's debug mode knows some waits; that the device is still busy behind backward shows the others."""
     dtype = torch.bfloat16 if options == "fp32 gradients" else torch.float32
     net, sent = wrap(setting, Mlp(width=64, depth=4).to(DEVICE, dtype), bucket_cap_mb=0.02, **OPTIONS[options])
@@ -300,13 +301,6 @@ def passes_without_waiting(setting: str, options: str) -> None:
             assert slept.query(), "an event that is never seen to be over tells nothing"
     assert all(busy), f"the device was busy when backward returned: {busy}, of {kinds}"
     net.close()
-
-
-@cuda
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("setting", [ALONE, SENDING])
-def test_no_pass_makes_the_host_wait(run_ranks: RunRanks, setting: str, options: str) -> None:
-    run_ranks(1, passes_without_waiting, setting, options)
 
 
 SIZE = 1 << 16

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
-from tests.reference import assert_grads, mean_over_ranks
-from tests.wrapper.cases import TINY, RunRanks, backward, everyones, on_ranks
+from tests.pool import RunRanks, on_ranks
+from tests.reference import TINY, assert_grads, backward, everyones, mean_over_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "device_ids": None,
@@ -64,7 +64,7 @@ MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first,
 }
 
 
-@on_ranks(2, MODULE_BUFFERS)
+@on_ranks(2, cases=MODULE_BUFFERS)
 def test_each_choice_for_module_buffers(arguments: dict[str, Any], first: float, later: float) -> None:
     module = ConvBatchNorm()
     module.norm.momentum = 0.0
@@ -176,7 +176,7 @@ def pickled(ours: BucketDDP) -> BucketDDP:
     return torch.load(memory, weights_only=False)
 
 
-@on_ranks(2, {"deepcopy": [copy.deepcopy], "pickle": [pickled]})
+@on_ranks(2, cases={"deepcopy": [copy.deepcopy], "pickle": [pickled]})
 def test_copies_and_pickles_train(copied: Any) -> None:
     module = Mlp()
     ours = BucketDDP(module, bucket_cap_mb=TINY, grad_dtype=torch.float64)

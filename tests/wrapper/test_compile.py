@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Blocks, ConvBatchNorm, batch, loss_of
-from tests.reference import assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import TINY, backward, on_ranks
+from tests.pool import on_ranks
+from tests.reference import TINY, assert_grads, backward, grads, largest_difference_between_ranks, mean_over_ranks
 
 EAGER = "aot_eager"
 
@@ -37,7 +37,7 @@ def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
     loss_of(model(inputs), target).backward()
 
 
-@on_ranks(2, {where: [where] for where in ("module", "module.compile()", "blocks", "wrapper", "step")})
+@on_ranks(2, cases={where: [where] for where in ("module", "module.compile()", "blocks", "wrapper", "step")})
 def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)
@@ -115,7 +115,7 @@ CUTS: dict[str, list[Any]] = {  # of the compiler, of the wrapper, pieces of bac
 }
 
 
-@on_ranks(2, CUTS)
+@on_ranks(2, cases=CUTS)
 def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: dict[str, Any], pieces: int) -> None:
     with fresh_compiler(**config):
         events = events_of_a_pass(**options)

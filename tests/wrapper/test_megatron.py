@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP, GradientError, Options, PeerFailureError
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
-from tests.reference import Twins, assert_grads, grads, largest_difference_between_ranks, mean_over_ranks
-from tests.wrapper.cases import TINY, backward, on_ranks
+from tests.pool import on_ranks
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    backward,
+    grads,
+    largest_difference_between_ranks,
+    mean_over_ranks,
+)
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -36,7 +44,7 @@ def assert_means(module: nn.Module, plain: nn.Module) -> None:
             torch.testing.assert_close(grad, mean)
 
 
-@on_ranks(2, {"ours": [{"grad_dtype": FP32}], "Megatron's": [{"accumulate_allreduce_grads_in_fp32": True}]})
+@on_ranks(2, cases={"ours": [{"grad_dtype": FP32}], "Megatron's": [{"accumulate_allreduce_grads_in_fp32": True}]})
 def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> None:
     module = Mlp().to(BF16)
     plain = copy.deepcopy(module)
@@ -74,7 +82,7 @@ def test_gradient_dtypes_may_be_given_by_name() -> None:
     assert len(ours.layout.buffers) == 3
 
 
-@on_ranks(2, {"no overlap": ["mlp", {"overlap": False}], "coalesced": ["mixed_dtypes", COALESCED]})
+@on_ranks(2, cases={"no overlap": ["mlp", {"overlap": False}], "coalesced": ["mixed_dtypes", COALESCED]})
 def test_buffers_are_reduced_whole(model: str, options: dict[str, Any]) -> None:
     module = build(model)
     ours = BucketDDP(module, bucket_cap_mb=TINY, **options)
@@ -110,7 +118,7 @@ def test_coalesced_gradients_stay_where_they_are() -> None:
     assert all(bucket.flat.numel() == 0 for bucket in reducer_of(ours).buckets.all), "memory is held between passes"
 
 
-@on_ranks(2, {"default": [{}], "no overlap": [{"overlap": False}], "coalesced": [COALESCED]})
+@on_ranks(2, cases={"default": [{}], "no overlap": [{"overlap": False}], "coalesced": [COALESCED]})
 def test_gradients_may_be_reduced_by_hand(options: dict[str, Any]) -> None:
     twins = Twins(Branches(), **options)
     ours, module, rank = twins.ours, twins.ours.module, dist.get_rank()
@@ -177,7 +185,7 @@ def test_zeroing_reaches_frozen_gradients_and_makes_none() -> None:
     assert not module.head.weight.grad.any()
 
 
-@on_ranks(3, {"counted by number": [False, False], "by tensor": [True, True]})
+@on_ranks(3, cases={"counted by number": [False, False], "by tensor": [True, True]})
 def test_a_loss_that_sums_over_tokens_is_divided_by_tokens(as_tensor: bool, guarded: bool) -> None:
     alone = Mlp()
     ours = BucketDDP(copy.deepcopy(alone), bucket_cap_mb=TINY, gradient_divide_by="tokens")
@@ -233,7 +241,7 @@ UNSOUND: dict[str, list[Any]] = {
 }
 
 
-@on_ranks(2, UNSOUND, fresh=True)
+@on_ranks(2, cases=UNSOUND, fresh=True)
 def test_an_unsound_gradient_is_named_on_every_rank(value: float, limit: float, words: str, guarded: bool) -> None:
     module, rank = Mlp(depth=2), dist.get_rank()
     ours = BucketDDP(module, bucket_cap_mb=TINY, max_abs_grad=limit)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm import broadcast as broadcast_file
 from tests.models import ConvBatchNorm, batch
-from tests.reference import largest_difference_between_ranks
-from tests.wrapper.cases import backward, on_ranks
+from tests.pool import on_ranks
+from tests.reference import backward, largest_difference_between_ranks
 
 
 class ManyKinds(nn.Module):
@@ -54,7 +54,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale  # saves the buffer for backward
 
 
-@on_ranks(2, {"torch": [None, 0.0], "broadcast": ["broadcast", 0.0], "off": ["off", 10.0], "mean": ["mean", 5.0]})
+@on_ranks(2, cases={"torch": [None, 0.0], "broadcast": ["broadcast", 0.0], "off": ["off", 10.0], "mean": ["mean", 5.0]})
 def test_forward_synchronises_module_buffers_as_torch_does(mode: str | None, synchronised: float) -> None:
     """Forwards of many kinds see a module buffer that is 10 times the rank. Without a mode: in torch DDP."""
     rank, seen = dist.get_rank(), []

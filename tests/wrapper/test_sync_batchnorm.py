@@ -26,8 +26,8 @@ from lightning_bucketddp.wrapper.sync_batchnorm import SyncBatchNorm, links_of
 from tests.inside import reducer_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward, batch
-from tests.reference import assert_grads, grads, largest_difference_between_ranks
-from tests.wrapper.cases import everyones, on_ranks
+from tests.pool import on_ranks
+from tests.reference import assert_grads, everyones, grads, largest_difference_between_ranks
 
 C = 3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -46,7 +46,7 @@ SIZES = (1, 0, 4)
 """Of batches by rank: too few for a BatchNorm alone, and none at all."""
 
 
-@on_ranks(len(SIZES), {kind: [kind] for kind in LAYERS})
+@on_ranks(len(SIZES), cases={kind: [kind] for kind in LAYERS})
 def test_a_layer_equals_one_process_with_all_batches(kind: str) -> None:
     make, size, dtype = LAYERS[kind]
     torch.manual_seed(3)
@@ -269,7 +269,7 @@ DO_NOT_MEET: dict[str, tuple[Callable[..., None], list[str], str, str]] = {  # j
 }
 
 
-@on_ranks(2, DO_NOT_MEET, fresh=True)
+@on_ranks(2, cases=DO_NOT_MEET, fresh=True)
 def test_ranks_that_do_not_meet_in_a_layer_raise(job: Callable[..., None], args: list[str], *errors: str) -> None:
     torch.manual_seed(0)
     begin = time.monotonic()
@@ -289,7 +289,7 @@ class Look(pl.Callback):
         assert list(trainer.strategy.lightning_module_state_dict()) == list(module.state_dict())
 
 
-@on_ranks(2, {"even": [(3, 3), {}], "uneven": [(1, 3), {"uneven_inputs": "active_ranks"}]})
+@on_ranks(2, cases={"even": [(3, 3), {}], "uneven": [(1, 3), {"uneven_inputs": "active_ranks"}]})
 def test_a_trainer_equals_one_process_on_the_full_batch(counts: tuple[int, int], options: dict[str, Any]) -> None:
     """A step is the mean over the ranks' batches together; a repeated batch is not in the statistics."""
     model, reference, look = Regression("conv"), Regression("conv"), Look()
