@@ -110,8 +110,6 @@ class Digits(pl.LightningModule):
 
 
 class Plain(pl.LightningModule):
-    """One layer, or another net, and the mean of its squared output as loss."""
-
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(5)

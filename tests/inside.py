@@ -12,7 +12,6 @@ from lightning_bucketddp.wrapper import bucket_ddp
 
 
 def open_wrappers() -> list[BucketDDP]:
-    """The wrappers of this process that were not closed."""
     return list(bucket_ddp._open_wrappers)
 
 

@@ -51,13 +51,11 @@ def ddp(**options: Any) -> DDPStrategy:
 
 
 def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
-    """Asserts that two modules have the same parameters and module buffers."""
     for (name, value), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
         torch.testing.assert_close(value, other, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    """A quiet Trainer over all ranks of the pool."""
     defaults = {
         "accelerator": "cpu",
         "devices": dist.get_world_size(),
@@ -72,7 +70,6 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
 
 
 def data(batches: int = 6, batch_size: int = 4) -> DataLoader[Any]:
-    """``batches`` batches for each rank."""
     generator = torch.Generator().manual_seed(11)
     count = batches * batch_size * dist.get_world_size()
     dataset = TensorDataset(torch.randn(count, 8, generator=generator), torch.randn(count, 4, generator=generator))
@@ -157,8 +154,6 @@ class Citizen(Regression):
 
 
 class Memory(DummyLogger):
-    """Keeps what is logged, on rank 0."""
-
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[int | None, dict[str, float]]] = []

@@ -103,7 +103,6 @@ def warm_up(plain: nn.Module, ours: BucketDDP) -> None:
 
 
 def everyones(value: Any) -> list[Any]:
-    """The values of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -145,7 +144,6 @@ class Twins:
                     value.backward()
 
     def check(self) -> None:
-        """Compare the gradients with the mean over the ranks of the plain module's."""
         assert_grads(self.ours.module, mean_over_ranks(self.plain))
 
     def step(self, loss: Callable[[nn.Module], Tensor], guarded: bool = False) -> None:

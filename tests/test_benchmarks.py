@@ -36,8 +36,6 @@ def run_benchmark(script: str, *arguments: str) -> str:
 
 @pytest.fixture
 def quick(run_ranks: RunRanks) -> Quick:
-    """What a benchmark prints in a quick run, which must end well."""
-
     def run(script: str, *arguments: str) -> str:
         (printed,) = run_ranks(1, run_benchmark, script, "--quick", *arguments, timeout=300)
         if printed.startswith(f"{script} needs"):
@@ -48,7 +46,6 @@ def quick(run_ranks: RunRanks) -> Quick:
 
 
 def row(text: str, table: str, beginning: str) -> dict[str, float]:
-    """One row of the table whose head begins with ``table``, by the heads of its columns."""
     lines = text.splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith(table))
     line = next(line for line in lines[head:] if line.startswith(f"{beginning}  "))

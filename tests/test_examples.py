@@ -13,7 +13,6 @@ DIFFERENCE = "largest difference of a weight between ranks"
 
 
 def printed(run_ranks: RunRanks, example: str, *arguments: str, ranks: int = 2) -> str:
-    """What an example prints, rank after rank."""
     job = (run_as_torchrun, free_port(), f"examples/{example}", *arguments)
     return "".join(run_ranks(ranks, *job, fresh=True, timeout=200))
 

@@ -38,8 +38,6 @@ def backward(ours: nn.Module, step: int, **options: Any) -> None:
     loss_of(ours(inputs, **options), target).backward()
 
 
-# -- as torch DDP ------------------------------------------------------------------------------------
-
 MODELS = ["mlp", "conv_batchnorm_channels_last", "mixed_dtypes"]
 CASES = {
     world: [(name, MODELS[(at + world) % 3], 1 + 2 * ((at // 3 + world) % 2)) for at, name in enumerate(HOOKS)]
@@ -108,9 +106,6 @@ def test_hooks_use_the_wrappers_own_group() -> None:
         ours.close()
 
 
-# -- PowerSGD ----------------------------------------------------------------------------------------
-
-
 @on_ranks(3)
 def test_power_sgd_keeps_its_order_across_buckets() -> None:
     """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
@@ -138,12 +133,9 @@ def test_power_sgd_keeps_its_order_across_buckets() -> None:
     assert len(sizes[0]) >= 8
     assert ours.early_launches > 0
     assert largest_difference_between_ranks(module) == 0
-    ours.close()
 
 
 class Sometimes(nn.Module):
-    """A layer that is used in some passes only, in a bucket with one that always is."""
-
     def __init__(self) -> None:
         super().__init__()
         self.always = nn.Linear(8, 32)
@@ -189,10 +181,6 @@ def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool)
     residual = state.error_dict[0][slot.offset : slot.offset + weight.numel()].view(weight.shape).clone()
     dist.all_reduce(residual)
     torch.testing.assert_close(sent + residual / dist.get_world_size(), owed, rtol=1e-3, atol=1e-4)
-    ours.close()
-
-
-# -- what a pass guarantees, with hooks --------------------------------------------------------------
 
 
 def what_a_hook_sees() -> None:
@@ -226,7 +214,6 @@ def what_a_hook_sees() -> None:
         for bucket in ours.layout.buckets:
             name = ours.layout.slots[bucket.slots[-1]].spec.name
             assert module.get_parameter(name).grad.eq(7.0).all()
-    ours.close()
 
 
 def leaves_noise_in_padding(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -239,7 +226,6 @@ def padding() -> None:
     for step in range(3):
         ours(batch(step, 0)[0]).sum().backward()
     assert max(len(bucket.slots) for bucket in ours.layout.buckets) == 1
-    ours.close()
 
 
 def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks) -> None:
@@ -257,10 +243,6 @@ def test_complex_gradients_travel_as_real_ones() -> None:
         backward(model, 0)
     assert_grads(ours.module, mean_over_ranks(plain), rtol=2**-6, atol=2**-7)
     assert ours.module.waves.grad.is_complex()
-    ours.close()
-
-
-# -- failures ----------------------------------------------------------------------------------------
 
 
 def raises_on_rank_1(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
@@ -331,9 +313,6 @@ def test_a_rank_that_waits_for_a_hook_learns_of_failures() -> None:
     with pytest.raises(PeerFailureError, match="rank 1 raised OSError: disk full"):
         backward(ours, 1)
     assert time.monotonic() - begin < 8
-
-
-# -- registering -------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -27,9 +27,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 HALVES = [torch.bfloat16, torch.float16]
 
 
-# -- the collectives ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])
 @on_ranks(1, 2, 3)
 def test_reductions_give_the_mean(on_gloo: bool) -> None:
@@ -69,9 +66,6 @@ def large_values() -> list[float]:
 def test_a_sum_in_fp16_does_not_overflow(run_ranks: RunRanks) -> None:
     for found in run_ranks(3, large_values):
         assert found == pytest.approx([60000.0] * 9, rel=2**-9)
-
-
-# -- a low-precision wire ----------------------------------------------------------------------------
 
 
 def reduced_in(wire_dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float, dict[str, Tensor | None]]:
@@ -122,9 +116,6 @@ def test_a_low_wire_is_summed_in_fp32(run_ranks: RunRanks, world_size: int) -> N
     if world_size == 3:  # the hook sums in bf16
         assert 0 < error < 0.8 * error_of_hook
         assert as_exact_of_hook < 0.8
-
-
-# -- bytes -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -247,7 +238,6 @@ def gathered_before_backward_ended() -> bool:
     inputs.register_hook(wait_for_a_gather)  # the last gradient of all
     with recorded() as calls:
         loss_of(ours(inputs), target).backward()
-    ours.close()
     return seen
 
 

@@ -31,8 +31,6 @@ class Handle:
 
 
 class Chain:
-    """Works that log what they do."""
-
     def __init__(self) -> None:
         self.log: list[str] = []
         self.handles: dict[str, Handle] = {}

@@ -36,9 +36,6 @@ def run_pass(model: Any, step: int, guarded: bool = False, **options: Any) -> No
     run_backward(model, loss_of(model(inputs, **options), target), guarded)
 
 
-# -- on all ranks ------------------------------------------------------------------------------------
-
-
 def all_ranks_raise(way: str, guarded: bool) -> None:
     plain, ours = pair(Fragile, **{"cap": 0.0001, **({} if way == "plain" else options_for(way))})
     for step in range(6):
@@ -80,7 +77,6 @@ def test_the_first_gradient_after_a_failure_is_not_lost() -> None:
         for module in (plain, ours.module):  # past the wrapper: the first gradient is what finds the failed pass
             module(inputs_of(step)).square().mean().backward()
         assert_grads(ours.module, mean_over_ranks(plain))
-    ours.close()
 
 
 def raise_in_backward(grad: torch.Tensor) -> None:
@@ -109,9 +105,6 @@ def test_gradients_that_a_failed_pass_spared_are_put_back() -> None:
             assert torch.equal(ours.module.left.weight.grad, before)
             ours(inputs)
         ours.close()
-
-
-# -- on one rank -------------------------------------------------------------------------------------
 
 
 def one_rank_raises(way: str, guarded: bool, step_of_failure: int) -> tuple[str, str, float]:
@@ -166,7 +159,6 @@ def test_a_failed_local_pass_concerns_nobody_else() -> None:
     for model in (plain, ours):
         run_pass(model, 0)
     assert_grads(ours.module, mean_over_ranks(plain))
-    ours.close()
 
 
 def interrupt() -> None:
@@ -206,9 +198,6 @@ def in_the_second_pass(what: str) -> str:
 def test_a_rank_that_waits_hears_of_a_failure(run_ranks: RunRanks, what: str, words: list[str]) -> None:
     message, _ = run_ranks(2, in_the_second_pass, what, fresh=True, may_exit=[1] if what == "dies" else [], timeout=30)
     assert all(it in message for it in words), message
-
-
-# -- afterwards --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("waits_for", ["bucket", "module buffers"])

@@ -53,8 +53,6 @@ def test_plain_training_warns_of_nothing() -> None:
 
 
 class Wide(nn.Module):
-    """Much memory and little compute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.ParameterList(torch.full((ELEMENTS,), 0.5) for _ in range(PARAMETERS))

@@ -80,7 +80,6 @@ def test_token_counts_are_whole_numbers_and_exact() -> None:
             torch.set_default_dtype(FP32)
         with case(count, dtype):
             assert_grads(ours.module, divided_sum(plain, 2006), rtol=1e-12, atol=0)
-    ours.close()
 
 
 def error_on_one_rank(what: str) -> tuple[str, float]:
@@ -177,7 +176,6 @@ def test_an_unfrozen_parameter_may_be_reduced_by_hand() -> None:
     ours.zero_grad()
     summed([plain, ours], 2)
     assert_grads(ours.module, mean_over_ranks(plain))
-    ours.close()
 
 
 @on_ranks(2)
@@ -195,4 +193,3 @@ def test_parameters_may_be_broadcast_after_a_failed_pass() -> None:
     summed([plain, ours], 4)
     assert_grads(ours.module, mean_over_ranks(plain))
     assert largest_difference_between_ranks(ours.module) == 0
-    ours.close()

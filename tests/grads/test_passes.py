@@ -23,7 +23,6 @@ SEVERAL = 0.002  # MiB; several buckets, with several parameters in each
 
 
 def is_free(module: nn.Module) -> bool:
-    """Whether no hook of ours is left."""
     hooks = [hook for param in module.parameters() for hook in (param._post_accumulate_grad_hooks or {}).values()]
     return not any(map(is_reducers_own, hooks))
 
@@ -92,7 +91,6 @@ def test_gradients_may_be_cleared_inside_a_guard() -> None:
         loss.backward()
     both([plain], inputs_of(0))
     assert_grads(ours.module, mean_over_ranks(plain))
-    ours.close()
 
 
 @on_ranks(2)
@@ -127,7 +125,6 @@ def test_local_passes_accumulate_in_the_buffers() -> None:
             both([plain, ours], inputs_of(0), "right")
         both([plain, ours], inputs_of(1), take)
         assert_grads(ours.module, mean_over_ranks(plain))  # without those that zero_grad() dropped
-    ours.close()
 
 
 @on_ranks(3, fresh=True)

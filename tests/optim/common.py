@@ -37,7 +37,6 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def mse(model: nn.Module, step: int, *args: Any) -> Tensor:
-    """The loss of this rank's batch."""
     inputs, target = batch(step, dist.get_rank())
     return loss_of(model(inputs, *args), target)
 
@@ -48,7 +47,6 @@ def backward(*models: nn.Module, step: int = 0) -> None:
 
 
 def average(plain: nn.Module) -> None:
-    """Give a plain module the gradients that one process would have."""
     expected = mean_over_ranks(plain)
     for name, param in plain.named_parameters():
         param.grad = expected[name]

@@ -41,7 +41,6 @@ class Training:
         self.scheduler = StepLR(self.optimizer, 2, 0.5)
 
     def run(self, first: int, last: int) -> "Training":
-        """Trains from one step to another."""
         for step in range(first, last):
             x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
             (self.ours or self.module)(x).square().mean().backward()
@@ -50,13 +49,11 @@ class Training:
         return self
 
     def state(self, **options: Any) -> dict[str, Any] | None:
-        """The optimizer's whole state."""
         if self.ours is None:
             return self.optimizer.state_dict()
         return self.ours.optimizer_state_dict(self.optimizer, **options)
 
     def end(self) -> dict[str, Tensor]:
-        """The values, which are the same on all ranks."""
         found = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
         assert largest_difference_between_ranks(self.module) == 0
         if self.ours is not None:
@@ -155,9 +152,6 @@ def test_state_moves_with_its_parameters() -> None:
         assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
 
 
-# -- directories ---------------------------------------------------------------------------------------
-
-
 class Wide(nn.Module):
     """One layer, large enough for its values to outweigh what files say of them; extra state of changing size."""
 
@@ -236,8 +230,6 @@ def test_each_rank_writes_its_share_and_torch_reads_it(run_ranks: RunRanks, tmp_
 
 
 class Odd(Exception):
-    """One that cannot be unpickled."""
-
     def __init__(self, *, why: str) -> None:
         super().__init__(why)
 
@@ -252,7 +244,6 @@ class RaisingOnce(torch.optim.SGD):
 
 
 def refused(folder: str) -> None:
-    """What every rank says of checkpoints that do not fit."""
     for buffers, count, path, words in [
         ({"mean": 2, "other": 1}, 2, "parts", "the module in the checkpoint, found one without 'tail.other'"),
         ({}, 2, "parts", "the names of the module in the checkpoint, found one with unknown 'tail.mean'"),
@@ -288,16 +279,12 @@ def refused(folder: str) -> None:
     dist.barrier()
     with pytest.raises(RuntimeError, match=r"__2_0\.distcp"):
         ours.load_sharded(f"{folder}/parts")
-    ours.close()
 
 
 def test_what_does_not_fit_is_refused_by_every_rank(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(3, save_wide, str(tmp_path))
     run_ranks(2, refused, str(tmp_path))
     assert not (tmp_path / "new").exists()
-
-
-# -- one rank's own ------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -343,9 +330,6 @@ def test_a_filtered_state_dict_holds_its_tensors_only() -> None:
     ours.close()
     del ours, optimizer
     assert torch.equal(bias, torch.full_like(bias, 3.0)), "memory lives as long as somebody has it"
-
-
-# -- checkpoints of version 0.1.0 ------------------------------------------------------------------------
 
 
 def go_on(kind: str) -> None:

@@ -173,8 +173,6 @@ def test_unfreezing_wants_cleared_sharded_gradients(clears: bool) -> None:
 
 @on_ranks(2, fresh=True)
 def test_reduced_gradients_outlive_a_backward_that_raises() -> None:
-    """A backward raises on every rank while reduced gradients wait for the step."""
-
     def fail(_: Tensor) -> None:
         raise ArithmeticError
 
@@ -224,9 +222,6 @@ def test_an_overflow_in_one_part_concerns_all() -> None:
         ours.close()
 
 
-# -- shards are summed as they arrive ------------------------------------------------------------------
-
-
 def summed_during_backward() -> tuple[int, int]:
     """How many of the buckets had been summed when backward ended, and how many there were."""
     ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
@@ -249,7 +244,6 @@ def summed_during_backward() -> tuple[int, int]:
     ours(torch.ones(2, 32)).sum().backward()
     torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
     count = len(buckets.active)
-    ours.close()
     return found[0], count
 
 

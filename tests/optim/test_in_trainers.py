@@ -32,8 +32,6 @@ parts = partial(sharded, state_dict_type="sharded")
 
 
 class Quiet(Regression):
-    """Looks at no gradients."""
-
     def on_after_backward(self) -> None: ...
 
     def on_before_optimizer_step(self, optimizer: Any) -> None: ...
@@ -157,9 +155,6 @@ def test_a_trainer_trains_as_without_shards(run_ranks: RunRanks, part: int) -> N
     run_ranks(2, fit_both_ways, list(RUNS)[part::2])
 
 
-# -- checkpoints -------------------------------------------------------------------------------------
-
-
 class Whole(Quiet):
     """Its batches are those of all ranks together, and do not depend on their number."""
 
@@ -180,7 +175,6 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 
 
 def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
-    """Weights after a number of epochs, perhaps in bf16 with masters."""
     model = Whole()
     strategy = STRATEGIES[kind](**({"grad_dtype": "float32"} if low else {}))
     runs = trainer(strategy, max_epochs=epochs, precision="bf16-true" if low else None)
@@ -229,8 +223,6 @@ def test_training_goes_on_from_a_checkpoint(
 
 
 class Adds(pl.Callback):
-    """Puts something else into checkpoints."""
-
     def on_save_checkpoint(self, runs: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {key: value + 1 for key, value in checkpoint["state_dict"].items()}
 
@@ -243,7 +235,6 @@ class Scored(Evaluated):
 
 
 def kept_and_evaluated(folder: str) -> tuple[list[str], list[float]]:
-    """The checkpoints that are kept beside the best, and what evaluation makes of the last."""
     saves = pl.callbacks.ModelCheckpoint(folder, "{step}", "loss", every_n_train_steps=1, save_last=True)
     runs = trainer(parts(), callbacks=[saves], enable_checkpointing=True)
     model, last, scores = Scored(), f"{folder}/last.ckpt", []
@@ -311,9 +302,6 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: 
     optimizer = AdamW(Quiet().parameters())
     optimizer.load_state_dict(saved["optimizer_states"][0])
     assert any(state["exp_avg"].ndim != param.ndim for param, state in optimizer.state.items())
-
-
-# -- Fabric ------------------------------------------------------------------------------------------
 
 
 def fabric_run(folder: Path, shard: bool, low: bool, steps: range, load: bool = False, save: bool = False) -> Any:

@@ -26,8 +26,6 @@ from tests.reference import largest_difference_between_ranks
 
 
 class PutOff:
-    """A collective that is started when somebody waits for it."""
-
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
 
@@ -80,8 +78,6 @@ def loss_of(model: nn.Module, step: int, order: tuple[int, ...]) -> Tensor:
 
 
 class Twins:
-    """A sharded zoo, and the same by plain means."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.plain = Zoo()

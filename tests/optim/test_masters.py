@@ -73,7 +73,6 @@ def mixed() -> nn.Module:
 
 
 def low(model: Callable[[], nn.Module] = Mlp, dtype: torch.dtype = BF16) -> nn.Module:
-    """A model in a low precision that accumulates fp32 gradients."""
     torch.manual_seed(3)
     module = model() if model is mixed else model().to(dtype)
     for param in module.parameters():
@@ -96,14 +95,12 @@ def params_in(optimizer: Optimizer) -> list[Tensor]:
 
 
 def assert_at_rest(optimizer: Optimizer, module: nn.Module) -> None:
-    """The optimizer holds the module's parameters and nothing else."""
     known = set(module.parameters())
     assert all(param in known for param in params_in(optimizer))
     assert all(key in known for key in optimizer.state)
 
 
 def train(module: nn.Module, optimizer: Optimizer, steps: range, *args: Any) -> None:
-    """Steps in turn with a closure, with one by name, and without one."""
     for step in steps:
         found: list[Tensor] = []
 
@@ -155,9 +152,6 @@ class ByHand:
         for param, fp32 in zip(self.params, self.copies, strict=True):
             fp32.grad = param.grad
         return loss(self.module, step)
-
-
-# -- the update ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,9 +268,6 @@ def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
     torch.testing.assert_close(list(module.parameters()), ByHand(2, "sgd_fused", Mlp, FP16).params)
 
 
-# -- when a step fails -----------------------------------------------------------------------------
-
-
 def fails() -> None:
     raise ArithmeticError("no step today")
 
@@ -315,9 +306,6 @@ def test_after_a_step_that_raised_the_parameters_are_back() -> None:
     with pytest.raises(ArithmeticError), masters.restored_after():
         optimizer.step()
     assert_at_rest(optimizer, module)
-
-
-# -- state dicts -----------------------------------------------------------------------------------
 
 
 def saved_and_read(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -386,9 +374,6 @@ def test_state_dicts_of_another_model_are_refused() -> None:
         optimizer.load_state_dict(state_dict)
 
 
-# -- parameters changed from outside ---------------------------------------------------------------
-
-
 def test_masters_follow_changed_elements_and_keep_the_others() -> None:
     with patch.object(Stepped, "_follow", autospec=True, side_effect=Stepped._follow) as follow:
         module, optimizer, masters = prepared("sgd", steps=3)
@@ -428,9 +413,6 @@ def test_masters_follow_parameters_that_a_hook_of_the_step_changes() -> None:
         train(module, optimizer, range(1), take)
     assert torch.equal(weight, before / 2)
     assert torch.equal(masters.master(weight), before.float()), "as it was when the last step began"
-
-
-# -- attaching and detaching -----------------------------------------------------------------------
 
 
 def hook_counts(optimizer: Optimizer) -> list[int]:

@@ -39,8 +39,6 @@ from tests.reference import largest_difference_between_ranks
 
 Wrap = Callable[..., BucketDDP]
 
-# -- as in one process -------------------------------------------------------------------------------
-
 SCATTERED = {"scatter_every_pass": True}
 CASES = [(*pair, SCATTERED if at % 4 > 1 else {}) for at, pair in enumerate(zip(MODELS, OPTIMIZERS, strict=True))]
 """sgd goes with mixed dtypes: others make much of bf16's rounding."""
@@ -126,7 +124,6 @@ def kept() -> int:
     held = elements_with_state(optimizer)
     masters = optimizer.state_dict()["master_params"].values()
     assert sum(master.untyped_storage().nbytes() for master in masters) == 4 * held
-    ours.close()
     return held
 
 
@@ -135,9 +132,6 @@ def test_state_and_masters_are_divided_evenly(run_ranks: RunRanks) -> None:
     held = run_ranks(3, kept)
     assert sum(held) == elements
     assert held == pytest.approx([elements / 3] * 3, rel=0.02)
-
-
-# -- steps -------------------------------------------------------------------------------------------
 
 
 def in_stages(name: str, dtype: torch.dtype, most: int) -> dict[str, Tensor]:
@@ -259,8 +253,6 @@ def test_closing_waits_for_parameters() -> None:
     assert not any(torch.equal(param, before[name]) for name, param in ours.named_parameters())
     assert largest_difference_between_ranks(ours.module) == 0
 
-
-# -- beside everything else: the same training with shards and without ---------------------------------
 
 Take = Callable[[BucketDDP, Optimizer, int], object]
 
@@ -528,9 +520,6 @@ def test_only_shards_of_gradients_have_memory_between_passes(run_ranks: RunRanks
         assert held == numel // 3
 
 
-# -- refused -----------------------------------------------------------------------------------------
-
-
 SHARDED = {"shard_optimizer": True}
 
 
@@ -559,5 +548,3 @@ def test_what_goes_with_no_shards_is_refused() -> None:
     ]:
         with pytest.raises(error, match=words):
             BucketDDP(seeded(Mlp), **options)
-    ours.close()
-    other.close()

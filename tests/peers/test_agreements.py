@@ -82,7 +82,6 @@ def test_an_error_in_wrapping_reaches_the_other_ranks() -> None:
         assert str(error.value).startswith("" if mine else who)
     ours = BucketDDP(Mlp())  # the failed attempts leave nothing that the next could stumble over
     both([ours], inputs_of(0))
-    ours.close()
 
 
 @on_ranks(3, fresh=True)

@@ -25,8 +25,6 @@ class Group:
 
 
 class Collectives:
-    """Stands for the package's, on one of the ranks."""
-
     def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
         self.rank, self.world_size, self._store = rank, world_size, store
         self.name = f"simulated {next(_numbers)}"
@@ -108,8 +106,6 @@ def test_silent_ranks_are_named(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatc
 
 
 class CountedStore:
-    """A store that counts requests."""
-
     def __init__(self) -> None:
         self._store, self.requests = HashStore(), 0
 

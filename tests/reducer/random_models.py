@@ -20,16 +20,12 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a random model."""
-
     kind: str  # a key of KINDS, or "tied": the weight of the first linear stage once more
     checkpoint: str = ""  # or "reentrant" or "plain"
     calls: int = 1  # in a row
 
 
 class Layer(nn.Module):
-    """A layer, and how it is applied."""
-
     def __init__(self, layer: nn.Module, apply_to: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.apply_to = layer, apply_to
@@ -51,8 +47,6 @@ def look_up(table: nn.Embedding, h: Tensor) -> Tensor:
 
 
 class Matrix(nn.Module):
-    """A matrix parameter with strides of its own."""
-
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
         self.matrix = nn.Parameter(matrix)
@@ -79,8 +73,6 @@ class Oddments(nn.Module):
 
 
 class Idle(nn.Module):
-    """Parameters that nothing uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.idle = nn.Parameter(torch.ones(11))
@@ -142,7 +134,6 @@ class RandomModel(nn.Module):
 
 
 def draw_stages(draw: random.Random) -> tuple[Stage, ...]:
-    """A model of 2 to 7 stages."""
     stages: list[Stage] = []
     for _ in range(draw.randint(2, 7)):
         how = draw.choices(["", "reentrant", "plain"], [8, 1, 1])[0]

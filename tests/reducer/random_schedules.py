@@ -19,8 +19,6 @@ STEADY_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward."""
-
     take: tuple[tuple[bool, ...], ...]  # per rank, which stages it uses
     local: bool  # inside `no_sync`
     direct: bool  # past the wrapper, as `wrapper.module(...)`
@@ -30,8 +28,6 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward."""
-
     of: tuple[int, ...]  # which forwards of the round are summed in the loss
     local: bool  # inside `no_sync`
     guarded: bool  # inside `backward_pass`

@@ -70,7 +70,6 @@ class Reference:
         return untouched
 
     def zero(self, how: str) -> None:
-        """``zero_grad`` on every rank."""
         for grads in self.grads:
             for name, grad in grads.items():
                 if grad is not None:
@@ -83,7 +82,6 @@ def double(tensor: Tensor) -> Tensor:
 
 
 def digest(tensors: Grads) -> str:
-    """A hash of names and bits."""
     found = hashlib.sha256()
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor is None}".encode())
@@ -167,7 +165,6 @@ class Run:
         return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
 
     def forward(self, module: nn.Module, number: int, at: int, rank: int, fail: str = "") -> Tensor:
-        """The loss of one forward."""
         call: Forward = self.case.rounds[number].forwards[at]
         x, target = self.inputs(number, at, rank)
         x.requires_grad_(call.inputs_require_grad)

@@ -91,4 +91,3 @@ def test_a_participant_is_one_class_and_one_line() -> None:
         names = [[reducer_of(ours).table.specs[slot].name for slot in bucket.slots] for bucket in buckets]
         expected = [float(nn.utils.get_total_norm([means[name] for name in of_one])) for of_one in names]
         torch.testing.assert_close(Tensor(norms.norms), Tensor(expected))
-    ours.close()

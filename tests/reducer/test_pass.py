@@ -29,18 +29,13 @@ def inner(net: nn.Module) -> nn.Module:
 
 
 def taking(step: int, take: str) -> Callable[[nn.Module], Tensor]:
-    """The loss of ``Branches`` on this rank's batch."""
     inputs = batch(step, dist.get_rank())[0]
     return lambda net: net(inputs, take).square().mean()
 
 
 def mse(step: int, direct: bool = False) -> Callable[[nn.Module], Tensor]:
-    """A mean squared error on this rank's batch; ``direct`` goes past the wrapper."""
     inputs, target = batch(step, dist.get_rank())
     return lambda net: loss_of((inner(net) if direct else net)(inputs), target)
-
-
-# -- unused parameters ---------------------------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -58,7 +53,6 @@ def test_a_gradient_that_no_rank_used_keeps_every_bit() -> None:
     taking(0, "none")(ours).backward()
     assert torch.equal(ours.module.left.weight.grad, published)
     assert ours.module.right.weight.grad is None
-    ours.close()
 
 
 @on_ranks(2)
@@ -75,7 +69,6 @@ def test_in_a_backward_pass_every_rank_takes_part() -> None:
                     loss.backward()
         twins.check()
     assert twins.ours.passes == 3
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -102,9 +95,6 @@ def test_find_unused_parameters_keeps_the_overlap() -> None:
         twins.ours.close()
 
 
-# -- accumulation ----------------------------------------------------------------------------------------
-
-
 @on_ranks(1, 2, 3)
 def test_gradients_add_up_until_zero_grad() -> None:
     rank = dist.get_rank()
@@ -124,7 +114,6 @@ def test_gradients_add_up_until_zero_grad() -> None:
     twins.backward(taking(10, "left"), local=True)
     twins.step(taking(11, "right"))  # begins with zero_grad: what the local pass left does not come back
     assert module.left.weight.grad is None
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -147,10 +136,6 @@ def test_no_sync_nests_and_restores_after_an_exception() -> None:
     with ours.no_sync():  # without a root, no_sync around backward decides
         assert passes(direct=True) == 0
     assert passes(direct=True) == 1
-    ours.close()
-
-
-# -- overlap and order -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -165,7 +150,6 @@ def test_buckets_launch_before_backward_has_finished() -> None:
     assert len(ours.layout.buckets) > ours.early_launches >= 3
     assert hidden[1] >= 6, "nothing may accumulate into a gradient that is on the wire"
     assert all(ours.module.get_parameter(name).grad is view for name, view in views_of(ours).items())
-    ours.close()
 
 
 @on_ranks(2)
@@ -196,10 +180,6 @@ def test_a_branch_used_later_may_be_checkpointed_repeatedly() -> None:
         inputs, target = batch(step, dist.get_rank())
         twins.step(lambda net, x=inputs, y=target: loss_of(net(x.requires_grad_()), y))
     assert 0 < twins.ours.early_launches < len(twins.ours.layout.buckets), "only the repeated layer waits"
-    twins.ours.close()
-
-
-# -- how backwards begin -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -214,7 +194,6 @@ def test_autograd_grad_and_unused_forwards_send_nothing() -> None:
     assert ours.passes == 0
     mse(0)(ours).backward()
     assert ours.passes == 1
-    ours.close()
 
 
 @on_ranks(2)
@@ -223,7 +202,6 @@ def test_past_the_wrapper_the_first_inner_backward_ends_a_pass() -> None:
     for step in range(3):
         twins.step(mse(step, direct=True))
     assert twins.ours.passes == 3
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -234,11 +212,6 @@ def test_a_context_without_backward_holds_no_other_wrapper_up() -> None:
         pass
     mse(1)(second).backward()
     assert second.early_launches > 0
-    first.close()
-    second.close()
-
-
-# -- values --------------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -263,7 +236,6 @@ def test_a_kept_gradient_is_divided_once() -> None:
     parts = [param for param in params if param is not head or dist.get_rank() == 1]
     run_backward(ours, sum(param.sum() for param in parts), guarded=True)
     torch.testing.assert_close(head.grad, torch.full_like(head, 4 / 3), msg="1, 2 and 1")
-    ours.close()
 
 
 @on_ranks(2)
@@ -288,9 +260,6 @@ def test_a_gradient_moved_out_of_the_buffer_counts() -> None:
             twins.ours(inputs)[:0].sum().backward()
             assert_grads(twins.ours.module, before)
         twins.ours.close()
-
-
-# -- refused, closed, dropped ------------------------------------------------------------------------------
 
 
 class TwoScales(nn.Module):
@@ -328,8 +297,6 @@ def test_frozen_parameters_may_be_integers_and_shared() -> None:
     inputs = batch(0, dist.get_rank())[0]
     (first(inputs) + second(inputs)).sum().backward()
     assert (first.passes, second.passes) == (1, 1)
-    first.close()
-    second.close()
 
 
 @on_ranks(2)
@@ -349,7 +316,6 @@ def test_close_gives_the_module_back() -> None:
     again.zero_grad()
     mse(0)(again).backward()
     assert_grads(module, before, rtol=1e-4, atol=1e-5)
-    again.close()
 
 
 @on_ranks(2)

@@ -47,7 +47,6 @@ def test_the_record_holds_what_became_of_each_bucket() -> None:
         assert record.unused_here == record.unused_everywhere == ()
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.number = 3
-    ours.close()
 
 
 @on_ranks(2)
@@ -62,7 +61,6 @@ def test_the_record_counts_layouts_and_local_passes() -> None:
         record = ours.last_pass()
         seen.append((record.rebuilt, record.layouts, record.local_passes))
     assert seen == [(False, 1, 0), (True, 2, 0), (False, 2, 2), (False, 2, 0)]
-    ours.close()
 
 
 @on_ranks(2)
@@ -91,7 +89,6 @@ def test_the_record_names_unused_parameters() -> None:
     assert record.unused_here == (("bag.weight",) if rank == 0 else ("words.weight", "bag.weight"))
     assert record.unused_everywhere == ("bag.weight",)
     assert "received for sparse gradients" in str(record)
-    ours.close()
 
 
 @on_ranks(2)
@@ -102,7 +99,6 @@ def test_a_dropped_pass_leaves_no_record() -> None:
     with pytest.raises(ArithmeticError):
         run_backward(ours, ours(batch(1, dist.get_rank())[0], fail=True).sum(), guarded=True)
     assert ours.last_pass() == before
-    ours.close()
 
 
 @on_ranks(2)
@@ -115,7 +111,6 @@ def test_times_tell_backward_from_exposed_communication() -> None:
     record = ours.last_pass()
     assert record.backward_seconds >= seconds
     assert record.exposed_seconds > 0.1 or dist.get_rank() == 1, "rank 0 had to wait"
-    ours.close()
 
 
 @on_ranks(2)
@@ -132,11 +127,7 @@ def test_the_table_is_readable() -> None:
     assert len({line.index("float32") for line in lines[3:]}) == 1
 
 
-# -- the log -----------------------------------------------------------------------------------------
-
-
 def log_of_three_passes(level: dist.DebugLevel | None = None) -> list[str]:
-    """What the package logs at level INFO and above."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]

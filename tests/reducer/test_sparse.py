@@ -21,7 +21,6 @@ EMBEDDINGS = ("words.weight", "bag.weight")
 
 
 def step_of(models: tuple[nn.Module, ...], step: int, zero: bool = True, **use: bool) -> None:
-    """One backward of each model over this rank's tokens."""
     for model in models:
         if zero:
             model.zero_grad()
@@ -104,7 +103,6 @@ def test_ranks_may_use_different_embeddings() -> None:
         step_of((ours,), 0)
     step_of((ours,), 1, use_words=False)
     assert ours.module.words.weight.grad is None, "zero_grad dropped it"
-    ours.close()
 
 
 @on_ranks(2)
@@ -128,7 +126,6 @@ def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     published = weight.grad
     step_of((ours,), 2, zero=False, use_words=False)
     assert weight.grad is published
-    ours.close()
 
 
 @on_ranks(2)
@@ -148,7 +145,6 @@ def test_a_frozen_embedding_sends_nothing() -> None:
             assert received == 2 * (8 + 16) * (words * rows[0] + bag * rows[1])
         layouts.append(ours.layout)
     assert all(layout == layouts[1] for layout in layouts[1:]), "embeddings are no part of buffers"
-    ours.close()
 
 
 @on_ranks(2, 3)
@@ -159,7 +155,6 @@ def test_one_dense_gradient_makes_all_ranks_dense() -> None:
         tied = step % 2 == 1
         step_of((plain, ours), step, tied=tied and dist.get_rank() == 1)
         assert_means(ours.module, dense_means(plain), dense=("words.weight",) if tied else ())
-    ours.close()
 
 
 @on_ranks(2)
@@ -170,7 +165,6 @@ def test_a_gradient_may_have_no_rows() -> None:
         both((plain, ours), words[:, :0] if dist.get_rank() == 0 or everywhere else words, bag)
         assert_means(ours.module, dense_means(plain))
         assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
-    ours.close()
 
 
 @on_ranks(2)
@@ -238,7 +232,6 @@ def interrupt(*_: object) -> None:
 
 
 def fails_on_rank_1(how: str, guarded: bool) -> str:
-    """Something goes wrong with one embedding when the other has its gradient."""
     _, ours = pair(Lookup, TINY, max_abs_grad=1e3)
     rank = dist.get_rank()
     run_backward(ours, ours(*tokens(0, rank)).square().mean(), guarded)
@@ -334,4 +327,3 @@ def test_sparse_gradients_may_be_reduced_by_hand() -> None:
     ours.zero_grad_buffer()
     assert ours.module.words.weight.grad is None
     assert not ours.module.head.weight.grad.any()
-    ours.close()

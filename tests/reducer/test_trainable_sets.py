@@ -51,7 +51,6 @@ def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
     assert len(set(agreements)) == 4, "the ranks agree on changes alone"
     assert len(ours.layout.buffers) == 1
     assert largest_difference_between_ranks(module) == 0
-    ours.close()
 
 
 @on_ranks(2)
@@ -67,7 +66,6 @@ def test_parameters_unfrozen_for_a_local_pass_count() -> None:
             twins.backward(mse(3 * step + micro), local=micro < 2)
         assert plain.layers[0].weight.grad is not None
         twins.check()
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -82,7 +80,6 @@ def test_parameters_frozen_after_a_local_pass_count() -> None:
     twins.backward(taking(1))
     twins.check()
     assert (plain.left.weight.grad is None) == (dist.get_rank() == 1)
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -99,7 +96,6 @@ def test_parameters_may_be_frozen_between_forward_and_backward() -> None:
             module.layers[step % 3].requires_grad_(False)
             loss.backward()
         twins.check()
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -114,7 +110,6 @@ def test_new_parameters_may_be_trained_alone() -> None:
         module.right.requires_grad_(True)
     twins.step(taking(0))
     assert plain.right.weight.grad is not None
-    twins.ours.close()
 
 
 @on_ranks(2)
@@ -129,7 +124,6 @@ def test_unfrozen_parameters_may_be_checkpointed_repeatedly() -> None:
                 module.requires_grad_(True)
         twins.step(mse(step))
     assert twins.ours.early_launches > 0
-    twins.ours.close()
 
 
 class Gan(nn.Module):
@@ -172,7 +166,6 @@ def test_the_other_network_of_a_gan_is_not_reduced() -> None:
             last = reducer_of(ours).buckets.active[-1]
             control = 0 if last.with_tail is None else last.with_tail.nbytes - last.flat.nbytes
             assert sum(sizes) == sum(-(-p.numel() // 16) * 64 for p in trained.parameters()) + control
-    ours.close()
 
 
 @on_ranks(4)
@@ -186,7 +179,6 @@ def test_a_question_about_the_next_pass_is_no_disagreement() -> None:
         ours.zero_grad()
         ours(batch(step, dist.get_rank())[0]).mean().backward()
     assert ours.passes == 4
-    ours.close()
 
 
 def one_rank_alone(change: str) -> tuple[str, float]:

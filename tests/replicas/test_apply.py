@@ -22,8 +22,6 @@ TWO_OF_EACH = [CPU, OTHER, CPU, OTHER]
 
 
 class Calls(nn.Module):
-    """Calls a function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function

@@ -37,7 +37,6 @@ BOTH = {"shared": [SHARED], "copied": [COPIED]}
 
 
 def replicated(module: nn.Module, share: bool = SHARED, devices: int = 2, **options: Any) -> BucketDDP:
-    """A wrapper with several replicas on the CPU."""
     with pytest.warns(UserWarning, match=f"device_ids has {devices} entries"):
         net = BucketDDP(module, device_ids=["cpu"] * devices, bucket_cap_mb=TINY, **options)
     assert net._replicated is not None
@@ -131,8 +130,6 @@ def test_threads_of_outputs_and_of_gradients_exclude_each_other() -> None:
 
 
 class Remembers(nn.Module):
-    """Sets an attribute and a module buffer in forward, and has BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
@@ -226,8 +223,6 @@ def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
 
 
 class Columns(nn.Module):
-    """Takes its batch along dimension 1, by keyword, and returns it there."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 8))
@@ -251,8 +246,6 @@ def test_keywords_another_dimension_and_nothing_to_split() -> None:
 
 
 class RefusesSome(Mlp):
-    """Raises at rows that begin with a large number."""
-
     def forward(self, x: Tensor) -> Tensor:
         if bool((x[:, 0] > 99).any()):
             raise ArithmeticError("a row that I do not like")

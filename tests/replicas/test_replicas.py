@@ -34,7 +34,6 @@ def trained(module: nn.Module) -> list[Tensor]:
 
 
 def take_grads(module: nn.Module) -> list[Tensor | None]:
-    """The gradients, which are cleared."""
     found = [None if tensor.grad is None else tensor.grad.to_dense() for tensor in trained(module)]
     for tensor in trained(module):
         tensor.grad = None
@@ -61,7 +60,6 @@ def assert_same(found: Any, expected: Any, what: str = "", **tolerance: float) -
 
 
 def compare(run: Callable[[Tensor], Any], module: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Compare output and gradients with those of the module itself for the whole batch."""
     outputs, found = [], []
     for way in (run, module):
         outputs.append(way(x))
@@ -165,8 +163,6 @@ def test_values_that_a_graph_still_needs_are_not_overwritten() -> None:
 
 
 class RunsAgain(nn.Module):
-    """Runs a layer again in backward."""
-
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.before, self.layer, self.drop = nn.Linear(8, 8), nn.Linear(8, 4), nn.Dropout(1.0)
@@ -344,8 +340,6 @@ def test_training_after_evaluation_in_inference_mode(share: bool) -> None:
 
 
 class Columns(nn.Module):
-    """Takes and returns its batch along dimension 1."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 4))

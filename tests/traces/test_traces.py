@@ -27,7 +27,6 @@ def record(name: str) -> Trace:
 
 
 def as_text(traces: list[Trace]) -> str:
-    """One section for each group and each set of ranks that issue the same."""
     sections: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for rank, trace in enumerate(traces):
         for group, lines in trace.items():

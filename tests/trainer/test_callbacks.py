@@ -23,8 +23,6 @@ from tests.trainer.cases import case
 
 
 class Rated(Citizen):
-    """With a learning rate to be found."""
-
     def __init__(self, lr: float = 0.02) -> None:
         super().__init__()
         self.lr = lr
@@ -109,15 +107,11 @@ class Relay(BaseFinetuning):
 
 
 class Frozen(pl.Callback):
-    """Freezes the backbone as a user may, without Lightning's callback."""
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         pl_module.backbone.requires_grad_(False)
 
 
 class Thawed(Frozen):
-    """Unfreezes the backbone when training starts."""
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.backbone.requires_grad_(True)
 

@@ -39,7 +39,6 @@ def last(runs: Any) -> dict[str, Any]:
 
 
 def run(strategy: str, epochs: int, options: Options, path: str | None = None, **saves: Any) -> dict[str, Any]:
-    """Trains; the last checkpoint."""
     if saves:
         options = {**options, "callbacks": [*options.get("callbacks", []), ModelCheckpoint(**saves)]}
     model = Citizen(optimizer="adamw", schedule="epoch")
@@ -77,7 +76,6 @@ class Finetuning(BaseFinetuning):
 
 
 def keys_of(value: Any) -> Any:
-    """The keys of a dictionary and of those in it."""
     return {key: keys_of(part) for key, part in value.items()} if isinstance(value, dict) else None
 
 

@@ -75,7 +75,6 @@ def own_classes(folder: Path, **options: Any) -> list[str]:
 
 
 def run_main(folder: str, arguments: list[str]) -> str:
-    """What the command prints; in a process that is not used again."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     sys.argv = ["program", *arguments]

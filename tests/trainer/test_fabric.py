@@ -25,7 +25,6 @@ from tests.trainer.cases import case
 
 
 def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:
-    """A launched Fabric over the pool's ranks, with our strategy or Fabric's ``ddp``."""
     make = DDPStrategy if kind == "ddp" else BucketDDPFabricStrategy
     options = options if kind == "ddp" else {"bucket_cap_mb": 0.0003, **options}
     strategy = make(cluster_environment=PoolEnvironment(), **options)

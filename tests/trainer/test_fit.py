@@ -26,8 +26,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Trained(pl.LightningModule):
-    """A network, its loss and plain SGD."""
-
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -40,8 +38,6 @@ class Trained(pl.LightningModule):
 
 
 class ByRank(Trained):
-    """What a rank uses depends on the rank."""
-
     def __init__(self, kind: str) -> None:
         torch.manual_seed(5)
         super().__init__(Branches())
@@ -123,8 +119,6 @@ def test_a_training_step_unfreezes_what_it_trains() -> None:
 
 
 class Failing(Trained):
-    """Rank 1 raises in the fourth batch, before its backward."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         if dist.get_rank() == 1 and batch_idx == 3:
             raise ArithmeticError("no output today")
@@ -164,8 +158,6 @@ def more_batches() -> str:
 
 
 class Skipping(Trained):
-    """Some ranks skip ``manual_backward`` in the third batch."""
-
     def __init__(self, *ranks: int) -> None:
         super().__init__(nn.Linear(8, 4))
         self.automatic_optimization = False
@@ -220,8 +212,6 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory(run_ranks: RunRanks) ->
 
 
 class Copies(pl.Callback):
-    """Copies all callbacks, which hold the Trainer, and so the strategy."""
-
     copied = 0
 
     def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:

@@ -70,8 +70,6 @@ def finish(*processes: Process) -> list[tuple[str, str]]:
             process.wait(timeout=20)
 
 
-# -- ways of starting --------------------------------------------------------------------------------
-
 SCRIPT = ["-m", "tests.trainer.launch_script"]
 
 
@@ -132,8 +130,6 @@ def test_torchrun_on_two_machines() -> None:
         ]
         assert_learned(*finish(*nodes)[0])
 
-
-# -- failures ----------------------------------------------------------------------------------------
 
 SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step killed:0"]
 OTHER_PLACES = [

@@ -74,8 +74,6 @@ def test_hooks_come_in_the_same_order_and_find_the_same() -> None:
 
 
 class Scaled(Regression):
-    """A module buffer enters the loss, and follows the batches of each rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(4))
@@ -115,8 +113,6 @@ class Zero(Regression):
 
 
 class Apart(pl.Callback):
-    """After which steps the ranks held the same weights."""
-
     def __init__(self) -> None:
         self.same: list[bool] = []
 

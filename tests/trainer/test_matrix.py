@@ -36,8 +36,6 @@ from tests.reference import largest_difference_between_ranks
 
 
 class LateNet(Citizen):
-    """Makes its network in ``configure_model``, and clips by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = None
@@ -169,7 +167,6 @@ def stream() -> DataLoader[Any]:
 
 
 def indivisible() -> DataLoader[Any]:
-    """19 samples in batches of 4, over two ranks."""
     generator = torch.Generator().manual_seed(11)
     dataset = TensorDataset(torch.randn(19, 8, generator=generator), torch.randn(19, 4, generator=generator))
     return DataLoader(dataset, 4, shuffle=True)

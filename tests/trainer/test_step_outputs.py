@@ -37,8 +37,6 @@ def twin_of(model: Regression) -> Mlp:
 
 
 class Silent(Regression):
-    """Returns None for the given (rank, batch) pairs."""
-
     def __init__(self, silent: set[tuple[int, int]], optimizer: Any = None) -> None:
         super().__init__()
         self.silent, self.own = silent, optimizer

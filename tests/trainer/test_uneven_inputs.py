@@ -16,8 +16,6 @@ from tests.models import ConvBatchNorm, Mlp, batch
 from tests.pool import RunRanks
 from tests.reference import largest_difference_between_ranks
 
-# -- the loader --------------------------------------------------------------------------------------
-
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
 
 
@@ -83,8 +81,6 @@ def test_it_passes_on_what_the_loader_has() -> None:
     assert evened(inner, 2).state_dict() == {"at": 3}
 
 
-# -- in a Trainer ------------------------------------------------------------------------------------
-
 LENGTHS = [3, 5, 4]
 
 
@@ -101,7 +97,6 @@ class Stream(IterableDataset[Any]):
 
 
 def own(kind: str = "sized", count: int | None = None) -> DataLoader[Any]:
-    """This rank's batches."""
     batches: Any = batches_of(dist.get_rank(), count)
     return DataLoader(Stream(batches) if kind == "stream" else batches, batch_size=None)
 
@@ -146,7 +141,6 @@ class Model(pl.LightningModule):
 
 
 def reference(divide_by: str, kind: str, accumulate: int) -> dict[str, Tensor]:
-    """The weights after two epochs in one process."""
     model, world = Model(kind), dist.get_world_size()
     optimizer = model.configure_optimizers()
     longest = max(LENGTHS[:world])

@@ -159,8 +159,6 @@ def named_grads(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 
 class TwoDevices(nn.Module):
-    """A layer on each of two devices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = Mlp().to(torch.device(DEVICE.type, 0))
@@ -300,7 +298,6 @@ def test_no_pass_makes_the_host_wait(setting: str, options: str) -> None:
             loss.item()
             assert slept.query(), "an event that is never seen to be over tells nothing"
     assert all(busy), f"the device was busy when backward returned: {busy}, of {kinds}"
-    net.close()
 
 
 SIZE = 1 << 16

@@ -50,7 +50,6 @@ def test_every_argument_by_name_and_by_position() -> None:
     assert_grads(module, mean_over_ranks(plain))
     assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
     BucketDDP(Mlp(), device_ids=[])  # torch takes it for None
-    ours.close()
 
 
 MODULE_BUFFERS: dict[str, list[Any]] = {  # arguments, rank 1's buffer at first, and in a later forward

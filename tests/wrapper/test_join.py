@@ -138,7 +138,6 @@ def test_module_buffers_are_the_mean_of_ranks_with_data() -> None:
 
 
 def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
-    """``.grad`` behind a join that rank 0 leaves first, and behind the first pass of another one."""
     torch.manual_seed(1)
     module = nn.Linear(1, 1, bias=False)
     wrapped = make(module)

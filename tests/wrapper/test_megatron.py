@@ -35,7 +35,6 @@ def local_if(ours: BucketDDP, local: bool) -> Any:
 
 
 def assert_means(module: nn.Module, plain: nn.Module) -> None:
-    """Asserts that gradients are the means of another module's, and None or zero where no rank has one."""
     for name, mean in mean_over_ranks(plain).items():
         grad = module.get_parameter(name).grad
         if mean is None:

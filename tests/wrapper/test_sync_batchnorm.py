@@ -279,8 +279,6 @@ def test_ranks_that_do_not_meet_in_a_layer_raise(job: Callable[..., None], args:
 
 
 class Look(pl.Callback):
-    """Notes the layers' class and group in each batch of a fit."""
-
     def __init__(self) -> None:
         self.seen: list[tuple[bool, Any]] = []
 

@@ -25,8 +25,6 @@ CPU = torch.device("cpu")
 
 
 class Uses(Plain):
-    """Gives what each validation step has to a function, with the module."""
-
     def __init__(self, use: Callable[[Any, Tensor], Any], metric: Metric | MetricCollection | None = None) -> None:
         super().__init__()
         self.metric = metric
@@ -141,8 +139,6 @@ def test_integers_are_logged_with_a_reduction() -> None:
 
 
 class Measures(Digits):
-    """Uses metrics in every way that replicas allow."""
-
     def __init__(self) -> None:
         super().__init__()
         self.curve, self.loss, self.sometimes = MulticlassAUROC(4), MeanMetric(), BinaryAccuracy()
@@ -290,8 +286,6 @@ def test_a_function_splits_batches_of_another_kind() -> None:
 
 
 class Changes(Plain):
-    """Changes parameters in a step."""
-
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__()
         self.target = nn.Linear(8, 1).requires_grad_(False)

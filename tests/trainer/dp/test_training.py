@@ -39,8 +39,6 @@ class Lbfgs(Digits):
 
 
 class Scheduled(Digits):
-    """Returns the loss alone."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx)["loss"]
 
