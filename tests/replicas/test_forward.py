@@ -287,7 +287,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
             convert_sync_batchnorm(ConvBatchNorm()),
             twice,
             ValueError,
-            "collectives of its own, found SyncBatchNorm 'norm'",
+            "found SyncBatchNorm 'norm'",
         ),
     ]:
         with pytest.raises(kind, match=words):
