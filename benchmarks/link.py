@@ -42,7 +42,14 @@ PORT = 29511
 """In the first rank's namespace, where nothing else listens."""
 COMPARED = (UNSYNCHRONISED, SHIPPED)
 """Peers that tables compare with; they always run."""
-SWEPT = ("ddp, best flags, 2 MiB", "bucketddp", "bucketddp_sharded")
+SWEPT = (
+    "ddp, best flags, 2 MiB",
+    "bucketddp",
+    "bucketddp_sharded",
+    "bucketddp, fp16 hook",
+    "bucketddp, bf16 wire",
+    *(f"torch DDP, fp16 hook, {cap} MiB (plain loop)" for cap in (2, 4)),
+)
 """Peers for other rates and ratios."""
 
 

@@ -13,6 +13,7 @@ SHIPPED = "ddp as shipped"
 PLAIN = " (plain loop)"
 UNSYNCHRONISED = "unsynchronised"
 BOUND = "bound for an all-reduce"
+HALF_BOUND = "bound for an all-reduce in 16 bits"
 SHARDED_BOUND = "bound for a sharded optimizer"
 RANKS = 2
 
@@ -47,6 +48,11 @@ class Measured:
     def bound(self, plain: bool) -> float:
         """The shortest possible step, in seconds, if an all-reduce during backward averages gradients."""
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + self.exposed
+
+    def half_bound(self, plain: bool) -> float:
+        """As :meth:`bound`, if each element has 16 bits on the wire."""
+        exposed = least_exposed(min(self.all_reduce) / 2, median(self.backward))
+        return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + exposed
 
     @property
     def exposed_sharded(self) -> float:
@@ -91,7 +97,12 @@ def described(case: Case, measured: Measured) -> str:
         )
     for plain in (False, True):
         if UNSYNCHRONISED + PLAIN * plain in measured.steps:
-            for name, bound in ((BOUND, measured.bound(plain)), (SHARDED_BOUND, measured.sharded_bound(plain))):
+            bounds = {
+                BOUND: measured.bound(plain),
+                HALF_BOUND: measured.half_bound(plain),
+                SHARDED_BOUND: measured.sharded_bound(plain),
+            }
+            for name, bound in bounds.items():
                 share = "100%" if name == BOUND else ""
                 cells = [f"{bound * 1e3:.0f}", f"{bound / median(shipped):.3f}", share, "", ""]
                 lines.append([name + PLAIN * plain, *cells])
@@ -150,10 +161,12 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
         panel.axvline(bound, color="C3", linestyle="--", label=f"{BOUND}, {bound:.0f} ms")
         bound = measured.sharded_bound(plain) * 1e3
         panel.axvline(bound, color="C1", linestyle="-.", label=f"{SHARDED_BOUND}, {bound:.0f} ms")
+        bound = measured.half_bound(plain) * 1e3
+        panel.axvline(bound, color="C4", linestyle=":", label=f"{HALF_BOUND}, {bound:.0f} ms")
         panel.set_yticks(range(len(peers)), [peer.removesuffix(PLAIN) for peer in peers])
         panel.invert_yaxis()
         panel.set_ylabel("plain loop" if plain else "Trainer")
-        panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False, fontsize=8)
+        panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
     panels[-1][0].set_xlabel("median step in ms; whiskers: fastest and slowest round")
     figure.suptitle(
         f"Step time over a link of {case.rate:g} Gbit/s, {NBYTES / 1e6:.0f} MB of gradients: shorter is better"
@@ -180,9 +193,13 @@ def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
             values = [paired_ratio(by_x[x].steps[peer], by_x[x].steps[SHIPPED]) for x in xs]
             style = "o-" if _is_ours(peer) or peer == SHIPPED else "o--"
             panel.plot(xs, values, style, markersize=4, label=peer)
-        for name, style, bound in ((BOUND, ":", Measured.bound), (SHARDED_BOUND, "-.", Measured.sharded_bound)):
+        for name, style, bound in (
+            (BOUND, ":", Measured.bound),
+            (HALF_BOUND, (0, (1, 4)), Measured.half_bound),
+            (SHARDED_BOUND, "-.", Measured.sharded_bound),
+        ):
             bounds = [bound(by_x[x], False) / median(by_x[x].steps[SHIPPED]) for x in xs]
-            panel.plot(xs, bounds, style, color="0.3", label=name)
+            panel.plot(xs, bounds, linestyle=style, color="0.3", label=name)
         panel.set_xscale("log", base=2)
         panel.set_xticks(xs, [f"{x:.2g}" for x in xs])
         panel.minorticks_off()

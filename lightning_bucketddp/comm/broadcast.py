@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _take_tensors
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.work import Work
@@ -25,7 +24,7 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank one rank's values of ``tensors``, in place.
 
-    The values travel in staging tensors per dtype and device, two at a time. Each has at most 32 MiB, or one tensor.
+    The values travel as bytes in staging tensors per device, two at a time. Each has at most 32 MiB, or one tensor.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
@@ -45,7 +44,8 @@ def broadcast_tensors(
             write_back(staging, chunk, hidden)
 
     for chunk in chunks(tensors):
-        staging = stage(chunk) if is_source else chunk[0].new_empty(sum(tensor.numel() for tensor in chunk))
+        nbytes = sum(tensor.nbytes for tensor in chunk)
+        staging = stage(chunk) if is_source else chunk[0].new_empty(nbytes, dtype=torch.uint8)
         under_way.append((collectives.broadcast(staging, source), staging, chunk))
         if len(under_way) > 1:
             end_first()
@@ -53,25 +53,36 @@ def broadcast_tensors(
         end_first()
 
 
-def chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype and device into chunks of at most 32 MiB. A larger tensor stands alone."""
-    by_kind = defaultdict[tuple[torch.dtype, torch.device], list[Tensor]](list)
-    for tensor in tensors:
+def chunks(tensors: Sequence[Tensor], by_dtype: bool = False) -> Iterator[list[Tensor]]:
+    """Group tensors by device, and by dtype if asked, into chunks of at most 32 MiB. A larger tensor stands alone.
+
+    Large elements come first: then each tensor's bytes begin where its dtype may begin.
+    """
+    by_kind = defaultdict[Hashable, list[Tensor]](list)
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):
         if tensor.numel():
-            by_kind[tensor.dtype, tensor.device].append(tensor)
+            by_kind[tensor.device, by_dtype and tensor.dtype].append(tensor)
     for kind in by_kind.values():
-        yield from _take_tensors(kind, _CHUNK_BYTES)
+        chunk: list[Tensor] = []
+        nbytes = 0
+        for tensor in kind:
+            if chunk and nbytes + tensor.nbytes > _CHUNK_BYTES:
+                yield chunk
+                chunk, nbytes = [], 0
+            chunk.append(tensor)
+            nbytes += tensor.nbytes
+        yield chunk
 
 
 def stage(chunk: list[Tensor]) -> Tensor:
-    """Copy all values of a chunk into one flat tensor."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+    """Copy all values of a chunk into one flat tensor of bytes."""
+    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
 
 
 def write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
-    """Copy the values of a flat tensor back into the chunk, past autograd's version counters if ``hidden``."""
-    parts = staging.split([tensor.numel() for tensor in chunk])
+    """Copy the bytes of a staging tensor back into the chunk, past autograd's version counters if ``hidden``."""
+    parts = staging.split([tensor.nbytes for tensor in chunk])
     # `.data` shares memory but not the version counter: an in-place write through it does not make autograd
     # reject a backward that saved the tensor.
     targets = [tensor.data if hidden else tensor.detach() for tensor in chunk]
-    torch._foreach_copy_(targets, [part.view(t.shape) for part, t in zip(parts, targets, strict=True)])
+    torch._foreach_copy_(targets, [part.view(t.dtype).view(t.shape) for part, t in zip(parts, targets, strict=True)])

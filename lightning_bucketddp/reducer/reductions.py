@@ -44,9 +44,9 @@ class Reduction(Protocol):
         return
 
     def advance(self) -> None:
-        """Hand the bucket that was launched last to the stage thread, if there is one."""
+        """Hand the bucket that was launched last to the stage thread, if there is one and other buckets follow."""
         bucket = self._buckets.active[self._buckets.launched - 1]
-        if self._thread is not None and bucket.flat.device.type == "cpu":
+        if self._thread is not None and bucket.flat.device.type == "cpu" and not self._buckets.is_last(bucket):
             bucket.work = self._thread.take(bucket.work)
 
     def proceed(self, poll: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from lightning_bucketddp.wrapper.module_params import ModuleParams
 
 
 class ModuleBuffers:
-    """Synchronises the module buffers of one module, with one collective per dtype.
+    """Synchronises the module buffers of one module, all in one broadcast, or with one all-reduce per dtype.
 
     Args:
         params: The module's parameters and module buffers.
@@ -59,13 +59,13 @@ class ModuleBuffers:
         source = 0 if active is None else active[-1]
         active = range(world_size) if active is None else active
         if self._mode == "mean":
-            for chunk in chunks([t for t in tensors if t.is_floating_point()]):
-                staging = stage(chunk)
+            for chunk in chunks([t for t in tensors if t.is_floating_point()], by_dtype=True):
+                staging = stage(chunk).view(chunk[0].dtype)
                 if self._collectives.rank not in active:
                     staging.zero_()
                 self._collectives.all_reduce_mean(staging).wait(poll)
                 if len(active) < world_size:
                     staging.mul_(world_size / len(active))
-                write_back(staging, chunk, hidden=True)
+                write_back(staging.view(torch.uint8), chunk, hidden=True)
             tensors = [t for t in tensors if not t.is_floating_point()]
         broadcast_tensors(tensors, self._collectives, poll, source, hidden=True)

@@ -250,7 +250,7 @@ def refused(folder: str) -> None:
         ({"mean": 4}, 2, "parts", r"saved torch.Size\(\[2\]\) and current: torch.Size\(\[4\]\) for model.tail.mean"),
         ({"mean": 2}, 1, "parts", "expected as many optimizers as the checkpoint has, 2, found 1"),
         ({"mean": 2}, 4, "parts", "expected as many optimizers as the checkpoint has, 2, found 4"),
-        ({"mean": 2}, 2, "nothing", "expected a directory that save_sharded() has written, found none"),
+        ({"mean": 2}, 2, "nothing", r"expected a directory that save_sharded\(\) has written, found none"),
     ]:
         module = Wide(**buffers)
         before = copy.deepcopy(module.state_dict())

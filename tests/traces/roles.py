@@ -95,4 +95,7 @@ class Roles:
 
 
 def _numel_of(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
+    """The elements of this dtype; for uint8 all bytes, as broadcasts send them."""
+    if dtype is torch.uint8:
+        return sum(tensor.nbytes for tensor in tensors)
     return sum(tensor.numel() for tensor in tensors if tensor.dtype is dtype)
