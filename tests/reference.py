@@ -65,14 +65,18 @@ def copying(forward: ReplicatedForward) -> ReplicatedForward:
 
 def pair(build: Callable[[], nn.Module] = Mlp, cap: float = 1, **options: Any) -> tuple[nn.Module, BucketDDP]:
     """A module that stays as it is, and a wrapped copy."""
-    torch.manual_seed(3)
-    plain = build()
+    plain = seeded(build)
     ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=cap, timeout=timedelta(seconds=20), **options)
     return plain, ours
 
 
 def inputs_of(step: int) -> Tensor:
     return batch(step, dist.get_rank())[0]
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return build()
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -86,6 +90,18 @@ def both(models: Iterable[nn.Module], *args: Any, only: Iterable[str] | None = N
             model.zero_grad()
         inputs = None if only is None else [inner(model).get_parameter(name) for name in only]
         model(*args).square().mean().backward(inputs=inputs)
+
+
+def taking(step: int, take: str = "both") -> Callable[[nn.Module], Tensor]:
+    """The loss of ``Branches`` on this rank's batch."""
+    inputs = inputs_of(step)
+    return lambda model: model(inputs, take).square().mean()
+
+
+def mse(step: int, direct: bool = False) -> Callable[[nn.Module], Tensor]:
+    """The loss of this rank's batch; ``direct`` goes past the wrapper."""
+    inputs, target = batch(step, dist.get_rank())
+    return lambda model: loss_of((inner(model) if direct else model)(inputs), target)
 
 
 def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -> None:
@@ -108,10 +124,12 @@ def everyones(value: Any) -> list[Any]:
     return found
 
 
-def backward(model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32, rank: int | None = None) -> Tensor:
+def backward(
+    model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32, rank: int | None = None, **options: Any
+) -> Tensor:
     """A forward and a backward of this rank's batch, or another rank's; the loss."""
     inputs, target = batch(step, dist.get_rank() if rank is None else rank)
-    loss = loss_of(model(inputs.to(dtype)), target.to(dtype))
+    loss = loss_of(model(inputs.to(dtype), **options), target.to(dtype))
     loss.backward()
     return loss
 

@@ -31,11 +31,6 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003, "weight_decay": 0.0}]
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return build()
-
-
 def mse(model: nn.Module, step: int, *args: Any) -> Tensor:
     inputs, target = batch(step, dist.get_rank())
     return loss_of(model(inputs, *args), target)

@@ -10,8 +10,9 @@ from torch.optim import SGD, Optimizer
 from lightning_bucketddp import BucketDDP, declare_element_wise
 from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
 from tests.models import Mlp
-from tests.optim.common import assert_close, backward, seeded, stepped, values
+from tests.optim.common import assert_close, backward, stepped, values
 from tests.pool import on_ranks
+from tests.reference import seeded
 
 
 class SignOfMomentum(Optimizer):

@@ -18,9 +18,9 @@ from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
-from tests.optim.common import TINY, average, backward, mse, seeded, values
+from tests.optim.common import TINY, average, backward, mse, values
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import largest_difference_between_ranks, seeded
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:

@@ -23,9 +23,9 @@ from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, Peer
 from tests import lightning_models
 from tests.lightning_models import PoolEnvironment, Regression, close_to, data, trainer
 from tests.models import Mlp
-from tests.optim.common import assert_equal, mse, seeded
+from tests.optim.common import assert_equal, mse
 from tests.pool import RunRanks, on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import largest_difference_between_ranks, seeded
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
 parts = partial(sharded, state_dict_type="sharded")

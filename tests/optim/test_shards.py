@@ -22,20 +22,9 @@ from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
 from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
-from tests.optim.common import (
-    OPTIMIZERS,
-    TINY,
-    assert_close,
-    average,
-    backward,
-    mse,
-    seeded,
-    stepped,
-    two_groups,
-    values,
-)
+from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, backward, mse, stepped, two_groups, values
 from tests.pool import RunRanks, on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import largest_difference_between_ranks, seeded
 
 Wrap = Callable[..., BucketDDP]
 

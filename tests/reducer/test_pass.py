@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,28 +13,9 @@ from lightning_bucketddp import BucketDDP
 from tests.inside import passes_of, views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch, loss_of
 from tests.pool import case, on_ranks
-from tests.reference import TINY, Twins, assert_grads, grads, run_backward
+from tests.reference import TINY, Twins, assert_grads, grads, inner, mse, run_backward, seeded, taking
 
 REENTRANT = partial(Checkpointed, use_reentrant=True)
-
-
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return build()
-
-
-def inner(net: nn.Module) -> nn.Module:
-    return net.module if isinstance(net, BucketDDP) else net
-
-
-def taking(step: int, take: str) -> Callable[[nn.Module], Tensor]:
-    inputs = batch(step, dist.get_rank())[0]
-    return lambda net: net(inputs, take).square().mean()
-
-
-def mse(step: int, direct: bool = False) -> Callable[[nn.Module], Tensor]:
-    inputs, target = batch(step, dist.get_rank())
-    return lambda net: loss_of((inner(net) if direct else net)(inputs), target)
 
 
 @on_ranks(3)

@@ -12,15 +12,14 @@ from torch import nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.peers.control import HEADER
-from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, loss_of, tokens
+from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, tokens
 from tests.pool import Nursery, RunRanks, WorkerPool, on_ranks
-from tests.reference import TINY, run_backward
+from tests.reference import TINY, backward, run_backward
 
 
 def train(ours: BucketDDP, step: int) -> None:
     ours.zero_grad()
-    inputs, target = batch(step, dist.get_rank())
-    loss_of(ours(inputs), target).backward()
+    backward(ours, step)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,17 +14,7 @@ from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, Checkpointed, Mlp, batch, loss_of
 from tests.pool import RunRanks, on_ranks
-from tests.reference import TINY, Twins, largest_difference_between_ranks
-
-
-def mse(step: int) -> Callable[[nn.Module], Tensor]:
-    inputs, target = batch(step, dist.get_rank())
-    return lambda net: loss_of(net(inputs), target)
-
-
-def taking(step: int, take: str = "both") -> Callable[[nn.Module], Tensor]:
-    inputs = batch(step, dist.get_rank())[0]
-    return lambda net: net(inputs, take).square().mean()
+from tests.reference import TINY, Twins, largest_difference_between_ranks, mse, taking
 
 
 @on_ranks(2, 3)

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.lightning_models import Citizen, close_to, data, ddp, ours, trainer
 from tests.models import ConvBatchNorm
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import largest_difference_between_ranks
-from tests.trainer.cases import case
 
 
 class Rated(Citizen):

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.lightning_models import Citizen, data, ddp, ours, trainer
 from tests.models import Mlp
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import largest_difference_between_ranks
-from tests.trainer.cases import case
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
 

@@ -19,9 +19,8 @@ from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankM
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import PoolEnvironment
 from tests.models import ConvBatchNorm, Fragile, Mlp, batch
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import largest_difference_between_ranks
-from tests.trainer.cases import case
 
 
 def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import largest_difference_between_ranks
-from tests.trainer.cases import case
 
 Batch = tuple[Tensor, Tensor]
 

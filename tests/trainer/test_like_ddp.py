@@ -16,9 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
-from tests.pool import RunRanks, on_ranks
+from tests.pool import RunRanks, case, on_ranks
 from tests.reference import largest_difference_between_ranks
-from tests.trainer.cases import case
 
 
 class Recorder(Regression):

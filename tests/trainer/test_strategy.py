@@ -17,8 +17,7 @@ from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStr
 from tests.inside import comm_hook_of
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
-from tests.pool import RunRanks, on_ranks
-from tests.trainer.cases import case
+from tests.pool import RunRanks, case, on_ranks
 from tests.trainer.test_fabric import start
 
 _EXPERIMENTAL = {
