@@ -21,7 +21,7 @@ from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
 from tests.models import Mlp, batch, loss_of
 from tests.pool import RunRanks, on_ranks
-from tests.reference import TINY, grads
+from tests.reference import TINY, backward, grads
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -55,17 +55,13 @@ def test_reductions_give_the_mean(on_gloo: bool) -> None:
         torch.testing.assert_close(shard, mean[rank * length : (rank + 1) * length], **close)
 
 
-def large_values() -> list[float]:
+@on_ranks(3)
+def test_a_sum_in_fp16_does_not_overflow() -> None:
     collectives = Collectives(None)
     collectives.probe(torch.device("cpu"))
     flat = torch.full((9,), 60000.0, dtype=torch.float16)
     collectives.all_reduce_mean(flat).wait()
-    return flat.tolist()
-
-
-def test_a_sum_in_fp16_does_not_overflow(run_ranks: RunRanks) -> None:
-    for found in run_ranks(3, large_values):
-        assert found == pytest.approx([60000.0] * 9, rel=2**-9)
+    assert flat.tolist() == pytest.approx([60000.0] * 9, rel=2**-9)
 
 
 def reduced_in(wire_dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float, dict[str, Tensor | None]]:
@@ -77,11 +73,9 @@ def reduced_in(wire_dtype: torch.dtype, options: dict[str, Any]) -> tuple[float,
     ours = BucketDDP(module, bucket_cap_mb=TINY, **options)
     squares, norm, as_exact, elements = 0.0, 0.0, 0, 0
     for step in range(3):
-        inputs, target = batch(step, dist.get_rank())
-        ours.zero_grad()
-        plain.zero_grad()
-        loss_of(ours(inputs), target).backward()
-        loss_of(plain(inputs), target).backward()
+        for model in (ours, plain):
+            model.zero_grad()
+            backward(model, step)
         for param, other in zip(module.parameters(), plain.parameters(), strict=True):
             exact, summed_exactly = other.grad.double(), other.grad.to(wire_dtype).double()
             dist.all_reduce(exact)
@@ -191,7 +185,8 @@ def test_bytes_on_the_wire(run_ranks: RunRanks, world_size: int) -> None:
     assert power_sgd[1] < plain[1] / 10 or plain[1] == 0
 
 
-def launched_in_turn() -> tuple[list[str], list[Tensor]]:
+@on_ranks(2)
+def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
     """Reduce three buckets as on an accelerator, where the second stages have no group of their own."""
     collectives, buckets = Collectives(None), Buckets.__new__(Buckets)
     rank = dist.get_rank()
@@ -204,24 +199,15 @@ def launched_in_turn() -> tuple[list[str], list[Tensor]]:
         reduction.proceed(lambda: None)
     for bucket in buckets.active:
         bucket.work.wait()
-    return [name for name, _ in calls], flats
+    to_all, gather = "all_to_all_single", "all_gather"
+    names = [gather if gather in name else name for name, _ in calls]
+    assert names == [to_all, to_all, gather, to_all, gather, gather]
+    for index, flat in enumerate(flats):
+        assert torch.equal(flat, torch.full((10,), 1.5 + index))
 
 
-def test_on_accelerators_second_stages_have_a_fixed_place(run_ranks: RunRanks) -> None:
-    for names, flats in run_ranks(2, launched_in_turn):
-        to_all, gather = "all_to_all_single", "all_gather"
-        assert [name[:10] if gather in name else name for name in names] == [
-            to_all,
-            to_all,
-            gather,
-            to_all,
-            *[gather] * 2,
-        ]
-        for index, flat in enumerate(flats):
-            assert torch.equal(flat, torch.full((10,), 1.5 + index))
-
-
-def gathered_before_backward_ended() -> bool:
+@on_ranks(2)
+def test_second_stages_start_during_backward() -> None:
     torch.manual_seed(0)
     ours = BucketDDP(Mlp(depth=3), wire_dtype=torch.bfloat16, bucket_cap_mb=TINY)
     inputs, target = batch(0, dist.get_rank())
@@ -238,8 +224,4 @@ def gathered_before_backward_ended() -> bool:
     inputs.register_hook(wait_for_a_gather)  # the last gradient of all
     with recorded() as calls:
         loss_of(ours(inputs), target).backward()
-    return seen
-
-
-def test_second_stages_start_during_backward(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, gathered_before_backward_ended) == [True, True]
+    assert seen

@@ -132,18 +132,17 @@ def fails(model: pl.LightningModule, *errors: type[BaseException], within: float
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def failing_alone() -> tuple[str, str]:
-    return fails(Failing(nn.Linear(8, 4)), ArithmeticError, PeerFailureError), fails(Regression(), RuntimeError)
-
-
-def test_an_exception_on_one_rank_is_an_error_everywhere(run_ranks: RunRanks) -> None:
-    for rank, (message, later) in enumerate(run_ranks(3, failing_alone, fresh=True)):
-        if rank == 1:
-            assert message.startswith("ArithmeticError")
-        else:
-            assert f"PeerFailureError: rank {rank}: pass 3 cannot be completed: rank 1 raised Arithm" in message
-        assert "expected a process group without unfinished collectives" in later, "no fit in this group again"
-        assert "ArithmeticError: no output today" in later
+@on_ranks(3, fresh=True)
+def test_an_exception_on_one_rank_is_an_error_everywhere() -> None:
+    rank = dist.get_rank()
+    message = fails(Failing(nn.Linear(8, 4)), ArithmeticError, PeerFailureError)
+    later = fails(Regression(), RuntimeError)
+    if rank == 1:
+        assert message.startswith("ArithmeticError")
+    else:
+        assert f"PeerFailureError: rank {rank}: pass 3 cannot be completed: rank 1 raised Arithm" in message
+    assert "expected a process group without unfinished collectives" in later, "no fit in this group again"
+    assert "ArithmeticError: no output today" in later
 
 
 def more_batches() -> str:
@@ -191,7 +190,8 @@ class Look(pl.Callback):
         self.hooks = [len(param._post_accumulate_grad_hooks) for param in module.parameters()]
 
 
-def fit_again() -> list[int]:
+@on_ranks(2)
+def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
     model, tensors, look = Regression(), [], Look()
     for _ in range(3):
         trainer(ours(), callbacks=[look]).fit(model, data(2))
@@ -202,12 +202,7 @@ def fit_again() -> list[int]:
         gc.collect()
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert largest_difference_between_ranks(model) == 0
-    return tensors
-
-
-def test_fit_again_leaves_one_set_of_hooks_and_no_memory(run_ranks: RunRanks) -> None:
-    for tensors in run_ranks(2, fit_again):
-        assert tensors[1] == tensors[2]
+    assert tensors[1] == tensors[2]
 
 
 class Copies(pl.Callback):

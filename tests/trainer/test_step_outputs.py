@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Mlp
-from tests.pool import RunRanks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 BATCHES = 4
@@ -55,7 +55,17 @@ def scaled() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
-def silent_in(silent: set[tuple[int, int]], with_scaler: bool, accumulate: int) -> list[str]:
+SOME = {(1, 1), (1, 3), (0, 2)}
+# The first step too: momentum would go on moving the weights in later ones, as with one process.
+ALL = {(0, 0), (1, 0), (0, 2), (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("silent", "with_scaler", "accumulate"),
+    [(SOME, False, 1), (SOME, False, 2), (SOME, True, 2), (ALL, False, 1), (ALL, True, 1)],
+)
+@on_ranks(2)
+def test_none_counts_as_zero_and_of_all_ranks_skips_the_step(silent: Any, with_scaler: bool, accumulate: int) -> None:
     model = Silent(silent)
     expected = twin_of(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -76,24 +86,8 @@ def silent_in(silent: set[tuple[int, int]], with_scaler: bool, accumulate: int) 
     torch.testing.assert_close(model.net.state_dict(), expected.state_dict(), **tolerance)
     assert largest_difference_between_ranks(model) == 0.0
     assert runs.global_step == BATCHES // accumulate
-    return [str(w.message) for w in caught if "returned None" in str(w.message)]
-
-
-SOME = {(1, 1), (1, 3), (0, 2)}
-# The first step too: momentum would go on moving the weights in later ones, as with one process.
-ALL = {(0, 0), (1, 0), (0, 2), (1, 2)}
-
-
-@pytest.mark.parametrize(
-    ("silent", "with_scaler", "accumulate"),
-    [(SOME, False, 1), (SOME, False, 2), (SOME, True, 2), (ALL, False, 1), (ALL, True, 1)],
-)
-def test_none_counts_as_zero_and_of_all_ranks_skips_the_step(
-    run_ranks: RunRanks, silent: Any, with_scaler: bool, accumulate: int
-) -> None:
-    for rank, messages in enumerate(run_ranks(2, silent_in, silent, with_scaler, accumulate)):
-        (message,) = messages
-        assert f"rank {rank}: `training_step` returned None" in message
+    (message,) = [str(w.message) for w in caught if "returned None" in str(w.message)]
+    assert f"rank {dist.get_rank()}: `training_step` returned None" in message
 
 
 class LineSearch(Regression):
