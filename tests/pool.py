@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
@@ -214,20 +214,23 @@ def case(*values: object) -> Iterator[None]:
 
 
 def on_ranks(
-    *world_sizes: int, cases: Mapping[str, Sequence[Any]] | None = None, **options: Any
+    *world_sizes: int, cases: Mapping[str, Any] | Iterable[Any] | None = None, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a job a test: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures.
 
-    With ``cases`` the arguments are theirs: all run in one job, or if ``fresh`` each in its own. ``options`` are those
-    of ``WorkerPool.run``.
+    With ``cases``, which may have names, the arguments are theirs: all run in one job, or if ``fresh`` each in its own.
+    ``options`` are those of ``WorkerPool.run``.
     """
+    if cases is not None and not isinstance(cases, Mapping):
+        cases = {str(at): given for at, given in enumerate(cases)}
 
     def decorate(job: Callable[..., None]) -> Callable[..., None]:
         def each_case(names: list[str]) -> None:
             assert cases is not None
             for name in names:
-                with case(name):
-                    job(*cases[name])
+                given = cases[name] if isinstance(cases[name], list | tuple) else [cases[name]]
+                with case(name, *given):
+                    job(*given)
                 _close_wrappers()
 
         @functools.wraps(job)

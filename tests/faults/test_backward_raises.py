@@ -14,7 +14,7 @@ from lightning_bucketddp.reducer.reducer import PassState
 from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch, loss_of
-from tests.pool import RunRanks, case, on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import (
     TINY,
     assert_grads,
@@ -58,11 +58,9 @@ def all_ranks_raise(way: str, guarded: bool) -> None:
     ours.close()
 
 
-@on_ranks(2, 3)
-def test_training_goes_on_when_all_ranks_raised() -> None:
-    for way, guarded in [("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)]:
-        with case(way, guarded):
-            all_ranks_raise(way, guarded)
+@on_ranks(2, 3, cases=[("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)])
+def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None:
+    all_ranks_raise(way, guarded)
 
 
 @on_ranks(2)
@@ -83,28 +81,26 @@ def raise_in_backward(grad: torch.Tensor) -> None:
     raise ArithmeticError("no gradient today")
 
 
-@on_ranks(2)
-def test_gradients_that_a_failed_pass_spared_are_put_back() -> None:
-    for guarded in (True, False):
-        ours = BucketDDP(Branches(), bucket_cap_mb=0.0001, find_unused_parameters=True)
-        inputs = inputs_of(0)
-        for _ in range(2):
-            ours(inputs).square().mean().backward()
-        grad = ours.module.left.weight.grad.add_(dist.get_rank())  # on each rank another: this rank's own is put back
-        before = grad.clone()
-        inputs.requires_grad_().register_hook(raise_in_backward)
-        loss = ours(inputs, "right").square().mean()
-        kept: list[Any] = []
-        reducer = reducer_of(ours)
-        ours.module.stem.bias.register_hook(lambda _, kept=kept, of=reducer: kept.extend(of.storage._kept))
-        with pytest.raises(ArithmeticError):
-            run_backward(ours, loss, guarded)
-        assert bool(kept) == guarded, "only a guard knows beforehand that the gradient will not come"
-        assert ours.module.right.weight.grad is None
-        for _ in range(2):
-            assert torch.equal(ours.module.left.weight.grad, before)
-            ours(inputs)
-        ours.close()
+@on_ranks(2, cases=(True, False))
+def test_gradients_that_a_failed_pass_spared_are_put_back(guarded: bool) -> None:
+    ours = BucketDDP(Branches(), bucket_cap_mb=0.0001, find_unused_parameters=True)
+    inputs = inputs_of(0)
+    for _ in range(2):
+        ours(inputs).square().mean().backward()
+    grad = ours.module.left.weight.grad.add_(dist.get_rank())  # on each rank another: this rank's own is put back
+    before = grad.clone()
+    inputs.requires_grad_().register_hook(raise_in_backward)
+    loss = ours(inputs, "right").square().mean()
+    kept: list[Any] = []
+    reducer = reducer_of(ours)
+    ours.module.stem.bias.register_hook(lambda _, kept=kept, of=reducer: kept.extend(of.storage._kept))
+    with pytest.raises(ArithmeticError):
+        run_backward(ours, loss, guarded)
+    assert bool(kept) == guarded, "only a guard knows beforehand that the gradient will not come"
+    assert ours.module.right.weight.grad is None
+    for _ in range(2):
+        assert torch.equal(ours.module.left.weight.grad, before)
+        ours(inputs)
 
 
 def one_rank_raises(way: str, guarded: bool, step_of_failure: int) -> tuple[str, str, float]:

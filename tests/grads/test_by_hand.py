@@ -40,26 +40,24 @@ def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
     return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
 
 
-@on_ranks(2)
-def test_tokens_are_dropped_with_their_gradients() -> None:
-    for how, guarded in [("zero_grad", True), ("zero_grad_buffer", False), ("optimizer", False), ("raise", False)]:
-        plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")
-        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-        clear = {"optimizer": optimizer.zero_grad, "zero_grad_buffer": ours.zero_grad_buffer}.get(how, ours.zero_grad)
-        for step in range(2):
-            clear()
-            plain.zero_grad()
-            ours.count_tokens(10)
-            with nullcontext() if how == "raise" else ours.no_sync():
-                with pytest.raises(ArithmeticError) if how == "raise" else nullcontext():
-                    summed([ours], 10 + step, fail=how == "raise")
-            clear()
-            ours.count_tokens(7 + dist.get_rank())
-            run_backward(ours, ours(inputs_of(step)).square().sum(), guarded)
-            summed([plain], step)
-            with case(how, guarded, step):
-                assert_grads(ours.module, divided_sum(plain, 15))
-        ours.close()
+@on_ranks(2, cases=[("zero_grad", True), ("zero_grad_buffer", False), ("optimizer", False), ("raise", False)])
+def test_tokens_are_dropped_with_their_gradients(how: str, guarded: bool) -> None:
+    plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    clear = {"optimizer": optimizer.zero_grad, "zero_grad_buffer": ours.zero_grad_buffer}.get(how, ours.zero_grad)
+    for step in range(2):
+        clear()
+        plain.zero_grad()
+        ours.count_tokens(10)
+        with nullcontext() if how == "raise" else ours.no_sync():
+            with pytest.raises(ArithmeticError) if how == "raise" else nullcontext():
+                summed([ours], 10 + step, fail=how == "raise")
+        clear()
+        ours.count_tokens(7 + dist.get_rank())
+        run_backward(ours, ours(inputs_of(step)).square().sum(), guarded)
+        summed([plain], step)
+        with case(how, guarded, step):
+            assert_grads(ours.module, divided_sum(plain, 15))
 
 
 @on_ranks(2)
@@ -128,32 +126,30 @@ def test_a_sum_is_not_reduced_again() -> None:
         ours.close()
 
 
-@on_ranks(2)
-def test_a_reduction_under_way_is_not_disturbed() -> None:
+@on_ranks(2, cases=PLACES)
+def test_a_reduction_under_way_is_not_disturbed(options: dict[str, Any]) -> None:
     """Between the start and the end of a reduction by hand."""
-    for options in PLACES:
-        plain, ours = pair(cap=TINY, **options)
-        for step in range(2):
-            ours.zero_grad()
-            plain.zero_grad()
-            with ours.no_sync():
-                summed([plain, ours], step)
-            ours.start_grad_sync()
-            assert options or ours.module.head.weight.grad is None
-            inputs = inputs_of(9).requires_grad_()
-            found, expected = (torch.autograd.grad(model(inputs).sum(), inputs)[0] for model in (ours, plain))
-            torch.testing.assert_close(found, expected)
-            with pytest.raises(RuntimeError, match="finish_grad_sync"):
-                ours.zero_grad_buffer()
-            if step == 0:
-                ours.finish_grad_sync()
-                with case(options):
-                    assert_grads(ours.module, mean_over_ranks(plain))
-        with pytest.raises(RuntimeError, match="finish_grad_sync"), ours.no_sync() if options else nullcontext():
-            summed([ours], 1)
-        with suppress(RuntimeError):
+    plain, ours = pair(cap=TINY, **options)
+    for step in range(2):
+        ours.zero_grad()
+        plain.zero_grad()
+        with ours.no_sync():
+            summed([plain, ours], step)
+        ours.start_grad_sync()
+        assert options or ours.module.head.weight.grad is None
+        inputs = inputs_of(9).requires_grad_()
+        found, expected = (torch.autograd.grad(model(inputs).sum(), inputs)[0] for model in (ours, plain))
+        torch.testing.assert_close(found, expected)
+        with pytest.raises(RuntimeError, match="finish_grad_sync"):
+            ours.zero_grad_buffer()
+        if step == 0:
             ours.finish_grad_sync()
-        ours.close()
+            with case(options):
+                assert_grads(ours.module, mean_over_ranks(plain))
+    with pytest.raises(RuntimeError, match="finish_grad_sync"), ours.no_sync() if options else nullcontext():
+        summed([ours], 1)
+    with suppress(RuntimeError):
+        ours.finish_grad_sync()
 
 
 @on_ranks(2)

@@ -86,17 +86,15 @@ def test_state_dicts_are_those_of_the_module() -> None:
         ours.close()
 
 
-@on_ranks(2)
-def test_copies_keep_the_hook_and_its_state() -> None:
-    for hook, means in [(allreduce_hook, True), (noop_hook, False)]:
-        plain, ours = pair()
-        ours.register_comm_hook(dist.group.WORLD, hook)
-        for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-            both([plain, other], inputs_of(0))
-            with case(hook):
-                assert_grads(other.module, mean_over_ranks(plain) if means else grads(plain))
-            other.close()
-        ours.close()
+@on_ranks(2, cases=[(allreduce_hook, True), (noop_hook, False)])
+def test_copies_keep_the_hook_and_its_state(hook: Any, means: bool) -> None:
+    plain, ours = pair()
+    ours.register_comm_hook(dist.group.WORLD, hook)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        both([plain, other], inputs_of(0))
+        with case(hook):
+            assert_grads(other.module, mean_over_ranks(plain) if means else grads(plain))
+        other.close()
 
 
 @on_ranks(2)
@@ -118,17 +116,15 @@ def test_pickles_leave_gradient_buffers_out() -> None:
     assert max(size, len(saved.getvalue())) < 1.5 * len(pickle.dumps(plain))
 
 
-@on_ranks(2)
-def test_a_shared_weight_is_ignored_by_all_its_names() -> None:
-    for name in ("0.weight", "2.weight"):
-        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
-        module[2].weight = module[0].weight
-        module._ddp_params_and_buffers_to_ignore = [name]
-        ours = BucketDDP(module)
-        plain = copy.deepcopy(module)
-        both([plain, ours], inputs_of(0))
-        assert_grads(module, mean_over_ranks(plain))
-        ours.close()
+@on_ranks(2, cases=("0.weight", "2.weight"))
+def test_a_shared_weight_is_ignored_by_all_its_names(name: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    module[2].weight = module[0].weight
+    module._ddp_params_and_buffers_to_ignore = [name]
+    ours = BucketDDP(module)
+    plain = copy.deepcopy(module)
+    both([plain, ours], inputs_of(0))
+    assert_grads(module, mean_over_ranks(plain))
 
 
 def error_inside_join() -> str | None:

@@ -31,52 +31,48 @@ def note(came: list[bool], param: Tensor, before: Tensor | None, _grad: Tensor) 
     came.append(before is None or not torch.equal(param.grad, before))
 
 
-@on_ranks(2)
-def test_gradients_may_come_before_an_output_is_reached() -> None:
+@on_ranks(2, cases=(False, True))
+def test_gradients_may_come_before_an_output_is_reached(local: bool) -> None:
     """A penalty on parameters that forward does not use: their gradients come before any output is reached."""
-    for local in (False, True):
-        plain, ours = pair(Branches)
-        warm_up(plain, ours)
-        for step in range(4):
-            came: list[bool] = []
-            for model in (plain, ours):
-                if step % 2 == 0:  # else it comes in place
-                    model.zero_grad()
-                right = inner(model).right.weight
-                if local:
-                    with ours.no_sync():
-                        (model(inputs_of(50 + step), "left").square().mean() + right.sum() * step).backward()
-                    assert model is plain or step or right.grad is not None
-                out = model(inputs_of(step), "left")
-                out.register_hook(partial(note, came, right, right.grad if right.grad is None else right.grad.clone()))
-                penalty = right.square().sum() * (dist.get_rank() if not local else 0) + right.sum()
-                (out.square().mean() + penalty).backward()
-            assert came == [True, True]
-            assert_grads(ours.module, mean_over_ranks(plain))
-        ours.close()
+    plain, ours = pair(Branches)
+    warm_up(plain, ours)
+    for step in range(4):
+        came: list[bool] = []
+        for model in (plain, ours):
+            if step % 2 == 0:  # else it comes in place
+                model.zero_grad()
+            right = inner(model).right.weight
+            if local:
+                with ours.no_sync():
+                    (model(inputs_of(50 + step), "left").square().mean() + right.sum() * step).backward()
+                assert model is plain or step or right.grad is not None
+            out = model(inputs_of(step), "left")
+            out.register_hook(partial(note, came, right, right.grad if right.grad is None else right.grad.clone()))
+            penalty = right.square().sum() * (dist.get_rank() if not local else 0) + right.sum()
+            (out.square().mean() + penalty).backward()
+        assert came == [True, True]
+        assert_grads(ours.module, mean_over_ranks(plain))
 
 
-@on_ranks(3)
-def test_gradients_may_be_changed_between_passes() -> None:
+@on_ranks(3, cases=[("zero", True), ("clip", False), ("clip", True), ("none", False)])
+def test_gradients_may_be_changed_between_passes(how: str, guarded: bool) -> None:
     """Gradients that are changed in place between passes belong to a parameter that the next pass does not use."""
-    for how, guarded in [("zero", True), ("clip", False), ("clip", True), ("none", False)]:
-        plain, ours = pair(Branches)
-        warm_up(plain, ours)
-        for step in range(4):
-            take, before = ("both", "left")[step % 2], grads(ours.module)["right.weight"]
-            for model in (plain, ours):
-                if how == "zero":
-                    model.zero_grad(set_to_none=False)
-                elif how == "clip":
-                    clip_grad_norm_(model.parameters(), 1e-2)
-                run_backward(ours, model(inputs_of(step), take).square().mean(), guarded and model is ours)
-            mean = mean_over_ranks(plain)
-            with case(how, guarded, step):
-                assert_grads(ours.module, mean)
-                assert (how, take) != ("none", "left") or torch.equal(ours.module.right.weight.grad, before)
-            for name, param in plain.named_parameters():
-                param.grad = mean[name]
-        ours.close()
+    plain, ours = pair(Branches)
+    warm_up(plain, ours)
+    for step in range(4):
+        take, before = ("both", "left")[step % 2], grads(ours.module)["right.weight"]
+        for model in (plain, ours):
+            if how == "zero":
+                model.zero_grad(set_to_none=False)
+            elif how == "clip":
+                clip_grad_norm_(model.parameters(), 1e-2)
+            run_backward(ours, model(inputs_of(step), take).square().mean(), guarded and model is ours)
+        mean = mean_over_ranks(plain)
+        with case(how, guarded, step):
+            assert_grads(ours.module, mean)
+            assert (how, take) != ("none", "left") or torch.equal(ours.module.right.weight.grad, before)
+        for name, param in plain.named_parameters():
+            param.grad = mean[name]
 
 
 @on_ranks(2)

@@ -146,10 +146,9 @@ def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     return training.end()
 
 
-@on_ranks(3)
-def test_state_moves_with_its_parameters() -> None:
-    for optimizer in ("adamw", "adagrad"):
-        assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
+@on_ranks(3, cases=("adamw", "adagrad"))
+def test_state_moves_with_its_parameters(optimizer: str) -> None:
+    assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
 
 
 class Wide(nn.Module):

@@ -44,21 +44,20 @@ def noting(found: list[list[str]], original: Callable[..., Any]) -> Callable[...
     return send
 
 
-@on_ranks(2)
-def test_few_frames_lie_between_autograd_and_the_wire() -> None:
-    for options, limit in WAYS:
-        ours = BucketDDP(Mlp(), bucket_cap_mb=0.001, **options)
-        found: list[list[str]] = []
-        with (
-            patch.object(dist.ProcessGroup, "allreduce", noting(found, dist.ProcessGroup.allreduce)),
-            patch.object(dist, "all_to_all_single", noting(found, dist.all_to_all_single)),
-        ):
-            for step in range(3):
-                both([ours], inputs_of(step))
-        ours.close()
-        with case(options):
-            assert any(found), "no bucket was launched early"
-            assert max(map(len, found)) <= limit, max(found, key=len)
+@on_ranks(2, cases=WAYS)
+def test_few_frames_lie_between_autograd_and_the_wire(options: dict[str, Any], limit: int) -> None:
+    ours = BucketDDP(Mlp(), bucket_cap_mb=0.001, **options)
+    found: list[list[str]] = []
+    with (
+        patch.object(dist.ProcessGroup, "allreduce", noting(found, dist.ProcessGroup.allreduce)),
+        patch.object(dist, "all_to_all_single", noting(found, dist.all_to_all_single)),
+    ):
+        for step in range(3):
+            both([ours], inputs_of(step))
+    ours.close()
+    with case(options):
+        assert any(found), "no bucket was launched early"
+        assert max(map(len, found)) <= limit, max(found, key=len)
 
 
 class BucketNorms(Participant):

@@ -194,14 +194,12 @@ def test_a_context_without_backward_holds_no_other_wrapper_up() -> None:
     assert second.early_launches > 0
 
 
-@on_ranks(3)
-def test_averaging_does_not_overflow() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        module = nn.Linear(4, 1, bias=False).to(dtype)
-        ours = BucketDDP(module)
-        ours(torch.full((1, 4), 40000.0, dtype=dtype)).sum().backward()
-        torch.testing.assert_close(module.weight.grad, torch.full((1, 4), 40000.0, dtype=dtype), rtol=2e-3, atol=0)
-        ours.close()
+@on_ranks(3, cases=(torch.float16, torch.bfloat16, torch.float64))
+def test_averaging_does_not_overflow(dtype: torch.dtype) -> None:
+    module = nn.Linear(4, 1, bias=False).to(dtype)
+    ours = BucketDDP(module)
+    ours(torch.full((1, 4), 40000.0, dtype=dtype)).sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((1, 4), 40000.0, dtype=dtype), rtol=2e-3, atol=0)
 
 
 @on_ranks(3)
@@ -218,28 +216,26 @@ def test_a_kept_gradient_is_divided_once() -> None:
     torch.testing.assert_close(head.grad, torch.full_like(head, 4 / 3), msg="1, 2 and 1")
 
 
-@on_ranks(2)
-def test_a_gradient_moved_out_of_the_buffer_counts() -> None:
+@on_ranks(2, cases=("data", "memory format"))
+def test_a_gradient_moved_out_of_the_buffer_counts(change: str) -> None:
     """``.data`` keeps the gradient's tensor object and puts it into other memory."""
-    for change in ("data", "memory format"):
-        twins = Twins(seeded(ConvBatchNorm))
-        for step in range(3):
-            inputs = batch(step, dist.get_rank())[0]
-            twins.backward(lambda net, x=inputs: net(x).square().mean())
-            with case(change, step):
-                twins.check()
-            for plain, ours in zip(*(it.parameters() for it in twins.modules), strict=True):
-                plain.grad = ours.grad.clone()
-                if change == "data":
-                    for param in (plain, ours):
-                        param.grad.data = param.grad * 0.5
-            if change == "memory format":
-                twins.ours.module.to(memory_format=torch.contiguous_format if step % 2 else torch.channels_last)
-        if change == "data":  # of no use to the next pass of any rank
-            before = grads(twins.ours.module)
-            twins.ours(inputs)[:0].sum().backward()
-            assert_grads(twins.ours.module, before)
-        twins.ours.close()
+    twins = Twins(seeded(ConvBatchNorm))
+    for step in range(3):
+        inputs = batch(step, dist.get_rank())[0]
+        twins.backward(lambda net, x=inputs: net(x).square().mean())
+        with case(change, step):
+            twins.check()
+        for plain, ours in zip(*(it.parameters() for it in twins.modules), strict=True):
+            plain.grad = ours.grad.clone()
+            if change == "data":
+                for param in (plain, ours):
+                    param.grad.data = param.grad * 0.5
+        if change == "memory format":
+            twins.ours.module.to(memory_format=torch.contiguous_format if step % 2 else torch.channels_last)
+    if change == "data":  # of no use to the next pass of any rank
+        before = grads(twins.ours.module)
+        twins.ours(inputs)[:0].sum().backward()
+        assert_grads(twins.ours.module, before)
 
 
 class TwoScales(nn.Module):

@@ -61,25 +61,23 @@ def assert_means(
             assert_same_bits_on_all_ranks(name, grad)
 
 
-@on_ranks(2, 3)
-def test_gradients_and_weights_are_those_of_torch_ddp() -> None:
-    for kind, mode, accumulate in [(torch.optim.SGD, "mean", 3), (torch.optim.SparseAdam, "sum", 1)]:
-        _, ours = pair(lambda mode=mode: Lookup(mode=mode), TINY)
-        reference = DistributedDataParallel(copy.deepcopy(ours.module))
-        for step in range(3):
-            for model in (ours, reference):
-                model.zero_grad()
-                for micro in range(accumulate):
-                    with nullcontext() if micro == accumulate - 1 else model.no_sync():
-                        step_of((model,), 10 * step + micro, zero=False)
-                kind([model.module.get_parameter(name) for name in EMBEDDINGS], lr=0.1).step()
-            with case(kind, step):
-                grads = {name: param.grad.to_dense() for name, param in reference.module.named_parameters()}
-                assert_means(ours.module, grads, rtol=1e-4, atol=1e-6)
-                torch.testing.assert_close(ours.state_dict(), reference.module.state_dict(), rtol=1e-4, atol=1e-6)
-        assert ours.passes == 3
-        assert len(ours.layout.slots) == 2, "only the dense layer has slots"
-        ours.close()
+@on_ranks(2, 3, cases=[(torch.optim.SGD, "mean", 3), (torch.optim.SparseAdam, "sum", 1)])
+def test_gradients_and_weights_are_those_of_torch_ddp(kind: Any, mode: str, accumulate: int) -> None:
+    _, ours = pair(lambda mode=mode: Lookup(mode=mode), TINY)
+    reference = DistributedDataParallel(copy.deepcopy(ours.module))
+    for step in range(3):
+        for model in (ours, reference):
+            model.zero_grad()
+            for micro in range(accumulate):
+                with nullcontext() if micro == accumulate - 1 else model.no_sync():
+                    step_of((model,), 10 * step + micro, zero=False)
+            kind([model.module.get_parameter(name) for name in EMBEDDINGS], lr=0.1).step()
+        with case(kind, step):
+            grads = {name: param.grad.to_dense() for name, param in reference.module.named_parameters()}
+            assert_means(ours.module, grads, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours.state_dict(), reference.module.state_dict(), rtol=1e-4, atol=1e-6)
+    assert ours.passes == 3
+    assert len(ours.layout.slots) == 2, "only the dense layer has slots"
 
 
 @on_ranks(2, 3)
@@ -181,19 +179,17 @@ def test_other_dtypes_are_averaged_in_themselves() -> None:
         ours.close()
 
 
-@on_ranks(1, 2)
-def test_all_gradients_may_be_sparse() -> None:
-    for find_unused in (False, True):
-        plain, ours = pair(lambda: nn.Embedding(ROWS, 4, sparse=True), find_unused_parameters=find_unused)
-        assert ours.layout.buckets == ()
-        for step in range(2):
-            words, _ = tokens(step, dist.get_rank())
-            ours.zero_grad()
-            both([plain], words)
-            run_backward(ours, ours(words).square().mean(), guarded=True)
-            torch.testing.assert_close(ours.module.weight.grad.to_dense(), dense_means(plain)["weight"])
-        assert ours.passes == 2
-        ours.close()
+@on_ranks(1, 2, cases=(False, True))
+def test_all_gradients_may_be_sparse(find_unused: bool) -> None:
+    plain, ours = pair(lambda: nn.Embedding(ROWS, 4, sparse=True), find_unused_parameters=find_unused)
+    assert ours.layout.buckets == ()
+    for step in range(2):
+        words, _ = tokens(step, dist.get_rank())
+        ours.zero_grad()
+        both([plain], words)
+        run_backward(ours, ours(words).square().mean(), guarded=True)
+        torch.testing.assert_close(ours.module.weight.grad.to_dense(), dense_means(plain)["weight"])
+    assert ours.passes == 2
 
 
 class Functional(nn.Module):
@@ -272,22 +268,20 @@ def test_a_failure_on_one_rank_is_one_on_all(
     assert others in first
 
 
-@on_ranks(2)
-def test_training_goes_on_when_all_ranks_raised() -> None:
-    for guarded in (True, False):
-        plain, ours = pair(Lookup, TINY)
-        for step in range(3):
-            ours.zero_grad()
-            if step in (0, 2):
-                hook = ours.module.words.register_forward_hook(raising)
-                with pytest.raises(ArithmeticError):
-                    run_backward(ours, ours(*tokens(step, dist.get_rank())).square().mean(), guarded)
-                hook.remove()
-                ours(*tokens(0, 0))  # in plain PyTorch the next use finds out that all ranks failed
-                assert ours.module.bag.weight.grad is ours.module.head.weight.grad is None
-            step_of((plain, ours), step)
-            assert_means(ours.module, dense_means(plain))
-        ours.close()
+@on_ranks(2, cases=(True, False))
+def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
+    plain, ours = pair(Lookup, TINY)
+    for step in range(3):
+        ours.zero_grad()
+        if step in (0, 2):
+            hook = ours.module.words.register_forward_hook(raising)
+            with pytest.raises(ArithmeticError):
+                run_backward(ours, ours(*tokens(step, dist.get_rank())).square().mean(), guarded)
+            hook.remove()
+            ours(*tokens(0, 0))  # in plain PyTorch the next use finds out that all ranks failed
+            assert ours.module.bag.weight.grad is ours.module.head.weight.grad is None
+        step_of((plain, ours), step)
+        assert_means(ours.module, dense_means(plain))
 
 
 @on_ranks(2)

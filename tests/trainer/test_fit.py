@@ -225,10 +225,9 @@ class Unobserved(Regression):
         return {}
 
 
-@on_ranks(2)
-def test_callbacks_can_be_copied_in_fit() -> None:
-    for sharded in (False, True):
-        callback, model = Copies(), Unobserved()
-        trainer(ours(shard_optimizer=sharded), callbacks=[callback]).fit(model, data(2))
-        assert callback.copied == 3
-        assert largest_difference_between_ranks(model) == 0
+@on_ranks(2, cases=(False, True))
+def test_callbacks_can_be_copied_in_fit(sharded: bool) -> None:
+    callback, model = Copies(), Unobserved()
+    trainer(ours(shard_optimizer=sharded), callbacks=[callback]).fit(model, data(2))
+    assert callback.copied == 3
+    assert largest_difference_between_ranks(model) == 0

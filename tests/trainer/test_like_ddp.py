@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
-from tests.pool import RunRanks, case, on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 
@@ -88,19 +88,17 @@ class Scaled(Regression):
         self.differences.append(largest_difference_between_ranks(self))
 
 
-@on_ranks(2)
-def test_ranks_train_and_validate_with_the_same_module_buffers() -> None:
-    for seen, flags in ((12, None), (16, {"num_sanity_val_steps": 0}), (26, {"val_check_interval": 2})):
-        with case(flags):
-            theirs, model = Scaled(), Scaled()
-            for strategy, net in ((ddp(), theirs), (ours(), model)):
-                loaders = [data()] if flags is None else [data(), data(2)]
-                trainer(strategy, max_epochs=2, **(flags or {})).fit(net, *loaders)
-            assert largest_difference_between_ranks(model) == 0, "at the end of fit"
-            if flags is None:  # `ddp` leaves each rank its own at the end
-                theirs.scale.copy_(model.scale)
-            close_to(model, theirs)
-            assert model.differences == [0.0] * seen
+@on_ranks(2, cases=((12, None), (16, {"num_sanity_val_steps": 0}), (26, {"val_check_interval": 2})))
+def test_ranks_train_and_validate_with_the_same_module_buffers(seen: int, flags: dict[str, Any] | None) -> None:
+    theirs, model = Scaled(), Scaled()
+    for strategy, net in ((ddp(), theirs), (ours(), model)):
+        loaders = [data()] if flags is None else [data(), data(2)]
+        trainer(strategy, max_epochs=2, **(flags or {})).fit(net, *loaders)
+    assert largest_difference_between_ranks(model) == 0, "at the end of fit"
+    if flags is None:  # `ddp` leaves each rank its own at the end
+        theirs.scale.copy_(model.scale)
+    close_to(model, theirs)
+    assert model.differences == [0.0] * seen
 
 
 START, PERIOD = 2, 3

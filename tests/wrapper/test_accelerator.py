@@ -227,7 +227,7 @@ def test_data_parallel_equals_torchs() -> None:
         torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-@on_ranks(1, cases={it: [it] for it in ("32-true", "16-mixed", "bf16-mixed")})
+@on_ranks(1, cases=("32-true", "16-mixed", "bf16-mixed"))
 def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
     torch.manual_seed(5)
     trained = [Regression(), Regression()]

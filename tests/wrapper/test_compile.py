@@ -37,7 +37,7 @@ def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
     loss_of(model(inputs), target).backward()
 
 
-@on_ranks(2, cases={where: [where] for where in ("module", "module.compile()", "blocks", "wrapper", "step")})
+@on_ranks(2, cases=("module", "module.compile()", "blocks", "wrapper", "step"))
 def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)

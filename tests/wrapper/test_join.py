@@ -56,7 +56,7 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
     assert_grads(module, grads(reference.module))
 
 
-@on_ranks(3, cases={"initial": [True], "active": [False]})
+@on_ranks(3, cases=(True, False))
 def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
     """Accumulation, a branch that only some ranks take, and unused parameters."""
     module = Branches()
@@ -154,7 +154,7 @@ def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
     return seen
 
 
-@on_ranks(2, cases={"cleared": [True], "kept": [False]})
+@on_ranks(2, cases=(True, False))
 def test_a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
     ours = gradients_around_two_joins(BucketDDP, cleared)
     assert dist.get_rank() == 1 or ours[1] == (None if cleared else ours[0])

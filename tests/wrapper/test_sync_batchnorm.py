@@ -46,7 +46,7 @@ SIZES = (1, 0, 4)
 """Of batches by rank: too few for a BatchNorm alone, and none at all."""
 
 
-@on_ranks(len(SIZES), cases={kind: [kind] for kind in LAYERS})
+@on_ranks(len(SIZES), cases=list(LAYERS))
 def test_a_layer_equals_one_process_with_all_batches(kind: str) -> None:
     make, size, dtype = LAYERS[kind]
     torch.manual_seed(3)
