@@ -1,11 +1,13 @@
 """What gradients should be, worked out one parameter at a time with the simplest collectives."""
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -116,6 +118,16 @@ def warm_up(plain: nn.Module, ours: BucketDDP) -> None:
         assert_grads(ours.module, mean_over_ranks(plain))
     plain.zero_grad()
     ours.zero_grad()
+
+
+@contextmanager
+def raises_soon(
+    *errors: type[BaseException], match: str | None = None, within: float = 8
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    begin = time.monotonic()
+    with pytest.raises(errors, match=match) as error:
+        yield error
+    assert time.monotonic() - begin < within
 
 
 def everyones(value: Any) -> list[Any]:

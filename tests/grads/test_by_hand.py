@@ -1,6 +1,5 @@
 """Divisors, token counts and reductions by hand, in one training loop with everything else."""
 
-import time
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from tests.models import Fragile, Mlp
-from tests.pool import RunRanks, case, on_ranks
+from tests.pool import case, on_ranks
 from tests.reference import (
     TINY,
     assert_grads,
@@ -19,12 +18,12 @@ from tests.reference import (
     largest_difference_between_ranks,
     mean_over_ranks,
     pair,
+    raises_soon,
     run_backward,
 )
 
 PLACES: list[dict[str, Any]] = [{}, {"use_contiguous_buffers": False}]
 BF16, FP32 = torch.bfloat16, torch.float32
-AT_ONCE = 10.0
 """Seconds: less than a rank waits for one that does not come."""
 
 
@@ -80,8 +79,9 @@ def test_token_counts_are_whole_numbers_and_exact() -> None:
             assert_grads(ours.module, divided_sum(plain, 2006), rtol=1e-12, atol=0)
 
 
-def error_on_one_rank(what: str) -> tuple[str, float]:
-    """The error of each rank, and the seconds until it came."""
+@pytest.mark.parametrize("what", ["count_tokens", "cleared"])
+@on_ranks(2, fresh=True)
+def test_a_rank_that_forgets_something_is_named(what: str) -> None:
     _, ours = pair(cap=TINY, gradient_divide_by="tokens" if what == "count_tokens" else 1)
     rank = dist.get_rank()
     if what == "count_tokens" and rank == 0:
@@ -90,20 +90,12 @@ def error_on_one_rank(what: str) -> tuple[str, float]:
         summed([ours], 0)
         if rank == 0:
             ours.zero_grad()
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError if rank else PeerFailureError) as error:
+    with raises_soon(RuntimeError if rank else PeerFailureError, match=what, within=10) as error:
         summed([ours], 1)
-    return str(error.value), time.monotonic() - begun
-
-
-@pytest.mark.parametrize("what", ["count_tokens", "cleared"])
-def test_a_rank_that_forgets_something_is_named(run_ranks: RunRanks, what: str) -> None:
-    (reason, elapsed), (message, _) = run_ranks(2, error_on_one_rank, what, fresh=True)
-    assert what in message
-    assert what == "count_tokens" or any(f"'{name}'" in message for name, _ in Mlp().named_parameters())
-    assert "rank 1" in reason
-    assert what in reason
-    assert elapsed < AT_ONCE
+    if rank == 0:
+        assert "rank 1" in str(error.value)
+    elif what == "cleared":
+        assert any(f"'{name}'" in str(error.value) for name, _ in Mlp().named_parameters())
 
 
 @on_ranks(2)
