@@ -30,7 +30,6 @@ def torch_ranks(nursery: Nursery) -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def names_here(torch_ranks: WorkerPool) -> list[str]:
-    """torch's tests in the installed torch."""
     return torch_ranks.run(shim.names_of_tests)[0]
 
 

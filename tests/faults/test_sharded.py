@@ -20,8 +20,6 @@ SECONDS = 15  # far below the collectives' timeout
 
 @declare_element_wise
 class Breaking(torch.optim.SGD):
-    """Raises on demand, before or after it has updated."""
-
     when: str | None = None
 
     @torch.no_grad()

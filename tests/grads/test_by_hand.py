@@ -34,7 +34,6 @@ def summed(models: list[nn.Module], step: int, **options: Any) -> None:
 
 
 def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
-    """The sum of the ranks' gradients, divided."""
     factor = dist.get_world_size() / divisor
     return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
 

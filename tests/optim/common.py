@@ -57,7 +57,6 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
-    """Asserts that nested containers are the same, bit for bit."""
     if isinstance(theirs, Tensor):
         assert isinstance(mine, Tensor), where
         assert mine.dtype is theirs.dtype, f"{where}: {mine.dtype} {theirs.dtype}"
@@ -75,7 +74,6 @@ def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
 
 
 def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: str = "", tolerance: float = 1e-5) -> None:
-    """Asserts that named tensors are the same up to rounding, which bf16 has more of."""
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         most = max(tolerance, 1e-2) if value.dtype is torch.bfloat16 else tolerance

@@ -78,7 +78,6 @@ def save(folder: str, optimizer: str, low: bool, shard: bool | None) -> dict[str
 
 
 def load(folder: str, optimizer: str, low: bool, expected: dict[str, Tensor]) -> None:
-    """Loads in all ways, goes on and compares."""
     whole = torch.load(f"{folder}/whole.pt")
     assert low == ("master_params" in whole["optimizer"])
     ways = [(True, "whole", 2), (True, "whole", 0)]

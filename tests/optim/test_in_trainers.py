@@ -41,8 +41,6 @@ class Quiet(Regression):
 
 
 class Clipping(Quiet):
-    """Notes norms before and after it has been clipped."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []

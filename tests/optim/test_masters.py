@@ -121,7 +121,6 @@ def train(module: nn.Module, optimizer: Optimizer, steps: range, *args: Any) -> 
 def prepared(
     name: str = "adamw", model: Callable[[], nn.Module] = Mlp, dtype: torch.dtype = BF16, steps: int = 0
 ) -> tuple[nn.Module, Optimizer, Swap]:
-    """A low-precision module, its optimizer, and the masters, after some steps."""
     module = low(model, dtype)
     optimizer = OPTIMIZERS[name](module.parameters())
     masters = master_params(optimizer)

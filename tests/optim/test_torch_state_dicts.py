@@ -51,7 +51,6 @@ class Own(nn.Module):
 
 
 def made(wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], steps: int) -> tuple[nn.Module, Optimizer]:
-    """A model trained for some steps, the same on every rank."""
     torch.manual_seed(steps)
     model = wrap(build())
     optimizer = torch.optim.RMSprop([param for param in model.parameters() if param.requires_grad], 0.01, momentum=0.9)

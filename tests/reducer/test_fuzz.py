@@ -44,7 +44,6 @@ class Reference:
         self.scale = dict.fromkeys(self.params, 0.0)  # the largest number in a gradient: rounding is measured by it
 
     def add(self, rank: int, grads: Grads) -> None:
-        """One backward of one rank."""
         for name, grad in grads.items():
             if grad is None:
                 continue
@@ -215,7 +214,6 @@ class Run:
                     self.nudged.add(name)
 
     def aside(self, kind: str) -> None:
-        """A forward that nothing follows."""
         if kind:
             x, _ = self.inputs(-1, 0, self.rank)
             self.ours.train(kind != "eval")
@@ -226,7 +224,6 @@ class Run:
     def backward(
         self, item: Round, backward: Backward, losses: list[Tensor], retain: bool, expected: list[Grads]
     ) -> None:
-        """One backward, and all that can be said of the gradients after it."""
         reduced = synchronised(item, backward)
         everyone_takes_part = all(self.takes_part(item, backward, rank, grads) for rank, grads in enumerate(expected))
         past_the_wrapper = any(item.forwards[index].direct for index in backward.of)
@@ -299,7 +296,6 @@ class Run:
 
 
 def run_cases(seeds: list[int]) -> list[list[str]]:
-    """Runs cases on this rank. Returns what must be the same on every rank."""
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # frozen and checkpointed
     warnings.filterwarnings("ignore", message="device_ids has 2 entries")
     digests = []

@@ -61,8 +61,6 @@ def test_few_frames_lie_between_autograd_and_the_wire(options: dict[str, Any], l
 
 
 class BucketNorms(Participant):
-    """Writes down the norm of each bucket's mean gradient."""
-
     def __init__(self) -> None:
         self.launched: list[int] = []
         self.norms: list[float] = []

@@ -145,7 +145,6 @@ def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: A
 
 
 def said_in(fit: Callable[[], None]) -> list[str]:
-    """What Lightning and Python say about parameters."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -276,7 +276,6 @@ class Passes(pl.Callback):
 
 
 def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.Callback) -> tuple[Any, dict[str, Any]]:
-    """The trained module, and the values to compare."""
     logger = Memory()
     options = {"max_epochs": 2, "logger": logger, "log_every_n_steps": 1, "num_sanity_val_steps": 0, **row.options}
     made = {key: [make() for make in value] if isinstance(value, list) else value for key, value in options.items()}

@@ -128,8 +128,6 @@ def test_the_timeout_reaches_a_group_that_a_mock_makes(framework: str) -> None:
 
 
 class OneStep(Regression):
-    """Notes the group that its hooks find."""
-
     def setup(self, stage: str) -> None:
         self.group = (dist.get_backend(), dist.get_world_size())
 

@@ -349,8 +349,6 @@ class TwoStreams(nn.Module):
 
 
 class Late(Mlp):
-    """Its gradients all take long."""
-
     def forward(self, x: Tensor) -> Tensor:
         return Delay.apply(super().forward(x))
 

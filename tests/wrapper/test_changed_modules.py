@@ -28,8 +28,6 @@ from tests.reference import (
 
 
 class Looked(nn.Module):
-    """An embedding whose gradient is sparse, and a layer with module buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 16, sparse=True)

@@ -41,8 +41,6 @@ def test_everything_starts_as_rank_0_has_it() -> None:
 
 
 class Scaled(nn.Module):
-    """A linear layer times a module buffer, which every forward adds one to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 4)
