@@ -108,6 +108,44 @@ def mlp(width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
 
 
+class RecurrentModel(nn.Module):
+    """A language model of LSTM layers: each layer's gradients come together, after all time steps."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(tokens))[0])
+
+
+class _Separable(nn.Module):
+    """A depthwise convolution and two linear layers, around a shortcut, as in ConvNeXt."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).movedim(1, -1))
+        return x + (self.scale * self.down(F.gelu(self.up(y)))).movedim(-1, 1)
+
+
+def convnext(widths: tuple[int, ...], blocks: int, classes: int) -> nn.Sequential:
+    """Stages of separable convolutions; each stage halves the picture."""
+    stages: list[nn.Module] = []
+    channels = 3
+    for width in widths:
+        stages += [nn.Conv2d(channels, width, 2, 2), *(_Separable(width) for _ in range(blocks))]
+        channels = width
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 class Shuffled(nn.Module):
     """The layers of an MLP, registered in another order than they are used in."""
 
@@ -162,10 +200,14 @@ def workloads(small: bool = False) -> dict[str, Workload]:
             "resnet": Workload("resnet", lambda: resnet50(4, 10, (1, 1, 1, 1)), (4, 3, 32, 32), 10),
             "many small": Workload("many small", lambda: many_small(200, 8), (4, 8), 8),
             "wide mlp": Workload("wide mlp", lambda: mlp(256, 3), (8, 256), 256),
+            "lstm": Workload("lstm", lambda: RecurrentModel(64, 32, 2), (2, 8), 64, tokens=True),
+            "convnext": Workload("convnext", lambda: convnext((8, 16), 1, 10), (2, 3, 16, 16), 10),
         }
     return {
         "gpt": Workload("gpt", lambda: GPT(2048, 128, 384, 6, 4), (2, 128), 2048, tokens=True),
         "resnet": Workload("resnet", lambda: resnet50(32), (16, 3, 64, 64), 100),
         "many small": Workload("many small", lambda: many_small(1200, 32), (64, 32), 32),
         "wide mlp": Workload("wide mlp", lambda: mlp(2048, 4), (48, 2048), 2048),
+        "lstm": Workload("lstm", lambda: RecurrentModel(4096, 512, 2), (8, 32), 4096, tokens=True),
+        "convnext": Workload("convnext", lambda: convnext((64, 128, 256, 512), 2, 100), (8, 3, 64, 64), 100),
     }

@@ -202,7 +202,7 @@ class Collectives:
     def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor, gathering: Collectives) -> Work:
         """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
         shard = self.shard(sent)
-        if received.device.type != "cpu":  # on a stream of its own; it has no further use for the memory
+        if received.device.type != "cpu":  # its memory must not be used again before this stream has read it
             received.record_stream(torch.accelerator.current_stream(received.device))
         wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
         handle = getattr(dist, _ALL_GATHER)(sent, shard, group=gathering.group, async_op=True)

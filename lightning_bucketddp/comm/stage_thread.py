@@ -41,7 +41,7 @@ class StageThread:
             weakref.finalize(self, _end, self._queue, self._ended)
         taken = _Taken(work, self._ended)
         self._queue.put(taken)
-        return Work(taken, on_host=True).then(taken.give_back)
+        return Work(taken, on_host=True, left_behind=work.left_behind).then(taken.give_back)
 
 
 def _run(queue: SimpleQueue[_Taken | None]) -> None:

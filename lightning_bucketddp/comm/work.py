@@ -49,7 +49,7 @@ class Work:
         sends_more: bool = False,
     ) -> None:
         self._handle, self._finish, self._on_host = handle, finish, on_host
-        self._left_behind, self._sends_more = left_behind, sends_more
+        self.left_behind, self._sends_more = left_behind, sends_more
         self._later: list[Callable[[], Work]] = []
 
     def then(self, start: Callable[[], Work]) -> Work:
@@ -81,7 +81,7 @@ class Work:
             self._complete(poll)
             started = self._later[0]()
             self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
-            self._left_behind, self._sends_more = started._left_behind, started._sends_more
+            self.left_behind, self._sends_more = started.left_behind, started._sends_more
             self._later[:1] = started._later
             return True
         if self._sends_more:
@@ -125,7 +125,7 @@ class Work:
             return False
         try:
             self._complete(None)
-        except RuntimeError:  # raised anew by every wait
+        except Exception:  # raised anew by every wait
             return False
         return True
 
@@ -137,7 +137,7 @@ class Work:
                     _poll_until_completed(self._handle, poll)
                 self._handle.wait()
             except BaseException as error:
-                self._left_behind(str(error))
+                self.left_behind(str(error))
                 raise
             self._handle = None
         if self._finish is not None:

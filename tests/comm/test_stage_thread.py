@@ -87,6 +87,20 @@ def test_an_error_of_either_stage_is_raised_by_the_wait(log: list[str]) -> None:
             taken.wait()
 
 
+def test_a_wait_that_is_given_up_leaves_the_group_behind(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
+
+    def give_up() -> None:
+        raise KeyError("rank 1 failed")
+
+    stages, handle = StageThread(), Handle()
+    taken = stages.take(Work(handle, on_host=True, left_behind=log.append))
+    with pytest.raises(KeyError, match="rank 1 failed"):
+        taken.wait(give_up)
+    assert log == ["'rank 1 failed'"]
+    handle.completed.set()
+
+
 def test_the_thread_ends_with_its_owner(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
     before, stages = len(threads()), StageThread()
