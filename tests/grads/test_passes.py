@@ -165,7 +165,8 @@ def test_hooks_of_the_user_stay() -> None:
     assert is_free(ours.module)
 
 
-def raised(cap: float, guarded: bool, local: bool) -> None:
+@on_ranks(2, cases=[(1, False, False), (1, False, True), (0.0002, True, False)])
+def test_a_backward_that_raised_leaves_no_gradient(cap: float, guarded: bool, local: bool) -> None:
     plain, ours = pair(Fragile, cap)
     warm_up(plain, ours)
     with ours.no_sync() if local else nullcontext():
@@ -178,11 +179,3 @@ def raised(cap: float, guarded: bool, local: bool) -> None:
         other.grad = mine.grad if mine.grad is None else mine.grad.clone()
     both([plain, ours], inputs_of(0), zero=False)  # nothing else must be left
     assert_grads(ours.module, mean_over_ranks(plain))
-    ours.close()
-
-
-@on_ranks(2)
-def test_a_backward_that_raised_leaves_no_gradient() -> None:
-    for settings in [(1, False, False), (1, False, True), (0.0002, True, False)]:
-        with case(*settings):
-            raised(*settings)

@@ -63,7 +63,7 @@ def assert_means(
 
 @on_ranks(2, 3, cases=[(torch.optim.SGD, "mean", 3), (torch.optim.SparseAdam, "sum", 1)])
 def test_gradients_and_weights_are_those_of_torch_ddp(kind: Any, mode: str, accumulate: int) -> None:
-    _, ours = pair(lambda mode=mode: Lookup(mode=mode), TINY)
+    _, ours = pair(lambda: Lookup(mode=mode), TINY)
     reference = DistributedDataParallel(copy.deepcopy(ours.module))
     for step in range(3):
         for model in (ours, reference):
@@ -72,7 +72,7 @@ def test_gradients_and_weights_are_those_of_torch_ddp(kind: Any, mode: str, accu
                 with nullcontext() if micro == accumulate - 1 else model.no_sync():
                     step_of((model,), 10 * step + micro, zero=False)
             kind([model.module.get_parameter(name) for name in EMBEDDINGS], lr=0.1).step()
-        with case(kind, step):
+        with case(step):
             grads = {name: param.grad.to_dense() for name, param in reference.module.named_parameters()}
             assert_means(ours.module, grads, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(ours.state_dict(), reference.module.state_dict(), rtol=1e-4, atol=1e-6)

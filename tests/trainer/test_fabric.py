@@ -19,7 +19,7 @@ from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankM
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import PoolEnvironment
 from tests.models import ConvBatchNorm, Fragile, Mlp, batch
-from tests.pool import RunRanks, case, on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 
@@ -82,18 +82,17 @@ def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
 FEATURES = ["batchnorm, adamw", "accumulate", "clip norm", "clip value", "bf16-mixed", "scaler", "plain backward"]
 
 
-def train_with_both() -> None:
-    for feature in [*FEATURES, "marked"]:
-        with case(feature):
-            theirs, _ = train("ddp", feature)
-            ours, fabric = train("bucketddp", feature)
-            wrapper = fabric.strategy.wrapper_of(ours)
-            assert_close(ours, theirs)
-            wrapper.synchronise_module_buffers()
-            assert largest_difference_between_ranks(ours) == 0
-            assert wrapper.passes == (2 if feature == "accumulate" else 6)
-            fabric.strategy.teardown()
-            assert wrapper.closed
+@on_ranks(2, cases=[*FEATURES, "marked"])
+def test_weights_are_those_of_ddp(feature: str) -> None:
+    theirs, _ = train("ddp", feature)
+    ours, fabric = train("bucketddp", feature)
+    wrapper = fabric.strategy.wrapper_of(ours)
+    assert_close(ours, theirs)
+    wrapper.synchronise_module_buffers()
+    assert largest_difference_between_ranks(ours) == 0
+    assert wrapper.passes == (2 if feature == "accumulate" else 6)
+    fabric.strategy.teardown()
+    assert wrapper.closed
 
 
 def train_gan(kind: str, name_model: bool = False) -> nn.Module:
@@ -121,15 +120,11 @@ def train_gan(kind: str, name_model: bool = False) -> nn.Module:
     return nets
 
 
-def train_gans() -> None:
+@on_ranks(2)
+def test_weights_of_a_gan_are_those_of_ddp() -> None:
     expected = train_gan("ddp")
     for name_model in (False, True):
         assert_close(train_gan("bucketddp", name_model), expected)
-
-
-def test_weights_are_those_of_ddp(run_ranks: RunRanks) -> None:
-    run_ranks(2, train_with_both)
-    run_ranks(2, train_gans)
 
 
 def constant_loss() -> None:
