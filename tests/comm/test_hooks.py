@@ -189,7 +189,8 @@ def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool)
     torch.testing.assert_close(sent + residual / dist.get_world_size(), owed, rtol=1e-3, atol=1e-4)
 
 
-def what_a_hook_sees() -> None:
+@on_ranks(1, 2)
+def test_a_hook_sees_what_torchs_bucket_shows() -> None:
     module = build("conv_batchnorm_channels_last")
     seen: list[tuple[int, bool]] = []
 
@@ -227,17 +228,12 @@ def leaves_noise_in_padding(_: None, bucket: Any) -> torch.futures.Future[Tensor
     return future_of(bucket.buffer().add_(1.0))
 
 
-def padding() -> None:
+@on_ranks(1, 2)
+def test_padding_has_no_noise_of_an_earlier_pass() -> None:
     ours = BucketDDP(nn.Linear(8, 4), bucket_cap_mb=0.0001, comm_hook=leaves_noise_in_padding)
     for step in range(3):
         ours(batch(step, 0)[0]).sum().backward()
     assert max(len(bucket.slots) for bucket in ours.layout.buckets) == 1
-
-
-def test_a_hook_sees_what_torchs_bucket_shows(run_ranks: RunRanks) -> None:
-    for world_size in (1, 2):
-        run_ranks(world_size, what_a_hook_sees)
-        run_ranks(world_size, padding)
 
 
 @on_ranks(3)

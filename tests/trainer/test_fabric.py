@@ -127,7 +127,8 @@ def test_weights_of_a_gan_are_those_of_ddp() -> None:
         assert_close(train_gan("bucketddp", name_model), expected)
 
 
-def constant_loss() -> None:
+@on_ranks(2)
+def test_a_constant_loss_on_one_rank_is_right() -> None:
     torch.manual_seed(5)
     plain, alone, fabric = Mlp(), Mlp(), start()
     alone.load_state_dict(plain.state_dict())
@@ -172,7 +173,6 @@ def fail() -> tuple[str, str, str]:
 
 
 def test_right_where_ddp_hangs_raises_or_drifts(run_ranks: RunRanks) -> None:
-    run_ranks(2, constant_loss)
     (skipped, failed, different), (_, own, _) = run_ranks(2, fail, fresh=True, timeout=60)
     assert "rank 1 ran no backward in step 2" in skipped
     assert "rank 1 raised" in failed
@@ -221,7 +221,8 @@ def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
     assert_close(resumed, whole, rtol=0, atol=0)
 
 
-def set_up_in_other_ways() -> None:
+@on_ranks(2)
+def test_modules_are_set_up_again_or_wrongly() -> None:
     fabric = start()
     plain, _ = make()
     optimizer = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn="strong_wolfe")
@@ -254,7 +255,8 @@ def set_up_in_other_ways() -> None:
         fabric.strategy.wrapper_of(Mlp())
 
 
-def compile_before_setup() -> None:
+@on_ranks(2)
+def test_modules_may_be_compiled_before_they_are_set_up() -> None:
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -274,11 +276,6 @@ def compile_before_setup() -> None:
     sys.unraisablehook = sys.__unraisablehook__
     assert fabric.strategy.wrapper_of(compiled).passes == 3
     assert (len(graphs), unraisable) == (1, []), "of the module's forward; the wrapper is not traced"
-
-
-def test_modules_are_set_up_again_compiled_or_wrongly(run_ranks: RunRanks) -> None:
-    run_ranks(2, set_up_in_other_ways)
-    run_ranks(2, compile_before_setup)
 
 
 @pytest.mark.parametrize("name", REGISTERED)

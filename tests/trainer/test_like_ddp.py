@@ -152,7 +152,8 @@ class OfRank(Regression):
     test_step = predict_step = validation_step
 
 
-def evaluated() -> None:
+@on_ranks(2)
+def test_evaluation_uses_rank_0s_weights_and_no_wrapper() -> None:
     for stage in ("validate", "test", "predict"):
         model = OfRank()
         for param in model.parameters():
@@ -189,7 +190,6 @@ def interrupted(how: str) -> tuple[str, str]:
     return raised, runs.state.status.value
 
 
-def test_evaluation_and_early_ends_leave_nothing_behind(run_ranks: RunRanks) -> None:
-    run_ranks(2, evaluated)
+def test_early_ends_leave_nothing_behind(run_ranks: RunRanks) -> None:
     for how, raised in (("raise", "ArithmeticError"), ("sigterm", "SIGTERMException"), ("stop", "")):
         assert run_ranks(2, interrupted, how) == [(raised, "interrupted" if raised else "finished")] * 2
