@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from link_cases import NBYTES, Case, reference, swept
+from link_cases import NBYTES, REFERENCE_RATE, Case, reference, swept
 from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference, drawn_sweep
 from namespaces import ADDRESSES, limit, own_prefix, two_hosts, why_not
 from report import median, save
@@ -215,7 +215,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
     if arguments.quick:
         return [Job(reference(), chosen_peers([], ("bucketddp", "bucketddp_sharded")), 1, 2)]
-    jobs = [Job(reference(), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
+    jobs = [Job(reference(arguments.rate), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
     for case in swept(arguments.rates, arguments.ratios):
         peers = chosen_peers(arguments.only, SWEPT)
         jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps))
@@ -224,6 +224,7 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=REFERENCE_RATE, help="Gbit/s of the reference case")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the reference case")

@@ -154,7 +154,8 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
             middle = median(steps)
             spread = [[middle - min(steps)], [max(steps) - middle]]
             panel.barh(at, middle, xerr=spread, color="C0" if _is_ours(peer) else "0.7", error_kw={"elinewidth": 0.8})
-            panel.text(max(steps) + 5, at, f"{middle:.0f}", va="center", fontsize=8)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the lines of bounds
+            panel.text(max(steps) + 5, at, f"{middle:.0f}", va="center", fontsize=8, bbox=behind)
         alone = median(measured.steps[UNSYNCHRONISED + PLAIN * plain]) * 1e3
         panel.axvline(alone, color="C2", label=f"unsynchronised, {alone:.0f} ms")
         bound = measured.bound(plain) * 1e3
