@@ -76,7 +76,7 @@ def chunks(tensors: Sequence[Tensor], by_dtype: bool = False) -> Iterator[list[T
 
 def stage(chunk: list[Tensor]) -> Tensor:
     """Copy all values of a chunk into one flat tensor of bytes."""
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
+    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in chunk])
 
 
 def write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:

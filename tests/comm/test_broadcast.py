@@ -22,6 +22,7 @@ def tensors_of(rank: int) -> list[Tensor]:
         torch.tensor(rank),
         torch.empty(0),
         values.double().view(2, 3).t(),
+        values[::2],
         torch.complex(values, -values),
         values.view(1, 2, 3, 1).contiguous(memory_format=torch.channels_last),
         (values * 100).to(torch.int8)[:5],
