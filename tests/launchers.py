@@ -43,6 +43,7 @@ def run_as_torchrun(port: int, path: str, *arguments: str) -> str:
     import torch.distributed as dist
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.barrier()  # the other rank may still connect to this one
     dist.destroy_process_group()
     os.environ.update(TORCHELASTIC_RUN_ID="none", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
