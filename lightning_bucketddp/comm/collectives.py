@@ -38,6 +38,7 @@ class Collectives:
         group: The process group.
         rank: This process's rank in it.
         world_size: How many ranks it has.
+        second: A second group of the same ranks, see :meth:`open_second`; None if there is none.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
@@ -57,6 +58,7 @@ class Collectives:
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
+        self.second: Collectives | None = None
         self._owned, self._backend_averages = owned, averages
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._on_gloo = {device for device, backend in backends if backend == "gloo"}
@@ -89,6 +91,8 @@ class Collectives:
             why: What happened.
         """
         _left_behind[self.group] = why
+        if self.second is not None:
+            self.second.leave_behind(why)
 
     def require_nothing_left_behind(self) -> None:
         """Require that no collectives of a failed pass are under way.
@@ -120,8 +124,17 @@ class Collectives:
         # its ranks have left in the store.
         return Collectives(mine, of_all, self._backend_averages)
 
+    def open_second(self) -> None:
+        """Make a second group of the same ranks, for the second stages of low-precision all-reduces.
+
+        These may then start while other collectives are launched. All ranks must call this.
+        """
+        self.second = self.split([range(self.world_size)])
+
     def end(self) -> None:
-        """Destroy the group if it is owned and nothing is under way in it. Sends nothing."""
+        """Destroy the group if it is owned and nothing is under way in it; the second group too. Sends nothing."""
+        if self.second is not None:
+            self.second.end()
         if self._owned and self.group not in _left_behind:
             self._owned = False
             dist.destroy_process_group(self.group)
@@ -160,13 +173,7 @@ class Collectives:
             return None
         return self.world_size if dtype in (torch.float32, torch.float64) else None
 
-    def all_reduce_mean(
-        self,
-        flat: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        divided: bool = False,
-        gathering: Collectives | None = None,
-    ) -> Work:
+    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         Args:
@@ -175,7 +182,6 @@ class Collectives:
                 shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
                 less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
-            gathering: A second group of the same ranks, for the all-gather; else this group.
         """
         if self._nothing_to_do(flat):
             return Work()
@@ -184,8 +190,7 @@ class Collectives:
             sent = wire.padded(flat, self._shard_length(flat) * self.world_size, wire_dtype)
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            gather = partial(self._gather_means, received, sent, flat, gathering or self)
-            return self._started(handle, None, flat).then(gather)
+            return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
         return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
 
@@ -199,14 +204,15 @@ class Collectives:
         flat.mul_(1.0 / self.world_size)
         return dist.ReduceOp.SUM
 
-    def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor, gathering: Collectives) -> Work:
+    def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor) -> Work:
         """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
         shard = self.shard(sent)
         if received.device.type != "cpu":  # its memory must not be used again before this stream has read it
             received.record_stream(torch.accelerator.current_stream(received.device))
         wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
-        handle = getattr(dist, _ALL_GATHER)(sent, shard, group=gathering.group, async_op=True)
-        return gathering._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
+        second = self.second or self
+        handle = getattr(dist, _ALL_GATHER)(sent, shard, group=second.group, async_op=True)
+        return second._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
 
     # -- shards --------------------------------------------------------------------------------------
 

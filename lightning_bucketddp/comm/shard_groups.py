@@ -54,14 +54,12 @@ class ShardGroups:
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.gathering = collectives if ranks == 1 else collectives.split(groups)
         self.across: Collectives | None = None
-        self._gathering_across: Collectives | None = None
         if size < ranks:
-            same_shard = [range(place, ranks, size) for place in range(size)]
-            self.across = collectives.split(same_shard)
-            self._gathering_across = collectives.split(same_shard) if in_stages else None
+            self.across = collectives.split([range(place, ranks, size) for place in range(size)])
+            if in_stages:
+                self.across.open_second()
         self.shards, self.index = self.inside.world_size, self.inside.rank
-        groups_made = (self.gathering, self.across, self._gathering_across, self.inside)
-        self._all = [group for group in groups_made if group is not None]
+        self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
@@ -72,7 +70,7 @@ class ShardGroups:
         work = self.inside.reduce_scatter_mean(flat, wire_dtype)
         across = self.across
         if across is not None:
-            work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype, gathering=self._gathering_across))
+            work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))
         return work
 
     def leave_behind(self, why: str) -> None:

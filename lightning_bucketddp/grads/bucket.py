@@ -79,7 +79,6 @@ class Buckets:
         self.marks_only = False
         self.in_order = False
         self._expected: dict[TrainableSet, _Expected] = {}
-        self._active_slots: frozenset[int] = NONE
 
     def lay_out(self, layout: Layout, memory: list[Tensor], with_tail: Tensor | None = None) -> None:
         """Make the buckets of a layout.
@@ -127,8 +126,7 @@ class Buckets:
 
     def activate(self, trainable: TrainableSet) -> None:
         """Let this synchronised pass reduce the buckets with a parameter of the set."""
-        expected = self._expect(trainable)
-        self.active, self._active_slots = expected.active, expected.active_slots
+        self.active = self._expect(trainable).active
         self.launched = 0
 
     def begin_marking(self, synchronised: bool, one_stream: bool) -> None:
@@ -147,9 +145,10 @@ class Buckets:
         """Let hooks tell the reducer of every gradient."""
         self.settled, self.marks_only = NONE, False
 
-    def unused(self) -> set[int]:
-        """The slots of active buckets that are not pending."""
-        return set() if self._active_slots <= self.pending else set(self._active_slots - self.pending)
+    def unused(self, trainable: TrainableSet) -> AbstractSet[int]:
+        """The slots that are not pending in the active buckets of this set."""
+        slots = self._expect(trainable).active_slots
+        return NONE if slots <= self.pending else slots - self.pending
 
     def next(self) -> Bucket | None:
         """The bucket to launch next; None if all were launched."""

@@ -57,7 +57,6 @@ class Setting:
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks: each device has its autograd thread.
-        gathering: A second group of the same ranks, for the second stages of a low-precision wire.
     """
 
     def __init__(
@@ -77,11 +76,10 @@ class Setting:
         self.recorder = PassRecorder(collectives)
         self.checks = ControlChecks(peers)
         self.queue = WrapperQueue(collectives.group)
-        self.gathering: Collectives | None = None
         on_cpu = all(param.device.type == "cpu" for _, param in params.named)
         if options.wire_dtype is not None and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
-            self.gathering = collectives.split([range(collectives.world_size)])
-            weakref.finalize(self, self.gathering.end).atexit = False
+            collectives.open_second()
+            weakref.finalize(self, collectives.end).atexit = False
         self.lock = threading.RLock()
 
 
@@ -160,5 +158,4 @@ def reduction_of(
         return HookReduce(hook, buckets, table, storage)
     if isinstance(storage, Sharded):
         return ReduceScatter(storage.groups, buckets, wire_dtype)
-    scales = setting.options.use_contiguous_buffers
-    return AllReduce(setting.collectives, buckets, wire_dtype, scales, setting.gathering)
+    return AllReduce(setting.collectives, buckets, wire_dtype, scales=setting.options.use_contiguous_buffers)

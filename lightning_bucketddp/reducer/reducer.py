@@ -264,7 +264,8 @@ class Reducer:
                 report = self._report()
         with peers.waiting_for(self._describe_awaited, Phase.PASS):
             exchange = self._wait_for_all(report, peers.poll)
-        unused = buckets.unused()
+        assert self._pass is not None
+        unused = buckets.unused(self._pass.trainable)
         control = self._control.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
         settled = Settled(buckets, exchange, control, peers.poll)
         for participant in self.participants:

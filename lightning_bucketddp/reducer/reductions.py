@@ -73,21 +73,16 @@ class AllReduce(Reduction):
         buckets: The buckets.
         wire_dtype: The dtype in which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
         scales: Whether packing may divide.
-        gathering: With a ``wire_dtype`` on the CPU, a second group of the same ranks. A thread starts the second stages
-            there. On accelerators the second stage of a bucket follows the launch of the next bucket.
+
+    With a ``wire_dtype``, a thread starts the second stages in the second group, if there is one. Else, as on
+    accelerators, the second stage of a bucket follows the launch of the next bucket.
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        buckets: Buckets,
-        wire_dtype: torch.dtype | None,
-        scales: bool,
-        gathering: Collectives | None = None,
+        self, collectives: Collectives, buckets: Buckets, wire_dtype: torch.dtype | None, scales: bool
     ) -> None:
         self._buckets, self._collectives, self._wire_dtype, self._scales = buckets, collectives, wire_dtype, scales
-        self._gathering = gathering
-        self._thread = None if gathering is None else StageThread()
+        self._thread = None if collectives.second is None else StageThread()
         self._last = Work()
 
     def scale(self, bucket: Bucket) -> float | None:
@@ -105,8 +100,8 @@ class AllReduce(Reduction):
         """Start the all-reduce."""
         scaled = self.scale(bucket) is not None
         flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
-        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled, self._gathering)
-        if self._wire_dtype is not None and self._gathering is None:
+        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
+        if self._wire_dtype is not None and self._thread is None:
             # In a stream of its own: backward must not wait for the first stage.
             with torch.Stream(flat.device) if flat.device.type != "cpu" else nullcontext():
                 self._last.proceed()

@@ -57,10 +57,8 @@ class Upkeep:
         """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""
         self._parts.hooks.remove()
         if self.reducer.buckets.under_way():
-            why = self.setting.peers.message or "it was closed in the middle of a pass"
-            for collectives in (self.setting.collectives, self.setting.gathering):
-                if collectives is not None:
-                    collectives.leave_behind(why)
+            peers = self.setting.peers
+            self.setting.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
         self.reducer.close()
         self.setting.queue.leave()
 

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_bucketddp.layout.require import require
@@ -57,6 +58,17 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
         return getattr(self._wrapper_for(call.__name__), call.__name__)(*args, **kwargs)
 
     return method
+
+
+def leave_shared_memory(module: Module, start_method: str | None) -> None:
+    """Give a module memory of its own on this rank, if the ranks were started by ``"forkserver"``.
+
+    torch puts CPU tensors that it passes to started processes into memory that these share. Every rank would change the
+    weights of all. Lightning does the same for ``"spawn"``.
+    """
+    for tensor in (*module.parameters(), *module.buffers()) if start_method == "forkserver" else ():
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
 
 
 def require_start_method(start_method: object) -> None:

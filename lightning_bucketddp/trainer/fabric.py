@@ -140,6 +140,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         for earlier in list(_owners):
             if earlier.module is module:  # set up again, as Fabric's `ddp` allows
                 earlier.close()
+        common.leave_shared_memory(module, self._start_method)
         wrapper = BucketDDP(module, **vars(self._options))
         _owners[wrapper] = self
         return wrapper

@@ -166,6 +166,7 @@ class BucketDDPStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
+        common.leave_shared_memory(model, self._start_method)
         wrapper = FrozenAtFirst(model, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()

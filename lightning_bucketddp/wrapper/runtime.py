@@ -76,8 +76,6 @@ class Runtime:
             described = hook.options() if hook is not None else {"comm_hook": None}
             entries += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             entries += params.entries()
-        if collectives.world_size > 1:
-            _unshare([*(param for _, param in params.named), *params.named_buffers().values()])
         collectives.probe(params.named[0][1].device)
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
@@ -173,17 +171,6 @@ class Runtime:
         if isinstance(loss, Tensor) and loss.is_floating_point():
             return mean.to(loss.dtype)
         return mean.to(torch.get_default_dtype())
-
-
-def _unshare(tensors: list[Tensor]) -> None:
-    """Give this process its own copy of what lies in memory that processes share.
-
-    torch shares the CPU tensors of a module that is passed to ranks it starts by "spawn" or "forkserver". Every rank
-    would change the weights of all.
-    """
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

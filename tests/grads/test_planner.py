@@ -84,9 +84,9 @@ def test_a_pass_expects_the_gradients_that_can_come() -> None:
     buckets.activate(last_two)
     assert [bucket.missing for bucket in buckets.all] == [{0, 1}, set()]
     assert buckets.active == buckets.all[:1]
-    assert buckets.unused() == {0, 1}
+    assert buckets.unused(last_two) == {0, 1}
     buckets.pending.add(1)
-    assert buckets.unused() == {0}
+    assert buckets.unused(last_two) == {0}
     assert buckets.next() is buckets.all[0]
     assert buckets.is_last(buckets.all[0])
     buckets.begin((True,) * 5, {id(table.params[2])}, in_order=True)

@@ -1,5 +1,6 @@
 """The strategies' arguments and calls: all reach the wrapper, and what cannot be honoured is refused early."""
 
+import copy
 import inspect
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
+from lightning_bucketddp.trainer.common import leave_shared_memory
 from tests.inside import comm_hook_of
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
@@ -199,3 +201,13 @@ def test_the_strategies_count_clip_and_show_gradients(run_ranks: RunRanks) -> No
     for strategy in (BucketDDPStrategy, BucketDDPFabricStrategy):
         for name in CALLS:
             assert inspect.signature(getattr(strategy, name)) == inspect.signature(getattr(BucketDDP, name))
+
+
+@pytest.mark.parametrize(("start_method", "shared"), [("forkserver", False), ("popen", True)])
+def test_forkserver_does_not_let_ranks_share_weights(start_method: str, shared: bool) -> None:
+    module = nn.BatchNorm1d(3).share_memory()
+    before, params = copy.deepcopy(module.state_dict()), list(module.parameters())
+    leave_shared_memory(module, start_method)
+    assert {tensor.is_shared() for tensor in [*module.parameters(), *module.buffers()]} == {shared}
+    assert all(mine is param for mine, param in zip(module.parameters(), params, strict=True))
+    torch.testing.assert_close(module.state_dict(), before)

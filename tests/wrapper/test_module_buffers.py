@@ -1,7 +1,5 @@
 """First synchronisation, and module buffers."""
 
-import copy
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,17 +38,6 @@ def test_everything_starts_as_rank_0_has_it() -> None:
     assert module.transposed.stride() == strides
     assert (module.scalar.item(), module.flags.tolist(), module.ids.tolist()) == (1, [True, False], [0, 1, 2])
     assert largest_difference_between_ranks(module) == 0
-
-
-@on_ranks(2)
-def test_ranks_do_not_train_in_shared_memory() -> None:
-    module = ConvBatchNorm().share_memory()
-    before = copy.deepcopy(module.state_dict())
-    params = list(module.parameters())
-    BucketDDP(module, init_sync=False)
-    assert not any(tensor.is_shared() for tensor in [*module.parameters(), *module.buffers()])
-    assert all(mine is param for mine, param in zip(module.parameters(), params, strict=True))
-    torch.testing.assert_close(module.state_dict(), before)
 
 
 class Scaled(nn.Module):
