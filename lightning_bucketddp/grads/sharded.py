@@ -159,11 +159,10 @@ class Sharded(Storage):
                 self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
-        reduced, part = self.shards.in_bucket(slot), self.shards.part(slot)
         if slot in (self._accumulating or ()):
-            part.add_(reduced)
+            self.shards.part(slot).add_(self.shards.in_bucket(slot))
         elif self.shards.is_apart(slot):
-            part.copy_(reduced)
+            self.shards.part(slot).copy_(self.shards.in_bucket(slot))
         self._bind(slot)
 
     def _bind(self, slot: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ _CALLS_WITHOUT_VALUES = frozenset({
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
 })  # fmt: skip
 """Methods that do not depend on a tensor's values."""
+
+_PAST_PYTHON = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
 
 
 class AwaitedParameter(nn.Parameter):
@@ -72,6 +74,7 @@ class AwaitedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+@lru_cache(256)
 def _needs_no_values(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -134,7 +137,7 @@ class Arrival:
 def reads_past_python(module: nn.Module) -> bool:
     """Tell whether compiled or scripted parts of a module read parameters without calling torch's functions."""
     return any(
-        isinstance(it, torch.jit.ScriptModule | torch._dynamo.OptimizedModule)
+        isinstance(it, _PAST_PYTHON)
         or getattr(it, "_compiled_call_impl", None) is not None  # private: module.compile() has no public sign
         for it in module.modules()
     )

@@ -114,7 +114,7 @@ class Optimizers:
         def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # torch calls the optimizer's own hooks after the global ones, and so those that this adds.
             if optimizer not in self._known:
-                own = self._passes.upkeep.trains() if self._params is None else self._params.slot_of
+                own = self._passes.upkeep.trains() if self._params is None else self._params.part_of
                 if any(id(param) in own for param in params_of(optimizer)):
                     self.prepare(optimizer)
 

@@ -63,14 +63,20 @@ class ParamBuffers:
         self._addresses[slot] = param.data_ptr()
 
     @torch.no_grad()
-    def bring_back(self, slot: int, param: nn.Parameter) -> None:
-        """Move a parameter back whose data were replaced (``param.data = tensor``, ``share_memory_()``).
+    def bring_back(self, params: Sequence[nn.Parameter]) -> None:
+        """Move parameters back whose data were replaced (``param.data = tensor``, ``share_memory_()``).
+
+        Args:
+            params: The parameter of each slot.
 
         Raises:
             RuntimeError: If the new data do not fit into the parameter's place.
         """
-        if param.data_ptr() == self._addresses[slot]:
-            return
+        for slot, param in enumerate(params):
+            if param.data_ptr() != self._addresses[slot]:
+                self._bring_back(slot, param)
+
+    def _bring_back(self, slot: int, param: nn.Parameter) -> None:
         spec = self._layout.slots[slot].spec
         expected = spec.shape, spec.param_dtype or spec.dtype, spec.device
         found = tuple(param.shape), param.dtype, str(param.device)

@@ -36,14 +36,14 @@ class ShardedParams(Parts):
         peers: The other ranks.
 
     Attributes:
-        slot_of: The slot of each sharded parameter, by the parameter's id.
+        part_of: This rank's part of each sharded parameter, by the parameter's id.
     """
 
     swap_before_closure = False  # element-wise optimizers call it first; forward then waits only for what it uses
 
     def __init__(self, slots: SlotTable, storage: Sharded, peers: Peers) -> None:
         self._slots, self._storage, self._peers = slots, storage, peers
-        self.slot_of: dict[int, int] = {}
+        self.part_of: dict[int, ParamPart] = {}
         self._buffers = ParamBuffers()
         self._arrivals: dict[int, Arrival] = {}  # by bucket
         self.lay_out(storage.layout)
@@ -52,8 +52,7 @@ class ShardedParams(Parts):
 
     def find(self, param: Tensor) -> ParamPart | None:
         """Return this rank's part of a parameter; None if the parameter is not sharded."""
-        slot = self.slot_of.get(id(param))
-        return None if slot is None else ParamPart(self._slots.specs[slot], self._storage.shards.parts[slot])
+        return self.part_of.get(id(param))
 
     def parts_in(self, layout: Layout) -> dict[int, ParamPart]:
         """Return this rank's part of each parameter in another layout, by the parameter's id."""
@@ -122,8 +121,7 @@ class ShardedParams(Parts):
     def _bring_back(self) -> None:
         """Move all parameters back into the buffers, where new values are gathered."""
         self.wait()
-        for slot, param in enumerate(self._slots.params):
-            self._buffers.bring_back(slot, param)
+        self._buffers.bring_back(self._slots.params)
 
     def half_updated(self) -> None:
         """Give up: a step raised after it had changed some parts, which the other ranks will not get."""
@@ -134,10 +132,9 @@ class ShardedParams(Parts):
 
     def updated(self, params: Sequence[Tensor], complete: bool) -> None:
         """Send the new values of parameters. All ranks must call this alike."""
-        for param in params:
-            if id(param) in self.slot_of and param.grad is not None:
-                # Backward must notice that a saved parameter has changed, also where this rank has no part of it.
-                torch.autograd.graph.increment_version(param)
+        changed = [param for param in params if id(param) in self.part_of and param.grad is not None]
+        # Backward must notice that a saved parameter has changed, also where this rank has no part of it.
+        torch.autograd.graph.increment_version(changed)
         self.send(params, complete)
 
     @torch.no_grad()
@@ -159,8 +156,10 @@ class ShardedParams(Parts):
 
         The first stage is one bucket, so that it leaves soon. Parameters that are not sharded are in no stage.
         """
+        if self._storage.groups.shards == 1 or len(self._storage.layout.buckets) == 1:
+            return []
         bucket_of = {param: found.part.bucket for param in params if (found := self.find(param)) is not None}
-        order = sorted(set(bucket_of.values()), reverse=True) if self._storage.groups.shards > 1 else []
+        order = sorted(set(bucket_of.values()), reverse=True)
         size = -(-len(order) // MAX_STAGES) or 1
         stages = [order[:1], *(order[at : at + size] for at in range(1, len(order), size))]
         return [[param for param, bucket in bucket_of.items() if bucket in stage] for stage in stages if stage]
@@ -168,8 +167,7 @@ class ShardedParams(Parts):
     def replaced(self) -> None:
         """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""
         self._bring_back()
-        for param in self._slots.params:
-            torch.autograd.graph.increment_version(param)  # masters follow, in the next step
+        torch.autograd.graph.increment_version(self._slots.params)  # masters follow, in the next step
         self.send(self._slots.params)
 
     # -- the lazy all-gather -------------------------------------------------------------------------
@@ -195,7 +193,7 @@ class ShardedParams(Parts):
 
     def lay_out(self, layout: Layout) -> list[Tensor]:
         """Move the parameters to their places in a new layout; return those that were not sharded before."""
-        known, self.slot_of = self.slot_of, {id(param): slot for slot, param in enumerate(self._slots.params)}
+        known, self.part_of = self.part_of, self.parts_in(layout)
         self._buffers.lay_out(layout, self._slots.params)
         return [param for param in self._slots.params if id(param) not in known]
 

@@ -81,10 +81,12 @@ class Stepped:
         return tensor
 
     def _current_master(self, param: Tensor, memory: Tensor, state: Any) -> Tensor | None:
-        if not self.may_have_master(param, param in self._masters):
-            self.set_master(param, None)  # the module was moved to another dtype since
+        has_one = bool(self._masters) and param in self._masters
+        if not self.may_have_master(param, has_one):
+            if has_one:
+                self.set_master(param, None)  # the module was moved to another dtype since
             return None
-        if param not in self._masters:
+        if not has_one:
             if param in state:  # in place: LBFGS holds on to its state while the closure runs
                 state[param].update(in_fp32(state[param], state[param], param.dtype))
             self._masters[param] = nn.Parameter(memory.detach().float())
@@ -104,7 +106,8 @@ class Stepped:
 
     def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
         """Send this rank's parts of parameters that all ranks have stepped on."""
-        current = [param for param in params if self._is_current(param)]  # hooks of the step may have changed others
+        # Hooks of the step may have changed others.
+        current = [param for param in params if self._is_current(param)] if self._masters else []
         self.parts.updated(params, complete)
         self._note_versions(current)
 
@@ -124,10 +127,11 @@ class Stepped:
 
     def may_have_master(self, param: Tensor, has_one: bool) -> bool:
         """Tell whether a parameter keeps the master that it has, or gets one."""
+        if param.dtype not in _LOW_PRECISION or not self._with_masters:
+            return False
         # A parameter that was frozen between backward and step is stepped on all the same.
         trained = param.requires_grad or param.grad is not None
-        wants = has_one or (trained and param.grad_dtype is torch.float32)
-        return self._with_masters and param.dtype in _LOW_PRECISION and wants
+        return has_one or (trained and param.grad_dtype is torch.float32)
 
     def master(self, param: Tensor) -> Tensor | None:
         """Return a parameter's fp32 master, with the shape of this rank's part; None if it has none (yet)."""
