@@ -4,8 +4,8 @@
 
 A loop in plain PyTorch: forward, backward, clipping, AdamW, zero_grad. Peers are copies of one model with the same
 initial weights, wrapped differently. They see the same batches, and their losses must agree. In each round every peer
-runs a short block of steps, in random order; both ranks begin a block together, and the slower rank's time counts.
-Ratios compare blocks of the same round: their median, and their quartiles in brackets. Torch DDP at its best flags runs
+runs a step, in random order; both ranks begin it together, and the slower rank's time counts.
+Ratios compare steps of the same round: their median, and their quartiles in brackets. Torch DDP at its best flags runs
 twice with every bucket cap. The cap with the best median is the reference. Its twin shows the noise: how much two equal
 peers differ.
 
@@ -39,8 +39,8 @@ from wrapped import Wrapping, bucketddp, ddp, local_pass, try_wrap, unwrapped
 RANKS = 2
 WARM_UP = 12
 """Steps without accumulation before anything counts: wrappers learn orders and make optimizer state."""
-BLOCK_PASSES = 3
-"""Number of passes in a peer's turn, unless one step has more."""
+SINGLE_PASSES = 4
+"""How many times as many rounds steps of one pass get."""
 BATCHES = 8
 """Number of different batches. They are used in turn."""
 CAPS_MB = (1, 4, 25)
@@ -136,15 +136,13 @@ def _measure(workload: Workload, accumulation: int, rounds: int, device: torch.d
             _step(peer, 1, device)
         if accumulation > 1:
             _step(peer, accumulation, device)
-    for number in range(rounds):
+    for number in range(rounds if accumulation > 1 else SINGLE_PASSES * rounds):
         for peer in random.Random(number).sample(peers, len(peers)):  # the same order on every rank
             dist.barrier()
-            blocks = [_step(peer, accumulation, device) for _ in range(max(1, BLOCK_PASSES // accumulation))]
-            peer.step_s.append(fmean(times[-1] - times[0] for times in blocks))
+            times = _step(peer, accumulation, device)
+            peer.step_s.append(times[-1] - times[0])
             if accumulation > 2:
-                peer.local_pass_s.append(
-                    fmean((times[accumulation - 1] - times[1]) / (accumulation - 2) for times in blocks)
-                )
+                peer.local_pass_s.append((times[accumulation - 1] - times[1]) / (accumulation - 2))
     params = list(peers[0].model.parameters())
     return {
         "parameters": len(params),
@@ -316,7 +314,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(workloads()), default=list(workloads()))
     parser.add_argument("--accumulation", type=int, nargs="+", help="passes in a step (default: 1 8)")
-    parser.add_argument("--rounds", type=int, default=10, help="each peer has one turn per round")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="each peer makes a step in each; steps of one pass get 4 times as many"
+    )
     parser.add_argument("--device", default="cpu", help="type of the device; ranks share it if there is one only")
     parser.add_argument(
         "--quick", action="store_true", help="tiny models, few rounds: shows that it runs; saves nothing"

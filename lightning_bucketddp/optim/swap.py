@@ -214,9 +214,8 @@ class Swap:
     def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
         """Put tensors into the groups of their parameters, and nothing else."""
         for params, originals in self._groups:
-            params[:] = [
-                it for param in originals if (it := tensors.get(param)) is not None
-            ]  # in place: LBFGS keeps the list
+            # In place: LBFGS keeps the list.
+            params[:] = [it for param in originals if (it := tensors.get(param)) is not None]
 
     def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
         """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
