@@ -2,6 +2,7 @@
 
     sudo python benchmarks/link.py                                            # the reference case, about 12 minutes
     sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 24 minutes
+    sudo python benchmarks/link.py --shapes                                   # layers of other sizes as well
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
 
 Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
@@ -33,9 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from link_cases import NBYTES, REFERENCE_RATE, Case, reference, swept
+from link_cases import NBYTES, REFERENCE_RATE, SHAPES, Case, reference, shaped, swept
 from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference, drawn_sweep
 from namespaces import ADDRESSES, limit, own_prefix, two_hosts, why_not
+from paced import EVEN
 from report import median, save
 
 PORT = 29511
@@ -51,6 +53,8 @@ SWEPT = (
     *(f"torch DDP, fp16 hook, {cap} MiB (plain loop)" for cap in (2, 4)),
 )
 """Peers for other rates and ratios."""
+SHAPED = (*(f"ddp, best flags, {cap} MiB" for cap in (1, 2, 4, 8)), "bucketddp", "bucketddp_sharded")
+"""Peers for layers of other sizes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def worker(rank: int, folder: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=2)
-    measured = Measured()
+    measured = Measured(sizes=job.case.sizes)
     chosen = []
     for peer in peers():
         if peer.name in job.peers:
@@ -98,12 +102,12 @@ def worker(rank: int, folder: Path) -> None:
     step_times(chosen[0], paced(forward_ms=1.0, backward_ms=1.0), 8)
     for number in range(job.rounds):
         measured.all_reduce.append(_all_reduce_seconds())
-        model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
+        model = paced(job.case.sizes, job.case.forward_ms, job.case.backward_ms)
         for kind, seconds in zip(("forward", "backward", "optimizer"), _unsynchronised_seconds(model), strict=True):
             getattr(measured, kind).append(seconds)
         for peer in chosen if number % 2 == 0 else reversed(chosen):
             passes: list[Any] = []
-            model = paced(forward_ms=job.case.forward_ms, backward_ms=job.case.backward_ms)
+            model = paced(job.case.sizes, job.case.forward_ms, job.case.backward_ms)
             try:
                 times = step_times(peer, model, WARM_UP + job.steps, passes)
             except Exception as error:  # now: the traceback comes after the other rank's output
@@ -216,8 +220,10 @@ def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     if arguments.quick:
         return [Job(reference(), chosen_peers([], ("bucketddp", "bucketddp_sharded")), 1, 2)]
     jobs = [Job(reference(arguments.rate), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
-    for case in swept(arguments.rates, arguments.ratios):
-        peers = chosen_peers(arguments.only, SWEPT)
+    others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
+    others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
+    for case, among in others:
+        peers = chosen_peers(arguments.only, among)
         jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps))
     return jobs
 
@@ -227,6 +233,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=REFERENCE_RATE, help="Gbit/s of the reference case")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="Gbit/s, each at ratio 1")
     parser.add_argument("--ratios", type=float, nargs="+", default=[], help="each at 2 Gbit/s")
+    parser.add_argument("--shapes", action="store_true", help="layers of other sizes as well, at 2 Gbit/s")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the reference case")
     parser.add_argument("--steps", type=int, default=8, help="counted steps, in the reference case")
     parser.add_argument("--sweep-rounds", type=int, default=3, help="rounds of the other cases")
@@ -257,8 +264,8 @@ def main() -> None:
     (first, of_first), *others = found.items()
     cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(it)} for case, it in found.items()]
     stem = save(arguments.save_as or "link", {"cases": cases}, "\n".join(lines), drawn_reference(first, of_first))
-    if others:
-        drawn_sweep(dict(others)).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
+    if drawn := {case: it for case, it in others if case.sizes == EVEN}:
+        drawn_sweep(drawn).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
     print(stem)
 
 

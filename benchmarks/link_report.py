@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from link_cases import NBYTES, REFERENCE_RATE, Case, least_exposed, least_exposed_sharded, wire_seconds
+from paced import EVEN
 from report import median, paired_ratio, plots, table
 
 SHIPPED = "ddp as shipped"
@@ -30,6 +31,7 @@ class Measured:
         optimizer: A step of the optimizer, on all parameters.
         passes: By peer of this package, the median times of backward, and from its end until gradients were published.
         skipped: By peer, why it did not run.
+        sizes: Parameters of each layer.
     """
 
     steps: dict[str, list[float]] = field(default_factory=dict)
@@ -39,11 +41,12 @@ class Measured:
     optimizer: list[float] = field(default_factory=list)
     passes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    sizes: Sequence[int] = EVEN
 
     @property
     def exposed(self) -> float:
         """Seconds of an all-reduce that backward cannot hide. A bound, so the fastest all-reduce counts."""
-        return least_exposed(min(self.all_reduce), median(self.backward))
+        return least_exposed(min(self.all_reduce), median(self.backward), self.sizes)
 
     def bound(self, plain: bool) -> float:
         """The shortest possible step, in seconds, if an all-reduce during backward averages gradients."""
@@ -51,13 +54,13 @@ class Measured:
 
     def half_bound(self, plain: bool) -> float:
         """As :meth:`bound`, if each element has 16 bits on the wire."""
-        exposed = least_exposed(min(self.all_reduce) / 2, median(self.backward))
+        exposed = least_exposed(min(self.all_reduce) / 2, median(self.backward), self.sizes)
         return median(self.steps[UNSYNCHRONISED + PLAIN * plain]) + exposed
 
     @property
     def exposed_sharded(self) -> float:
         """Seconds of a reduce-scatter and an all-gather that backward and forward cannot hide."""
-        return least_exposed_sharded(min(self.all_reduce), median(self.backward), median(self.forward))
+        return least_exposed_sharded(min(self.all_reduce), median(self.backward), median(self.forward), self.sizes)
 
     def sharded_bound(self, plain: bool) -> float:
         """The shortest possible step, in seconds, if ranks also divide the optimizer's work.
