@@ -15,7 +15,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -25,11 +24,12 @@ from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
-from lightning_bucketddp.layout.require import require_choice
+from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
+from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
@@ -37,7 +37,7 @@ from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_coun
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 
-class BucketDDPStrategy(DDPStrategy):
+class BucketDDPStrategy(EachSampleOnce):
     """Data-parallel training in one process per device, with gradients averaged by :class:`BucketDDP`.
 
     ``import lightning_bucketddp`` registers it as ``bucketddp``, ``bucketddp_spawn``, ``bucketddp_fork`` and
@@ -70,6 +70,9 @@ class BucketDDPStrategy(DDPStrategy):
             buffers then do not count; what it logs does. Gradients are divided by the ``"world_size"``, or by the
             number of ``"active_ranks"``, which have batches. Costs one tiny collective per batch. None: ranks must
             have the same number of batches.
+        exact_evaluation: Validation and test take each sample once. By default Lightning's sampler repeats some, so
+            that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
+            smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.
         options: The fields of :class:`Options`, which documents them.
 
     Raises:
@@ -94,6 +97,7 @@ class BucketDDPStrategy(DDPStrategy):
         *,
         state_dict_type: Literal["full", "sharded"] = "full",
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
+        exact_evaluation: bool = False,
         **options: Any,
     ) -> None:
         checked = Options(timeout=timeout, **options)  # raises before ranks are started
@@ -101,6 +105,7 @@ class BucketDDPStrategy(DDPStrategy):
         common.require_start_method(start_method)
         require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
+        require("exact_evaluation", exact_evaluation, "True or False", bool)
         if uneven_inputs == "active_ranks" and self._options.rescales:
             raise ValueError(
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
@@ -121,6 +126,7 @@ class BucketDDPStrategy(DDPStrategy):
         )
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
+        self._exact_evaluation = exact_evaluation
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint()
@@ -285,7 +291,7 @@ class BucketDDPStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> object:
         module = self.lightning_module
         if self._uneven_inputs is None or module is None or not module.trainer.training:
-            return dataloader
+            return super().process_dataloader(dataloader)
         require_countable_batches(module, self._evened_loader)
         self._evened_loader = EvenedLoader(dataloader, self._exchange, self.global_rank)
         return self._evened_loader

@@ -29,7 +29,10 @@ BAD: dict[str, list[Any]] = {
     "wire_dtype": ["float31", "fp32", torch.float32],
 }
 OF_STRATEGIES = {**BAD, "start_method": ["threads"]}
-OF_THE_TRAINER = {**OF_STRATEGIES, "uneven_inputs": ["sometimes"], "state_dict_type": ["parts"]}
+OF_THE_TRAINER = {
+    **OF_STRATEGIES,
+    **{"uneven_inputs": ["sometimes"], "state_dict_type": ["parts"], "exact_evaluation": ["yes", 1]},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -138,12 +138,14 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
         ("gradient_divide_by=3", 3),
         (f"comm_hook={fp16_compress_hook.__module__}.{fp16_compress_hook.__name__}", fp16_compress_hook),
         ("uneven_inputs=active_ranks", "active_ranks"),
+        ("exact_evaluation=true", True),
     ],
 )
 def test_an_option_on_the_command_line(option: str, found: Any) -> None:
     strategy = cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}").trainer.strategy
     name = option.split("=")[0]
-    assert ({**vars(strategy._options), "uneven_inputs": strategy._uneven_inputs}[name]) == found
+    own = {attribute.removeprefix("_"): value for attribute, value in vars(strategy).items()}
+    assert {**own, **vars(strategy._options)}[name] == found
 
 
 @pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "nothing=1"])
