@@ -9,6 +9,6 @@ class RayBucketDDPStrategy(BucketDDPStrategy, RayDDPStrategy):
     """:class:`BucketDDPStrategy` on the workers that Ray Train has started. Needs the extra ``ray``.
 
     Use it with ``RayLightningEnvironment`` and ``prepare_trainer``, in place of ``RayDDPStrategy``. It takes the
-    arguments of :class:`BucketDDPStrategy`. Ray makes the process group: backend and timeout of collectives are those of
-    its ``TorchConfig``. ``examples/ray_train.py`` shows a run that survives a killed worker.
+    arguments of :class:`BucketDDPStrategy`. Ray makes the process group: backend and timeout of collectives are those
+    of its ``TorchConfig``. ``examples/ray_train.py`` shows a run that survives a killed worker.
     """
