@@ -45,6 +45,16 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return group
 
 
+def started_collectives(group: dist.ProcessGroup | None) -> int:
+    """How many collectives this rank has started in a group; 0 where torch does not tell.
+
+    The count is private to torch. Nothing public tells two barriers in the same line apart.
+    """
+    with suppress(RuntimeError):  # a backend that does not count
+        return int(getattr(group, "_get_sequence_number_for_group", int)())
+    return 0
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """Make blocked collectives raise, here and on ranks that wait for this one. The group cannot be used afterwards.
 

@@ -39,14 +39,17 @@ HookName = Literal["bf16", "fp16", "powersgd"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Longest wait for the other ranks' answers; torch's default for process groups."""
 
+DEFAULT_REPORT_AFTER = 60.0
+"""After how many seconds of waiting ranks report where all are."""
+
 
 @dataclass(frozen=True)
 class Options:
     """The options of :class:`BucketDDP`, :class:`BucketDDPStrategy` and :class:`BucketDDPFabricStrategy`.
 
-    All three take them as keyword arguments. ``process_group``, ``device_mesh`` and ``timeout`` may differ between
-    ranks; all others must be the same on every rank. An instance holds one spelling of each choice: torch's dtypes, and
-    ``module_buffers``, ``grad_dtype`` and ``master_params`` in place of their other spellings.
+    All three take them as keyword arguments. ``process_group``, ``device_mesh``, ``timeout`` and ``report_after`` may
+    differ between ranks; all others must be the same on every rank. An instance holds one spelling of each choice:
+    torch's dtypes, and ``module_buffers``, ``grad_dtype`` and ``master_params`` in place of their other spellings.
 
     Args:
         broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``. With
@@ -114,6 +117,9 @@ class Options:
             shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
             local passes accumulate whole gradients, and only their sum is reduce-scattered.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
+        report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
+            have not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
+            ``.inf``) for none. Of several wrappers on one group the last one decides.
 
     Raises:
         TypeError: If a value has the wrong type; a bool is no number, a str is no sequence of names.
@@ -148,6 +154,7 @@ class Options:
     shard_group_size: int | None = None
     scatter_every_pass: bool = False
     timeout: timedelta | None = field(default=None, compare=False)
+    report_after: float = field(default=DEFAULT_REPORT_AFTER, compare=False)
 
     def __post_init__(self) -> None:
         self._require_kinds_and_ranges()
@@ -190,6 +197,7 @@ class Options:
             ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
             ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
             ("timeout", "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)),
+            ("report_after", "a positive number of seconds", float | int, lambda seconds: seconds > 0),
         )
         for name, wanted, kinds, fits in others:
             require(name, getattr(self, name), wanted, kinds, fits)

@@ -10,6 +10,9 @@ Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n
     wake/<rank>                  look into the store! The rank's listener waits for this key alone, and deletes it
     call                         the last roll call: its number, and the rank that calls
     status/<rank>                the number of the roll call that the rank has answered; its records, one per wrapper
+    reporting/<wait>/<seconds>   how many ranks have wanted to report a wait after so long; the first does
+    reports                      how many reports there were
+    report/<n>                   the n-th report of ranks that wait
     failure/<fit>                the first failure that ends all ranks, in words
     heard/<fit>/<rank>           the rank has heard of the failure
     end                          the rank that may serve the store ends: stop listening
@@ -42,9 +45,11 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # d
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import abort
+from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import Failure, diagnose, silent
 from lightning_bucketddp.peers.roll_call import RollCall, read
+from lightning_bucketddp.peers.watch import Watch
 
 LINGER_SECONDS = 2.0
 """How long a rank that failed waits for the others to hear of it."""
@@ -63,13 +68,20 @@ _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakre
 _made: Counter[str] = Counter()
 
 
-def listen(collectives: Collectives) -> AbortListener:
-    """The listener of a group, made when first asked for. All ranks must ask at the same point of the program."""
+def listen(collectives: Collectives, report_after: float | None = None) -> AbortListener:
+    """The listener of a group, made when first asked for. All ranks must ask at the same point of the program.
+
+    Args:
+        collectives: The group.
+        report_after: After how many seconds of waiting ranks report; None to leave that as it is.
+    """
     listener = _listeners.get(collectives.group)
     if listener is None:
-        listener = _listeners[collectives.group] = AbortListener(collectives)
+        listener = _listeners[collectives.group] = AbortListener(collectives, report_after or DEFAULT_REPORT_AFTER)
         weakref.finalize(collectives.group, listener.close)  # at exit too
         _tell_of_uncaught_exceptions()
+    elif report_after is not None:
+        listener.roll_call.report_after = report_after
     return listener
 
 
@@ -104,6 +116,7 @@ class AbortListener:
 
     Args:
         collectives: The group. Held weakly: when its last user drops it, the listener ends too.
+        report_after: After how many seconds of waiting ranks report.
 
     Attributes:
         store: The group's namespace.
@@ -111,12 +124,13 @@ class AbortListener:
         failure: The first failure that ends all ranks, as far as is known here.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, report_after: float) -> None:
         self._group = weakref.ref(collectives.group)
         name = collectives.name
         self.store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
         _made[name] += 1
         self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
+        self.roll_call.report_after = report_after
         self.failure: Failure | None = None
         self._store_lost = False
         self._fit = 0
@@ -135,6 +149,7 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
+        Watch(self.roll_call, self._group, self._closed).start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
@@ -198,13 +213,14 @@ class AbortListener:
             # An error of torch's may be due to a rank that is gone.
             from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
             gone = self.ask_why(0) if from_torch else ""
+            if from_torch:
+                _add_note(error, self.roll_call.report)
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
             self._log_reason()
-            if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
-                error.add_note(self._reason())
+            _add_note(error, self._reason())
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             self._wait_until_all("heard")
 
@@ -328,6 +344,12 @@ def _serves(store: Store) -> bool:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, TCPStore)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, once; from Python 3.11 on."""
+    if note and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _main_thread() -> tuple[int, int] | None:

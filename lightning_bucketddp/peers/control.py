@@ -258,8 +258,17 @@ class ControlChecks:
         return control
 
     def read_later(self, exchange: ControlExchange) -> None:
-        """Keep a control vector that is not needed now and has not come to the host."""
+        """Keep a control vector that is not needed now and has not come to the host.
+
+        The host runs on, and waits for the other ranks wherever it next reads from the device.
+        """
         self._unread.append(exchange)
+        self._peers.here.waiting_for = self._describe_unread
+
+    def _describe_unread(self) -> str:
+        """What the device waits for, in words; empty if it does not. Other threads ask for it."""
+        on_its_way = [exchange for exchange in list(self._unread) if not exchange.arrived()]
+        return f"the gradients of {len(on_its_way)} pass(es), on the device" if on_its_way else ""
 
     def read_what_arrived(self) -> None:
         """Look at the control vectors of earlier passes, without waiting for the device.

@@ -33,6 +33,7 @@ class Peers:
     Args:
         collectives: The group.
         timeout: How long a rank waits for an agreement before it names the silent ranks.
+        report_after: After how many seconds of waiting ranks report; None to leave that as it is.
 
     Attributes:
         number: Which of the group's wrappers this is; the same on every rank.
@@ -43,8 +44,10 @@ class Peers:
         position: How far it has come.
     """
 
-    def __init__(self, collectives: Collectives, timeout: timedelta | None = None) -> None:
-        self._listener = listen(collectives)
+    def __init__(
+        self, collectives: Collectives, timeout: timedelta | None = None, report_after: float | None = None
+    ) -> None:
+        self._listener = listen(collectives, report_after)
         self._roll_call = self._listener.roll_call
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.here = Status(self.rank)
@@ -92,7 +95,7 @@ class Peers:
                     raise RuntimeError(
                         f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
                         f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
-                        "that depends on the rank, or for an error in their output"
+                        f"that depends on the rank, or for an error in their output{self._roll_call.last_report()}"
                     )
             answers = [value.decode() for value in store.multi_get(keys)]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
@@ -276,7 +279,8 @@ class Peers:
         told = self._listener.ask_why(self.number, self.here.names)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         self.give_up(
-            f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})",
+            f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
+            f"{self._roll_call.last_report()}",
             f"failed while it waited for {awaited}: {error}; {cause}",
         )
         raise PeerFailureError(self.message) from error

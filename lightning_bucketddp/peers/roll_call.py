@@ -1,19 +1,29 @@
-"""Records in the store: each rank's status, in answer to a roll call, and failed passes."""
+"""Records in the store: each rank's status, in answer to a roll call; failed passes; reports."""
 
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import sys
+import threading
 import time
+import traceback
+from collections import deque
+from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.peers.status import Status
+from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
+from lightning_bucketddp.peers.status import Frame, Position, Status
 
 ANSWER_SECONDS = 2.0
 """How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class FailedPass(NamedTuple):
@@ -44,6 +54,10 @@ class RollCall:
         store: The group's namespace.
         rank: This rank.
         world_size: Number of ranks.
+
+    Attributes:
+        report: The last report of ranks that wait; empty if this rank has got further since.
+        report_after: After how many seconds of waiting there is one.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -52,7 +66,10 @@ class RollCall:
         self.world_size = world_size
         self._statuses: list[Status] = []  # of all wrappers, closed ones too: others may still ask for them
         self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
-        self._call, self._called_at = "", 0.0  # the last call, as far as is known here
+        self._call = ""  # the last call, as far as is known here
+        self._calls = deque([(0, 0.0)], maxlen=64)  # the last calls, and when this rank heard of them
+        self._reports = 0  # of which this rank has heard
+        self.report, self.report_after = "", DEFAULT_REPORT_AFTER
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
@@ -73,8 +90,13 @@ class RollCall:
         self._failed = _failed_in(read(store, "failed"))
         call = read(store, "call")
         if call != self._call:
-            self._call, self._called_at = call, time.monotonic()
+            self._call = call
+            self._calls.append((_call_number(call), time.monotonic()))
             self.write(store)
+        while store.check([key := f"report/{self._reports}"]):
+            self._reports += 1
+            self.report = store.get(key).decode()
+            _log.warning("%s", self.report)
 
     # -- failed passes -------------------------------------------------------------------------------
 
@@ -104,9 +126,22 @@ class RollCall:
         Args:
             store: The connection to use.
         """
-        records = [status.snapshot() for status in self._statuses]
-        packed = pickle.dumps((_call_number(self._call), records))
+        packed = pickle.dumps((_call_number(self._call), self.records()))
         store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
+
+    def records(self) -> list[Status]:
+        """This rank's records, by wrapper, and at the end one without a wrapper."""
+        stack = main_thread_stack()
+        statuses = [status.snapshot() for status in self._statuses]
+        return [replace(status, stack=stack) for status in (*statuses, Status(self.rank))]
+
+    def positions(self) -> list[Position]:
+        """How far this rank has come, by wrapper."""
+        return [replace(status.position) for status in self._statuses]
+
+    def may_wait(self) -> bool:
+        """Whether a record says that this rank waits. :meth:`records` asks what for: it may turn out not to wait."""
+        return any(status.waiting_for for status in self._statuses)
 
     def end(self) -> None:
         """This rank has ended training in all wrappers."""
@@ -124,7 +159,7 @@ class RollCall:
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.
         """
-        if time.monotonic() < self._called_at + unless_within:
+        if time.monotonic() < self._calls[-1][1] + unless_within:
             return []
         call = _call_number(self._call) + 1
         mine = f"{call} {self.rank}"
@@ -141,20 +176,49 @@ class RollCall:
 
     def _records(self, wrapper: int, call: int) -> list[Status]:
         keys = [f"status/{rank}" for rank in range(self.world_size)]
-        if not self._store.check(keys):
-            return []
-        found = []
-        for rank, value in enumerate(self._store.multi_get(keys)):
-            answered, statuses = pickle.loads(value)
-            if 0 < wrapper <= len(statuses):
-                found.append(replace(statuses[wrapper - 1], heard=answered >= call))
-            elif answered < call:
-                found.append(Status(rank, heard=False))
+        if self._store.check(keys):
+            values = self._store.multi_get(keys)
+        else:  # some ranks have not made their listener yet
+            values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        found, now = [], time.monotonic()
+        for rank, value in enumerate(values):
+            answered, statuses = pickle.loads(value) if value else (0, [Status(rank)])
+            seconds = now - min((at for number, at in self._calls if number > answered), default=now)
+            status = statuses[min(wrapper, len(statuses)) - 1]  # without such a wrapper the last one
+            found.append(replace(status, heard=answered >= call, silent_for=seconds))
         return found
+
+    # -- reports -------------------------------------------------------------------------------------
+
+    def apart(self) -> RollCall:
+        """The same on a connection of its own, for another thread."""
+        found = copy(self)
+        found._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        return found
+
+    def claim_report(self, wait: str) -> bool:
+        """Whether this rank is the one that reports a wait, of all ranks that wait for the same."""
+        return self._store.add(f"reporting/{wait}", 1) == 1
+
+    def last_report(self) -> str:
+        """The last report for an error message: on lines of its own, or empty if this rank has got further since."""
+        return f"\n{self.report}" if self.report else ""
+
+    def publish_report(self, report: str) -> None:
+        """Have all ranks log a report."""
+        self._store.set(f"report/{self._store.add('reports', 1) - 1}", report)
+        self.wake()
 
 
 def _failed_in(written: str) -> dict[str, FailedPass]:
     return {wrapper: FailedPass(*failed) for wrapper, failed in json.loads(written or "{}").items()}
+
+
+def main_thread_stack() -> list[Frame]:
+    """Where the main thread is, the innermost frame first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = traceback.walk_stack(frame) if frame is not None else ()
+    return [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
 
 
 def _call_number(call: str) -> int:

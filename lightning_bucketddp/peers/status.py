@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from zlib import crc32
 
+Frame = tuple[str, int, str]
+"""A file, a line and a function."""
+
 
 class Phase(Enum):
     """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
@@ -59,6 +62,8 @@ class Status:
         heard: Whether the rank has answered the last roll call. If not, the record is older.
         names: The names of the parameters. They do not travel.
         updated: A hash of the buckets that sharded optimizers have updated. It does not travel.
+        stack: Where the main thread is, the innermost frame first. Filled in for travel.
+        silent_for: For how many seconds the rank has not answered.
     """
 
     rank: int
@@ -72,6 +77,8 @@ class Status:
     heard: bool = True
     names: Sequence[str] = ()
     updated: int = 0
+    stack: Sequence[Frame] = field(default=(), repr=False)
+    silent_for: float = field(default=0.0, repr=False)
 
     def snapshot(self) -> Status:
         """The record as other ranks get it."""

@@ -399,7 +399,7 @@ class Reducer:
         if bucket is None:
             return "the control vector"
         names = [self.table.specs[slot].name for slot in bucket.slots]
-        return f"the gradients of {names[0]!r} to {names[-1]!r} ({len(names)} parameters)"
+        return f"the gradients of {names[0]!r} to {names[-1]!r} (bucket {bucket.index}, {len(names)} parameter(s))"
 
 
 class _Launching(GivingUp):

@@ -146,7 +146,7 @@ class BucketDDPStrategy(EachSampleOnce):
         with common.group_set_up(self._timeout):
             super().setup_distributed()
             if dist.is_initialized():  # not if a test mocks `init_process_group`
-                self._listener = listen(Collectives(None))
+                self._listener = listen(Collectives(None), self._options.report_after)
                 self._listener.begin(self._interrupted)  # ends the last fit, before ranks wait for one another
 
     @override

@@ -63,7 +63,7 @@ class Runtime:
         self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
     ) -> None:
         self.collectives = collectives = Collectives(group_of(options.process_group, options.device_mesh))
-        peers = Peers(collectives, options.timeout)
+        peers = Peers(collectives, options.timeout, options.report_after)
         self.params = params = ModuleParams(module, options, may_be_frozen)
         release = ExitStack()  # calls the last callback first
         release.callback(params.restore_grad_dtypes)

@@ -1,0 +1,99 @@
+"""Who waits for whom, in words: from the ranks' records, without a process or a store.
+
+A rank waits if its record says for what, or if the innermost Python frame of its main thread is in a collective of
+torch's ``distributed_c10d``, or of this package's ``comm/work``.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile, groupby
+from pathlib import Path
+
+import torch
+
+from lightning_bucketddp.peers.status import Frame, Status
+
+_WAITS_IN = ("/torch/distributed/distributed_c10d.py", "/lightning_bucketddp/comm/work.py")
+_INNER = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+_MOST_STACKS = 8
+"""How many different stacks a report shows."""
+
+_MOST_CALLS = 4
+"""How many calls it shows that follow one another inside installed packages: the last ones."""
+
+
+def waits(status: Status) -> bool:
+    """Whether a rank waits for others; False if it is silent."""
+    return status.heard and (bool(status.waiting_for) or waits_at(status.stack))
+
+
+def waits_at(stack: Sequence[Frame]) -> bool:
+    """Whether a thread waits in a collective.
+
+    Args:
+        stack: Its frames, the innermost first.
+    """
+    return bool(stack) and stack[0][0].endswith(_WAITS_IN)
+
+
+def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "") -> str:
+    """Say which ranks have not come, and where each rank is.
+
+    Args:
+        statuses: The records of all ranks.
+        rank: A rank that waits.
+        seconds: For how long it has waited.
+        why: Why it waits, instead of the ranks that have not come.
+    """
+    late = sorted(status.rank for status in statuses if not waits(status))
+    if not why:
+        why = "all ranks wait, for different things or for the network"
+        if late:
+            why = f"{_ranks(late)} {'have' if len(late) > 1 else 'has'} not come"
+    places: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
+    for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
+        stack = tuple(status.stack) if status.heard else ()
+        if waits(status):
+            stack = tuple(dropwhile(lambda frame: frame[0].startswith(_INNER), stack))
+        places.setdefault((_place(status), stack), []).append(status.rank)
+    lines = [f"rank {rank} has waited for {seconds:.0f} s: {why}. Where ranks are (the innermost call last):"]
+    for number, ((place, stack), ranks) in enumerate(places.items()):
+        lines.append(f"  {_ranks(ranks)}: {place}")
+        lines += _calls(stack[::-1]) if number < _MOST_STACKS else ()
+    return "\n".join(lines)
+
+
+def _place(status: Status) -> str:
+    at = status.position
+    point = f"in step {at.step}, pass {at.pass_number}" if at.step else f"in pass {at.pass_number}"
+    if not status.heard:
+        if status.ended:
+            return "ended training"
+        return f"silent for {status.silent_for:.0f} s; its last record, which may be old, says {point}"
+    if status.waiting_for:
+        return f"waiting for {status.waiting_for}, {point}"
+    return f"waiting in {status.stack[0][2]}(), {point}" if waits(status) else f"not waiting, {point}"
+
+
+def _calls(stack: Sequence[Frame]) -> Iterator[str]:
+    for installed, run in groupby(stack, _is_installed):
+        calls = list(run)
+        if installed and len(calls) > _MOST_CALLS:
+            yield f"    ... {len(calls) - _MOST_CALLS} calls in installed packages"
+            calls = calls[-_MOST_CALLS:]
+        for file, line, function in calls:
+            source = linecache.getline(file, line).strip()
+            yield f"    {file}:{line} in {function}" + (f": {source}" if source else "")
+
+
+def _is_installed(frame: Frame) -> bool:
+    return "/site-packages/" in frame[0] or frame[0].startswith(_INNER)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, such as ``ranks 0 to 6, 9``."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"ranks {words}" if len(ranks) > 1 else f"rank {words}"

@@ -1,0 +1,96 @@
+"""The thread that notices that this rank waits for others for long, wherever it waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from contextlib import suppress
+from zlib import crc32
+
+import torch.distributed as dist
+
+from lightning_bucketddp.comm.groups import started_collectives
+from lightning_bucketddp.peers.report import report, waits, waits_at
+from lightning_bucketddp.peers.roll_call import ANSWER_SECONDS, RollCall, main_thread_stack
+from lightning_bucketddp.peers.status import Status
+
+_LOOK_SECONDS = 6.0
+"""How often it looks at the main thread, at least. With a smaller ``report_after`` ten times in this time."""
+
+_STORE_SILENT = "the process that serves the store, rank 0's or the launcher's, does not answer"
+
+_log = logging.getLogger(__name__)
+
+
+class Watch(threading.Thread):
+    """Looks at the main thread now and then. Has a report made when it has waited for long.
+
+    A wait ends when the rank gets further: its position changes, or it starts another collective in the group. Time
+    counts while this process runs, and not while it is stopped. Frames of the main thread count for the default group
+    alone, as they do not tell the group.
+
+    Args:
+        roll_call: Where all ranks are.
+        group: The group whose collectives count.
+        closed: Set when the group ends.
+    """
+
+    def __init__(self, roll_call: RollCall, group: weakref.ref[dist.ProcessGroup], closed: threading.Event) -> None:
+        super().__init__(name="bucketddp-watch", daemon=True)
+        self._roll_call, self._group, self._closed = roll_call, group, closed
+        self._seconds = 0.0  # for which the main thread has waited
+        self._due = 0.0  # after how many a report is due
+        self._asking: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Look until the group ends."""
+        before = None
+        while not self._closed.wait(seconds := min(self._roll_call.report_after / 10, _LOOK_SECONDS)):
+            here = self._progress()
+            if here != before:
+                self._roll_call.report = ""
+            if here != before or not self._may_wait():
+                before, self._seconds, self._due = here, 0.0, self._roll_call.report_after
+                continue
+            self._seconds += seconds
+            if self._seconds >= self._due:
+                self._report()
+
+    def _progress(self) -> str:
+        """How far this rank has come. It changes with each collective, and is the same on ranks that wait for one."""
+        return f"{crc32(repr(self._roll_call.positions()).encode())}/{started_collectives(self._group())}"
+
+    def _may_wait(self) -> bool:
+        if self._roll_call.may_wait():
+            return True
+        return self._group() is dist.group.WORLD and waits_at(main_thread_stack())
+
+    def _report(self) -> None:
+        """Have a report made, unless this rank turns out not to wait. Reports alone if the store does not answer."""
+        records = self._roll_call.records()
+        wrappers = [number for number, record in enumerate(records, 1) if record.waiting_for]
+        wrapper = wrappers[-1] if wrappers else len(records) - 1
+        if not waits(mine := records[wrapper - 1]):
+            self._seconds = 0.0
+            return
+        if self._asking is None or not self._asking.is_alive():
+            what = wrapper, mine, self._seconds, self._due
+            self._asking = threading.Thread(target=self._ask, args=what, daemon=True)
+            self._asking.start()
+        self._due *= 10
+        self._asking.join(2 * ANSWER_SECONDS)
+        if self._asking.is_alive() and not self._closed.is_set():
+            self._roll_call.report = report([mine], mine.rank, self._seconds, _STORE_SILENT)
+            _log.warning("%s", self._roll_call.report)
+
+    def _ask(self, wrapper: int, mine: Status, seconds: float, due: float) -> None:
+        """Call the roll, unless another rank does, and tell all ranks where everyone is."""
+        before = self._progress()
+        with suppress(RuntimeError):  # the store is gone
+            roll_call = self._roll_call.apart()
+            if not roll_call.claim_report(f"{before}/{due:g}"):
+                return
+            statuses = [status for status in roll_call.ask(wrapper) if status.rank != mine.rank]
+            if self._progress() == before and not self._closed.is_set():  # else the others came while ranks answered
+                roll_call.publish_report(report([mine, *statuses], mine.rank, seconds))

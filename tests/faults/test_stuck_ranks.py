@@ -1,0 +1,269 @@
+"""A rank does not come: the others say so, and where it is. Training goes on when it comes back."""
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers import roll_call, watch
+from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.peers.control import ControlChecks
+from lightning_bucketddp.peers.peers import Peers
+from tests.launchers import free_port
+from tests.lightning_models import Regression, close_to, data, ours, trainer
+from tests.models import Mlp, batch, loss_of
+from tests.pool import RunRanks, on_ranks
+
+SECONDS = 20.0
+"""How long a stuck rank waits for reports at most."""
+
+
+@contextmanager
+def reports(heard: Callable[[str], None] = lambda text: None) -> Iterator[list[str]]:
+    """What this rank logs. ``heard`` is called with each text."""
+    said: list[str] = []
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        heard(said[-1])
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_bucketddp.peers")
+    logger.addHandler(handler)
+    with patch.object(roll_call, "ANSWER_SECONDS", 1), patch.object(watch, "ANSWER_SECONDS", 1):
+        try:
+            yield said
+        finally:
+            logger.removeHandler(handler)
+
+
+def sleep_until(said: list[str], count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(said) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def loop_until(said: list[str], count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(said) < count and time.monotonic() < deadline:
+        pass
+
+
+def stop_process(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stuck(Regression):
+    """Rank 1 comes late to five places."""
+
+    def __init__(self, said: list[str], late: bool) -> None:
+        super().__init__()
+        self.said, self.late = said, late
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.late and batch_idx == 1:
+            sleep_until(self.said, 1)
+        if self.late and batch_idx == 4:
+            stop_process()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.late:
+            sleep_until(self.said, 4)
+        self.log("valid", self.net(batch[0]).mean(), sync_dist=True)
+
+    def on_train_end(self) -> None:
+        if self.late:
+            sleep_until(self.said, 5)
+        self.trainer.strategy.barrier()
+
+
+class LoopsForever:
+    """A batch of rank 1's takes for ever."""
+
+    def __init__(self, stuck: Stuck) -> None:
+        self.loader, self.stuck = data(), stuck
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, item in enumerate(self.loader):
+            if self.stuck.late and index == 3:
+                loop_until(self.stuck.said, 2)
+            yield item
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+@on_ranks(2, 3)
+def test_all_ranks_log_where_a_rank_is_that_does_not_come() -> None:
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    undisturbed = Regression()
+    trainer(ours()).fit(undisturbed, data())
+
+    def heard(text: str) -> None:
+        if dist.get_rank() == 0 and "silent" in text:
+            os.kill(pids[1], signal.SIGCONT)
+
+    with reports(heard) as said:
+        stuck = Stuck(said, late=dist.get_rank() == 1)
+        trainer(ours(report_after=0.3), num_sanity_val_steps=0).fit(stuck, LoopsForever(stuck), data(1))
+        sleep_until(said, 5)  # each rank hears when its listener looks
+        dist.barrier()
+    close_to(stuck, undisturbed)
+    waits = r"rank(?:s 0, 2| 0): waiting "
+    pass_ = waits + r"for the gradients of 'net\.\S+ to 'net\S+ \(bucket 0, \d parameter\(s\)\), in step "
+    expected = [
+        (r"rank 1: not waiting, in step 2, pass 1", r"in sleep_until: time.sleep\(0.02\)\n", pass_ + "2"),
+        (r"rank 1: not waiting, in step 3, pass 3", r"in loop_until: ", r" in __iter__: loop_until"),
+        (r"rank 1: silent for [1-9] s; its last record, which may be old, says in step \d", pass_ + "5, pass 4"),
+        (
+            r"rank 1: not waiting, in step 6",
+            r"in validation_step: sleep_until",
+            waits + r"in barrier\(\)",
+            r" in reduce: ",
+        ),
+        (r"rank 1: not waiting, in step 6", r"in on_train_end: sleep_until", waits + r"in barrier\(\)"),
+    ]
+    assert len(said) == len(expected), [text[:200] for text in said]
+    for text, patterns in zip(said, expected, strict=True):
+        assert re.match(r"rank [02] has waited for 0 s: rank 1 has not come. Where ranks are", text), text
+        assert [pattern for pattern in patterns if not re.search(pattern, text)] == [], text
+
+
+@on_ranks(2)
+def test_a_second_report_comes_after_ten_times_as_long() -> None:
+    with reports() as said:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        model = BucketDDP(Mlp(), report_after=0.3)
+        inputs, target = batch(0, dist.get_rank())
+        loss = loss_of(model(inputs), target)
+        if dist.get_rank() == 1:
+            sleep_until(said, 3)
+        loss.backward()
+        sleep_until(said, 3)
+        dist.barrier()
+    assert [re.findall(r"for (\d) s: rank 1 has not come", text) for text in said] == [["0"], ["0"], ["3"]], said
+    assert "rank 1: silent" in said[0], "it has nothing to answer with yet"
+    assert "rank 0: waiting for parameters, module buffers and options, in pass 0" in said[0]
+    assert "rank 1: not waiting, in pass 0" in said[2]
+
+
+@on_ranks(3)
+def test_busy_ranks_are_not_reported() -> None:
+    """Nobody waits; then each wait is short, though rank 0 is found waiting at almost every look."""
+    with reports() as said:
+        model = BucketDDP(Mlp(), report_after=0.4)
+        time.sleep(1)
+        for _ in range(10):
+            time.sleep(0.1 * dist.get_rank())
+            dist.barrier()
+        store = listen(Collectives(None)).store
+        assert not store.check(["call"]), "a roll call"
+        assert not store.check(["reports"])
+        dist.barrier()
+    assert said == []
+    model.close()
+
+
+def stopped_for_good(folder: Path, place: str) -> str:
+    """Rank 1 stops at some place. Return rank 0's error, with its notes."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    store, soon = f"file://{folder}/store", timedelta(seconds=3)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=soon)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    model = Regression()
+
+    stop = stop_process if rank == 1 else lambda *_: None
+    if place == "pass":
+        model.on_train_batch_start = stop  # type: ignore[method-assign,assignment]
+    model.on_train_epoch_end = lambda: (stop(), model.trainer.strategy.barrier())  # type: ignore
+    with reports() as said, pytest.raises(RuntimeError) as caught:
+        trainer(ours(report_after=0.3, timeout=soon)).fit(model, data())
+    os.kill(pids[1], signal.SIGKILL)
+    assert isinstance(caught.value, PeerFailureError) == (place == "pass")
+    assert re.match("rank 0 has waited for 0 s: rank 1 has not come", said[0])
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize("place", ["pass", "barrier"])
+def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: str, tmp_path: Path) -> None:
+    error, _ = run_ranks(2, stopped_for_good, tmp_path, place, fresh=True, may_exit=[1])
+    waits = r"waiting for the gradients of 'net" if place == "pass" else r"waiting in barrier\(\), in step 6"
+    if place == "pass" or sys.version_info >= (3, 11):  # else the log has it
+        assert re.search(r"rank 0 has waited for 0 s: rank 1 has not come", error), error
+        assert re.search(r"rank 1: silent for [1-9] s; its last record", error), error
+        assert re.search(rf"rank 0: {waits}", error), error
+
+
+def store_stops(port: int) -> list[str]:
+    """Rank 0 stops, and with it the store. Rank 1 wakes it up."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    with reports(lambda text: os.kill(pids[0], signal.SIGCONT)) as said:
+        model = BucketDDP(Mlp(), report_after=0.5)
+        for step in range(3):
+            inputs, target = batch(step, rank)
+            if (step, rank) == (1, 0):
+                stop_process()
+            loss_of(model(inputs), target).backward()
+        dist.barrier()
+    return said
+
+
+def test_a_rank_reports_alone_when_the_store_is_silent(run_ranks: RunRanks) -> None:
+    _, said = run_ranks(2, store_stops, free_port(), fresh=True)
+    first, *later = said[0].splitlines()
+    assert first.startswith("rank 1 has waited for 1 s: the process that serves the store, rank 0's or the launcher's")
+    assert later[0].startswith("  rank 1: waiting for the gradients of 'head.bias'")
+    assert later[-1].endswith("in store_stops: loss_of(model(inputs), target).backward()")
+
+
+class OnItsWay:
+    """Stands for a control vector on an accelerator."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def arrived(self) -> bool:
+        return self.has_come
+
+
+@on_ranks(2)
+def test_a_rank_waits_while_its_device_does() -> None:
+    """The host of an accelerator blocks in code of the user's, where it reads a loss."""
+    with reports() as said:
+        peers = Peers(Collectives(None), report_after=0.4)
+        exchange: Any = OnItsWay()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            ControlChecks(peers).read_later(exchange)
+        sleep_until(said, 1)
+        exchange.has_come = True
+        dist.barrier()
+        time.sleep(0.8)
+    assert len(said) == 1
+    assert "rank 0: waiting for the gradients of 1 pass(es), on the device, in pass 0" in said[0]
+    assert "rank 1: not waiting" in said[0]
