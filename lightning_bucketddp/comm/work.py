@@ -63,7 +63,12 @@ class Work:
 
     def done(self) -> bool:
         """Whether nothing is left to start or to wait for."""
-        return not self._later and (self._handle is None or self._handle.is_completed())
+        handle = self._handle  # read once: the stage thread may take it away
+        return not self._later and (handle is None or handle.is_completed())
+
+    def known_done(self) -> bool:
+        """Whether nothing is left to wait for, as far as the host knows without asking a device."""
+        return (self._on_host or self._handle is None) and self.done()
 
     def start_next(self, poll: Callable[[], None] | None = None) -> bool:
         """Wait for the present stage and start the next one, if there is one.
