@@ -41,7 +41,7 @@ class StageThread:
             weakref.finalize(self, _end, self._queue, self._ended)
         taken = _Taken(work, self._ended)
         self._queue.put(taken)
-        return _TakenWork(taken, work)
+        return Work(taken, on_host=True, left_behind=work.left_behind).then(taken.give_back)
 
 
 def _run(queue: SimpleQueue[_Taken | None]) -> None:
@@ -109,15 +109,3 @@ class _Taken:
             raise RuntimeError("the time is up")
         if self._error is not None:
             raise self._error
-
-
-class _TakenWork(Work):
-    """The work to wait for instead of one that the thread has taken."""
-
-    def __init__(self, taken: _Taken, work: Work) -> None:
-        super().__init__(taken, on_host=True, left_behind=work.left_behind)
-        self._taken = taken
-        self.then(taken.give_back)
-
-    def known_done(self) -> bool:
-        return self._taken.all_done()

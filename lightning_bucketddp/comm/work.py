@@ -68,7 +68,8 @@ class Work:
 
     def known_done(self) -> bool:
         """Whether nothing is left to wait for, as far as the host knows without asking a device."""
-        return (self._on_host or self._handle is None) and self.done()
+        done = getattr(self._handle, "all_done", self.done)  # a stage thread knows
+        return (self._on_host or self._handle is None) and done()
 
     def start_next(self, poll: Callable[[], None] | None = None) -> bool:
         """Wait for the present stage and start the next one, if there is one.

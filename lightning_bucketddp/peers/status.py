@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,7 @@ class Status:
         heard: Whether the rank has answered the last roll call. If not, the record is older.
         names: The names of the parameters. They do not travel.
         updated: A hash of the buckets that sharded optimizers have updated. It does not travel.
+        waited: How long the rank has waited so far, in seconds of the host.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class Status:
     heard: bool = True
     names: Sequence[str] = ()
     updated: int = 0
+    waited: float = 0.0
 
     def snapshot(self) -> Status:
         """The record as other ranks get it."""
@@ -91,12 +94,14 @@ class Status:
             what: The same in words.
             phase: What kind of thing it is.
         """
-        before = self.phase, self.waiting_for
+        before, began = (self.phase, self.waiting_for), time.perf_counter()
         self.phase, self.waiting_for = phase, what
         try:
             yield
         finally:
             self.phase, self.waiting_for = before
+            if not before[1]:  # else a wait inside another one
+                self.waited += time.perf_counter() - began
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""

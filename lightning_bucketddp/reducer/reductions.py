@@ -25,7 +25,7 @@ class Reduction(Protocol):
         name: For people.
     """
 
-    name: str
+    name: str = "all-reduce"
     _buckets: Buckets
     _thread: StageThread | None = None
 
@@ -89,7 +89,6 @@ class AllReduce(Reduction):
         self._buckets, self._collectives, self._wire_dtype, self._scales = buckets, collectives, wire_dtype, scales
         self._thread = None if collectives.second is None else StageThread()
         self._last = Work()
-        self.name = "all-reduce"
 
     def scale(self, bucket: Bucket) -> float | None:
         """One over the world size, where that saves a walk through memory."""
