@@ -17,6 +17,7 @@ PUBLIC: dict[str, list[str]] = {
         "BucketDDPFabricStrategy",
         "BucketDDPStrategy",
         "BucketDPStrategy",
+        "CommunicationMonitor",
         "GradientError",
         "Options",
         "PeerFailureError",

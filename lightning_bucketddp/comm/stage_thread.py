@@ -91,6 +91,10 @@ class _Taken:
 
     # -- called by the main thread -------------------------------------------------------------------
 
+    def all_done(self) -> bool:
+        """Whether no stage is left to wait for."""
+        return self._has_started.is_set() and self._error is None and self._work.done()
+
     def give_back(self) -> Work:
         """Take the work away from the thread, when its second stage has started."""
         with self._lock:

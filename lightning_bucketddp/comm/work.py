@@ -63,7 +63,13 @@ class Work:
 
     def done(self) -> bool:
         """Whether nothing is left to start or to wait for."""
-        return not self._later and (self._handle is None or self._handle.is_completed())
+        handle = self._handle  # read once: the stage thread may take it away
+        return not self._later and (handle is None or handle.is_completed())
+
+    def known_done(self) -> bool:
+        """Whether nothing is left to wait for, as far as the host knows without asking a device."""
+        done = getattr(self._handle, "all_done", self.done)  # a stage thread knows
+        return (self._on_host or self._handle is None) and done()
 
     def start_next(self, poll: Callable[[], None] | None = None) -> bool:
         """Wait for the present stage and start the next one, if there is one.

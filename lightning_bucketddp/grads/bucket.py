@@ -33,7 +33,9 @@ class Bucket:
         with_tail: ``flat`` and the control vector behind it, if the control vector travels in this bucket.
         missing: Slots whose gradients are expected in this pass and are not ready.
         launched: Whether its collective was started in this pass.
-        launched_at: When it was started, on ``time.perf_counter``.
+        ready_at: When its last gradient was ready, on ``time.perf_counter``; before the pass if some did not come.
+        launched_at: When its collective was started.
+        done_at: When this rank saw that its collective was complete; 0 until then.
         work: Its collective.
     """
 
@@ -44,7 +46,9 @@ class Bucket:
     with_tail: Tensor | None = None
     missing: set[int] = field(default_factory=set)
     launched: bool = False
+    ready_at: float = 0.0
     launched_at: float = 0.0
+    done_at: float = 0.0
     work: Work = NO_WORK
 
 

@@ -43,6 +43,13 @@ A collective takes more hops with more ranks, at least log2 of their number, so 
 MIN_DEFAULT_BUCKET_COUNT = 4
 
 
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people, as ``"4.2 MiB"``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    return f"{nbytes / 1024:.1f} KiB" if nbytes < MIB else f"{nbytes / MIB:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """The properties of one parameter that a layout depends on.

@@ -185,7 +185,7 @@ class RollCall:
             answered, statuses = pickle.loads(value) if value else (0, [Status(rank)])
             seconds = now - min((at for number, at in self._calls if number > answered), default=now)
             status = statuses[min(wrapper, len(statuses)) - 1]  # without such a wrapper the last one
-            found.append(replace(status, heard=answered >= call, silent_for=seconds))
+            found.append(replace(status, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
         return found
 
     # -- reports -------------------------------------------------------------------------------------

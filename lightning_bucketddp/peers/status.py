@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -59,11 +60,12 @@ class Status:
         ended: Whether it has ended training.
         failure: Why it cannot go on, in words; empty if it can.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
-        heard: Whether the rank has answered the last roll call. If not, the record is older.
         names: The names of the parameters. They do not travel.
         updated: A hash of the buckets that sharded optimizers have updated. It does not travel.
         stack: Where the main thread is, the innermost frame first. Filled in for travel.
-        silent_for: For how many seconds the rank has not answered.
+        silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
+            older.
+        waited: How long the rank has waited so far, in seconds of the host.
     """
 
     rank: int
@@ -74,11 +76,16 @@ class Status:
     ended: bool = False
     failure: str = ""
     trainable: Sequence[bool | str] = ()
-    heard: bool = True
     names: Sequence[str] = ()
     updated: int = 0
     stack: Sequence[Frame] = field(default=(), repr=False)
     silent_for: float = field(default=0.0, repr=False)
+    waited: float = 0.0
+
+    @property
+    def heard(self) -> bool:
+        """Whether the rank has answered the last roll call."""
+        return not self.silent_for
 
     def snapshot(self) -> Status:
         """The record as other ranks get it."""
@@ -98,12 +105,14 @@ class Status:
             what: The same in words.
             phase: What kind of thing it is.
         """
-        before = self.phase, self.waiting_for
+        before, began = (self.phase, self.waiting_for), time.perf_counter()
         self.phase, self.waiting_for = phase, what
         try:
             yield
         finally:
             self.phase, self.waiting_for = before
+            if not before[1]:  # else a wait inside another one
+                self.waited += time.perf_counter() - began
 
     def begin_step(self) -> None:
         """A training step begins, on every rank."""

@@ -14,8 +14,9 @@ long before the device runs it; a profiler shows the device's times.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,8 @@ from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
-from lightning_bucketddp.layout.plan import Bucket, Layout
+from lightning_bucketddp.layout.plan import Bucket, Layout, size_text
+from lightning_bucketddp.reducer import pictures
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.state import Pass
@@ -45,6 +47,9 @@ class BucketRecord:
         nbytes: Bytes that were reduced, padding included.
         launched_early: Whether its collective was started before backward had ended.
         launched_at: When it was started, in seconds since the pass opened.
+        ready_at: When its last gradient was ready; ``launched_at`` if not all of its gradients came.
+        done_at: When this rank saw that the collective was complete. It looks before each launch and at the end of
+            backward, and waits after that. On accelerators it sees this when it has queued the wait.
     """
 
     index: int
@@ -54,6 +59,8 @@ class BucketRecord:
     nbytes: int
     launched_early: bool
     launched_at: float
+    ready_at: float
+    done_at: float
 
 
 @dataclass(frozen=True)
@@ -97,23 +104,43 @@ class PassRecord:
         """Bytes of gradients that were reduced in buckets, padding included."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the buckets over time: ready, launched, done, and the end of backward. Needs matplotlib.
+
+        Args:
+            path: The file; its ending chooses the format, as ``.png`` or ``.svg``.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed.
+        """
+        pictures.plot(self, path)
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the same as JSON, for https://ui.perfetto.dev or ``chrome://tracing``.
+
+        Args:
+            path: The file.
+        """
+        pictures.write_chrome_trace(self, path)
+
     def __str__(self) -> str:
         early = sum(bucket.launched_early for bucket in self.buckets)
         rebuilt = ", new in this pass" if self.rebuilt else ""
+        control = size_text(self.control_nbytes)
         lines = [
             f"pass {self.number}, rank {self.rank} of {self.world_size}: backward "
             f"{self.backward_seconds * 1e3:.3f} ms, exposed {self.exposed_seconds * 1e3:.3f} ms (host time)",
-            f"  {_size(self.grad_nbytes)} in {len(self.buckets)} buckets, {early} launched early; control vector "
-            f"{_size(self.control_nbytes)}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
+            f"  {size_text(self.grad_nbytes)} in {len(self.buckets)} buckets, {early} launched early; control vector "
+            f"{control}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
         ]
         if self.sparse_nbytes:
-            lines.append(f"  {_size(self.sparse_nbytes)} received for sparse gradients")
+            lines.append(f"  {size_text(self.sparse_nbytes)} received for sparse gradients")
         row = "  {:>6}  {:>12}  {:5}  {:>10}  {:8}  {:8}  {}".format
         if self.buckets:
             lines.append(row("bucket", "launched", "", "size", "dtype", "device", "parameters"))
         for bucket in self.buckets:
             at, when = f"{bucket.launched_at * 1e3:.3f} ms", "early" if bucket.launched_early else ""
-            size, dtype = _size(bucket.nbytes), str(bucket.dtype).removeprefix("torch.")
+            size, dtype = size_text(bucket.nbytes), str(bucket.dtype).removeprefix("torch.")
             lines.append(row(bucket.index, at, when, size, dtype, bucket.device, _range(bucket.parameters)))
         if self.unused_here:
             lines.append(f"  without a gradient on this rank: {', '.join(self.unused_here)}")
@@ -134,7 +161,8 @@ class PassRecorder(Participant):
     """
 
     def __init__(self, collectives: Collectives) -> None:
-        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._collectives = collectives
+        self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
         self.early = 0
         self.last: Callable[[], PassRecord | None] = lambda: None
         self._layouts, self._layouts_before = 0, 1
@@ -151,21 +179,32 @@ class PassRecorder(Participant):
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
         self._layouts += 1
         if debug_level() != "OFF":
-            logger.info("%s", _describe(layout, self._rank, pass_number))
+            logger.info("%s", _describe(layout, self._collectives.rank, pass_number))
 
     def opened(self, it: Pass) -> None:
         """Start the clock."""
         self._opened_at = time.perf_counter()
-        self._opened = it
+        self._opened, self._done = it, 0
+
+    def before_launch(self, bucket: object) -> None:
+        """Note which collectives are complete."""
+        self._note_done()
+
+    def _note_done(self) -> None:
+        buckets = self._watched[2]
+        while self._done < buckets.launched and (bucket := buckets.active[self._done]).work.known_done():
+            bucket.done_at = time.perf_counter()
+            self._done += 1
 
     def backward_ended(self, raised: bool) -> None:
         """Note the time, and how many buckets have been launched."""
-        self._backward_ended_at = time.perf_counter()
         it = self._opened
         if it is not None and it.synchronised:
+            self._note_done()
             self.early = self._watched[2].launched
         elif not raised:
             self._local_passes += 1
+        self._backward_ended_at = time.perf_counter()
 
     def settle(self, settled: Settled) -> None:
         """Keep the ranks' reports."""
@@ -179,7 +218,8 @@ class PassRecorder(Participant):
             return
         table, storage, buckets, sparse = self._watched
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
-        layout, launches, early = storage.layout, [(it.index, it.launched_at) for it in buckets.active], self.early
+        layout, early = storage.layout, self.early
+        times = [(it.index, it.ready_at, it.launched_at, it.done_at) for it in buckets.active]
         layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
         control, control_nbytes, sparse_nbytes = settled.control, settled.exchange.nbytes, sparse.nbytes
         pending, sparse_pending, sparse_used = buckets.pending, sparse.contributing, sparse.used_somewhere
@@ -190,14 +230,13 @@ class PassRecorder(Participant):
             everywhere = [] if control is None else _unused(table, here, control.used_somewhere, sparse_used)
             return PassRecord(
                 number=opened.number,
-                rank=self._rank,
-                world_size=self._world_size,
+                rank=self._collectives.rank,
+                world_size=self._collectives.world_size,
                 rebuilt=rebuilt,
                 layouts=layouts,
                 local_passes=local_passes,
                 buckets=tuple(
-                    _bucket_record(layout, index, at - began, place < early)
-                    for place, (index, at) in enumerate(launches)
+                    _bucket_record(layout, index, began, at, place < early) for place, (index, *at) in enumerate(times)
                 ),
                 control_nbytes=control_nbytes,
                 sparse_nbytes=sparse_nbytes,
@@ -221,29 +260,27 @@ def _unused(
     return [index for index, slot in slots if not (index in sparse_used if slot is None else used(slot))]
 
 
-def _bucket_record(layout: Layout, index: int, launched_at: float, early: bool) -> BucketRecord:
-    bucket = layout.buckets[index]
+def _bucket_record(layout: Layout, index: int, began: float, at: Sequence[float], early: bool) -> BucketRecord:
+    bucket, (ready, launched, done) = layout.buckets[index], (time - began for time in at)
     buffer, nbytes = layout.buffers[bucket.buffer], layout.bucket_nbytes(bucket)
-    return BucketRecord(index, _names(layout, bucket), buffer.dtype, buffer.device, nbytes, early, launched_at)
+    ready = ready if ready > 0 else launched  # of an earlier pass
+    names = _names(layout, bucket)
+    return BucketRecord(index, names, buffer.dtype, buffer.device, nbytes, early, launched, ready, done)
 
 
 def _describe(layout: Layout, rank: int, pass_number: int) -> str:
     """Describe the layout from a pass on, in a line."""
-    buckets = [f"{_size(layout.bucket_nbytes(bucket))} {_range(_names(layout, bucket))}" for bucket in layout.buckets]
+    buckets = [
+        f"{size_text(layout.bucket_nbytes(bucket))} {_range(_names(layout, bucket))}" for bucket in layout.buckets
+    ]
     return (
         f"rank {rank}: gradients of {len(layout.slots)} parameters laid out for pass {pass_number}: "
-        f"{_size(layout.nbytes)} in {len(buckets)} buckets, in launch order: {'; '.join(buckets)}"
+        f"{size_text(layout.nbytes)} in {len(buckets)} buckets, in launch order: {'; '.join(buckets)}"
     )
 
 
 def _names(layout: Layout, bucket: Bucket) -> tuple[str, ...]:
     return tuple(layout.slots[slot].spec.name for slot in bucket.slots)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    return f"{nbytes / 1024:.1f} KiB" if nbytes < 1024 * 1024 else f"{nbytes / 1024 / 1024:.1f} MiB"
 
 
 def _range(names: tuple[str, ...]) -> str:

@@ -19,8 +19,13 @@ from lightning_bucketddp.grads.storage import Storage
 
 
 class Reduction(Protocol):
-    """Reduces buckets. All ranks start the same buckets in the same order."""
+    """Reduces buckets. All ranks start the same buckets in the same order.
 
+    Attributes:
+        name: For people.
+    """
+
+    name: str = "all-reduce"
     _buckets: Buckets
     _thread: StageThread | None = None
 
@@ -123,6 +128,7 @@ class ReduceScatter(Reduction):
     def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
         self._buckets, self._groups, self._wire_dtype = buckets, groups, wire_dtype
         self._thread = StageThread()
+        self.name = "reduce-scatter"
 
     def start(self, bucket: Bucket) -> Work:
         """Start the reduce-scatter."""
@@ -141,6 +147,7 @@ class HookReduce(Reduction):
 
     def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
         self._buckets, self._hook, self._table, self._storage = buckets, hook, table, storage
+        self.name = hook.name.rpartition(".")[2]
         self._last = Work()
 
     def start(self, bucket: Bucket) -> Work:

@@ -22,6 +22,7 @@ from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.reducer.pass_times import PassTimes
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -714,6 +715,12 @@ class BucketDDP(nn.Module, Joinable):
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
         return self._passes.recorder.last() if "_runtime" in self.__dict__ else None
+
+    def measure_times(self) -> PassTimes:
+        """Add up the times of passes from now on, for ``CommunicationMonitor``; sends nothing."""
+        times = PassTimes(self._runtime.collectives, self._passes.peers, self.device)
+        self._passes.add(times)
+        return times
 
     @property
     def early_launches(self) -> int:

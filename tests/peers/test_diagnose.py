@@ -50,7 +50,7 @@ def test_ranks_that_may_still_come_are_left_alone(others: list[Status]) -> None:
 
 def test_ended_and_silent_ranks_may_still_come() -> None:
     assert diagnose([at(0, exchange=1, ended=True, **BUFFERS), at(1, ended=True)]) is None
-    ranks = [at(0, **IN_PASS), at(1), at(2, heard=False)]
+    ranks = [at(0, **IN_PASS), at(1), at(2, silent_for=1.0)]
     assert diagnose(ranks) is None
     assert silent(ranks) == "nothing is heard of rank(s) 2"
     assert silent(ranks[:2]) == ""

@@ -20,7 +20,7 @@ def test_a_rank_waits_if_it_says_so_or_is_in_a_collective() -> None:
         assert not waits(Status(0, stack=[*TRAINS, (innermost, 1, "run")])), "a launcher"
     assert waits(Status(0, Position(), Phase.RUNS, "the norm"))
     assert not waits(Status(0, stack=TRAINS))
-    assert not waits(Status(0, Position(), Phase.PASS, "'a'", heard=False)), "it may have been there long ago"
+    assert not waits(Status(0, Position(), Phase.PASS, "'a'", silent_for=1.0)), "it may have been there long ago"
     checkpoint = str(Path(C10D).parent / "checkpoint" / "filesystem.py")
     assert not waits(Status(0, stack=[(checkpoint, 1, "write")])), "all ranks may write for minutes"
 
@@ -29,8 +29,8 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
     at = Position(pass_number=6, step=7)
     waiting = [(C10D, 1, "barrier"), *TRAINS]
     ranks = [Status(rank, at, Phase.PASS, "the gradients of 'a'", stack=waiting) for rank in (0, 1, 2, 5)]
-    ranks += [Status(3, at, stack=TRAINS), Status(4, Position(pass_number=4), heard=False, silent_for=58.2)]
-    ranks += [Status(6, at, ended=True, heard=False), Status(7, at, stack=waiting)]
+    ranks += [Status(3, at, stack=TRAINS), Status(4, Position(pass_number=4), silent_for=58.2)]
+    ranks += [Status(6, at, ended=True, silent_for=1.0), Status(7, at, stack=waiting)]
     (first, second), source = ((f"    {file}:{line} in {name}") for file, line, name in TRAINS[::-1]), __doc__
     assert report(ranks, 2, 60.2).splitlines() == [
         "rank 2 has waited for 60 s: ranks 3 to 4, 6 have not come. Where ranks are (the innermost call last):",

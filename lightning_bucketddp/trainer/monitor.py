@@ -1,0 +1,130 @@
+"""``CommunicationMonitor``: what communication costs, and which rank the others wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.reducer.pass_times import PassTimes
+from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
+
+SLOW_FACTOR = 1.2
+SLOW_STEPS = 50
+"""A rank is slow if over this many steps its own time is more than so many times the median of the ranks."""
+
+
+class CommunicationMonitor(Callback):
+    """Logs what communication costs, and how long ranks wait for each other, with ``Trainer(strategy="bucketddp")``.
+
+    Every n training batches the ranks exchange their times in one small collective; in between nothing is sent. These
+    are logged to the Trainer's loggers as ``CommunicationMonitor/<name>``, means over the passes since the last time:
+
+    - ``exposed_ms``: milliseconds from the end of backward until gradients were published: nothing hid the reduction.
+      The least of any rank, so that waiting for a slow rank does not count.
+    - ``bytes``: in the last pass, of gradients in buckets, padding included.
+    - ``gigabytes_per_s``: these bytes, by the time from the first bucket's launch until gradients were published. The
+      most of any rank.
+    - ``waited_ms_min``, ``waited_ms_median``, ``waited_ms_max``: milliseconds that a rank waited in collectives of this
+      package, for others and for the wire; over the ranks.
+    - ``slowest_rank``: the rank that waited least. No clocks are compared.
+
+    A rank's own time is its step time less the time that it waited. A rank whose own time over 50 steps is more than
+    20 % longer than the median (of two ranks, the lower one) is named in a warning, once. Validation does not count.
+
+    On accelerators events in the stream measure passes; other waits count as own time there.
+
+    Args:
+        every_n_steps: How many training batches lie between two measurements; at least 1. If none of them had a
+            synchronised pass, because gradients are accumulated, the next one that has is waited for.
+
+    Raises:
+        TypeError: If ``every_n_steps`` is no int.
+        ValueError: If it is less than 1.
+        MisconfigurationException: In ``fit``, if the strategy is another one or the Trainer has no logger.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        require("every_n_steps", every_n_steps, "an int of at least 1", int, lambda steps: steps >= 1)
+        self._every_n_steps = every_n_steps
+        self._times: PassTimes | None = None
+        self._steps = self._own_steps = 0
+        self._own = torch.zeros(())  # the ranks' own times in the last so many steps
+        self._named: set[int] = set()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Require the strategy and a logger."""
+        if stage == "fit" and not isinstance(trainer.strategy, BucketDDPStrategy):
+            raise MisconfigurationException(
+                "expected Trainer(strategy='bucketddp') or a BucketDDPStrategy for `CommunicationMonitor`, found "
+                f"{type(trainer.strategy).__name__}; change the strategy or leave the callback out"
+            )
+        if stage == "fit" and not trainer.loggers:
+            raise MisconfigurationException("Cannot use `CommunicationMonitor` callback with `Trainer(logger=False)`.")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to measure."""
+        assert isinstance(trainer.strategy, BucketDDPStrategy)
+        assert trainer.strategy.bucket_ddp is not None
+        self._times = trainer.strategy.bucket_ddp.measure_times()
+        self._steps, self._own_steps, self._own = 0, 0, torch.zeros(())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Measure; exchange and log what is due."""
+        assert self._times is not None
+        self._times.step_ended()
+        self._steps += 1
+        passes = len(self._times.passes)
+        if self._steps >= self._every_n_steps and passes:
+            own, *times = self._times.exchange().unbind(1)
+            self._log(trainer, *(1e3 * it / passes for it in times))
+            self._look_for_slow_ranks(own - times[0])
+            self._steps = 0
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave validation out."""
+        if self._times is not None:
+            self._times.skip()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Forget the wrapper, which ends with fit."""
+        self._times = None
+
+    def _log(self, trainer: pl.Trainer, waited: Tensor, exposed: Tensor, under_way: Tensor) -> None:
+        record = trainer.strategy.last_pass()  # type: ignore[attr-defined]
+        metrics = {
+            "exposed_ms": exposed.min().item(),
+            "bytes": record.grad_nbytes,
+            "gigabytes_per_s": record.grad_nbytes / 1e6 / under_way.min().item(),
+            "waited_ms_min": waited.min().item(),
+            "waited_ms_median": waited.median().item(),
+            "waited_ms_max": waited.max().item(),
+            "slowest_rank": waited.argmin().item(),
+        }
+        # The step of the batch's other metrics; private, but DeviceStatsMonitor's too.
+        step = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+        for logger in trainer.loggers:
+            prefix = f"CommunicationMonitor{logger.group_separator}"
+            logger.log_metrics({prefix + name: value for name, value in metrics.items()}, step=step)
+
+    def _look_for_slow_ranks(self, own: Tensor) -> None:
+        """Warn of slow ranks, if the last look is 50 steps ago."""
+        self._own, self._own_steps = self._own + own, self._own_steps + self._steps
+        if self._own_steps < SLOW_STEPS:
+            return
+        each, median = (1e3 * it / self._own_steps for it in (self._own, self._own.median()))
+        for rank in (each > SLOW_FACTOR * median).nonzero().flatten().tolist():
+            if rank not in self._named:
+                self._named.add(rank)
+                rank_zero_warn(
+                    f"rank {rank} is slower than the others, which wait for it: in the last {self._own_steps} steps it "
+                    f"took {each[rank]:.1f} ms a step without waiting, the median of the ranks is {median:.1f} ms. "
+                    "Compare its device, its other processes and its data with theirs. This is not repeated for it"
+                )
+        self._own, self._own_steps = torch.zeros(()), 0

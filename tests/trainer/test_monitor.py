@@ -1,0 +1,136 @@
+"""``CommunicationMonitor``: what it logs, whom it names, and what it sends."""
+
+import csv
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_bucketddp import CommunicationMonitor
+from tests.lightning_models import Memory, Regression, data, ddp, ours, trainer
+from tests.pool import on_ranks
+from tests.traces.recorder import recording
+from tests.trainer.cli_models import Model
+
+PREFIX = "CommunicationMonitor/"
+SLEEPS = 0.02
+
+
+class Sleeper(Regression):
+    """One rank sleeps longer than the others in its training step."""
+
+    def __init__(self, slow: int, net: str = "mlp", optimizer: str = "sgd") -> None:
+        super().__init__(net, optimizer)
+        self.slow = slow
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        time.sleep(SLEEPS if dist.get_rank() == self.slow else SLEEPS / 4)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        time.sleep(SLEEPS * 5)
+
+
+def of_monitor(memory: Memory) -> list[tuple[int | None, dict[str, float]]]:
+    return [(step, metrics) for step, metrics in memory.logged if f"{PREFIX}bytes" in metrics]
+
+
+# rank 0 sends module buffers, for which the others wait in forward
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "plain": (-1, {}, {}),
+    "module buffers": (0, {"net": "conv"}, {}),
+    "sharded": (-1, {"optimizer": "adamw"}, {"shard_optimizer": True}),
+    "hook": (-1, {}, {"comm_hook": "fp16"}),
+}
+
+
+@on_ranks(2, 3, cases=CASES, timeout=120)
+def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], options: dict[str, Any]) -> None:
+    slow %= dist.get_world_size()
+    memory = Memory()
+    settings: dict[str, Any] = {"logger": memory, "log_every_n_steps": 5, "limit_val_batches": 1}
+    with warnings.catch_warnings(record=True) as caught, patch("lightning_bucketddp.trainer.monitor.SLOW_STEPS", 10):
+        warnings.simplefilter("always")
+        runs = trainer(ours(**options), callbacks=[CommunicationMonitor(5)], max_epochs=2, **settings)
+        runs.fit(Sleeper(slow, **model), data(10), data(1))
+    named = [str(it.message) for it in caught if "is slower than the others" in str(it.message)]
+    assert [it.split(" is slower")[0] for it in named] == ([f"rank {slow}"] if dist.get_rank() == 0 else [])
+    assert all("in the last 10 steps it took" in it for it in named)
+    found = of_monitor(memory)
+    assert [step for step, _ in found] == [4, 9, 14, 19]
+    assert [step for step, metrics in memory.logged if "loss" in metrics] == [4, 9, 14, 19]
+    for _, metrics in found:
+        assert {name.partition("/")[0] for name in metrics} == {"CommunicationMonitor"}
+        values = {name.partition("/")[2]: value for name, value in metrics.items()}
+        assert values["slowest_rank"] == slow
+        least, median, most = (values[f"waited_ms_{it}"] for it in ("min", "median", "max"))
+        assert 0 < least <= median <= most
+        assert (median if dist.get_world_size() == 3 else most) > least + 500 * SLEEPS
+        assert 0 < values["exposed_ms"] < most
+        assert values["bytes"] > 1000
+        assert 0 < values["gigabytes_per_s"] < 10
+
+
+@on_ranks(2)
+def test_metrics_go_to_every_logger_and_accumulation_is_waited_for(tmp_path: Path) -> None:
+    memory, csv_logger = Memory(), CSVLogger(tmp_path, version=0)
+    monitor = CommunicationMonitor(every_n_steps=3)
+    fits: dict[str, Any] = {"logger": [memory, csv_logger], "callbacks": [monitor]}
+    trainer(ours(), accumulate_grad_batches=4, **fits).fit(Regression(), data(13))
+    found = [metrics for _, metrics in of_monitor(memory)]
+    assert len(found) == 3, "after the batches 4, 8 and 12, which have passes"
+    if dist.get_rank() == 0:
+        with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row[f"{PREFIX}bytes"]]
+        assert [float(row[f"{PREFIX}exposed_ms"]) for row in rows] == [it[f"{PREFIX}exposed_ms"] for it in found]
+    trainer(ours(), **fits).fit(Regression(), data(3))  # once more, with another wrapper
+    assert len(of_monitor(memory)) == 4
+
+
+@on_ranks(2, cases=[{}, {"shard_optimizer": True}])
+def test_it_sends_one_small_collective_every_n_steps(options: dict[str, Any]) -> None:
+    def sent(*monitors: CommunicationMonitor) -> list[str]:
+        with recording() as recorder:
+            runs = trainer(ours(**options), callbacks=list(monitors), logger=Memory())
+            runs.fit(Sleeper(0, optimizer="adamw"), data(8))
+        return recorder.trace["world"]
+
+    without, seldom, often = sent(), sent(CommunicationMonitor(9)), sent(CommunicationMonitor(3))
+    assert without == seldom
+    assert len(often) == len(without) + 2
+    added = [line for line in often if line.split()[0] == "all_gather_single" and line.split()[2:4] == ["float32", "4"]]
+    assert len(added) == 2
+    assert [line for line in often if line not in added] == without
+
+
+@on_ranks(2)
+def test_another_strategy_and_no_logger_are_refused() -> None:
+    for strategy, logger, problem in ((ddp(), Memory(), "found DDPStrategy"), (ours(), False, "Trainer.logger=False")):
+        with pytest.raises(MisconfigurationException, match=problem):
+            trainer(strategy, logger=logger, callbacks=[CommunicationMonitor()]).fit(Regression(), data())
+
+
+def test_arguments_are_checked_and_come_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="every_n_steps to be an int of at least 1, found 0"):
+        CommunicationMonitor(0)
+    monkeypatch.setattr("sys.argv", ["program"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's
+    callback = ["--trainer.callbacks+=lightning_bucketddp.CommunicationMonitor", "--trainer.callbacks.every_n_steps=7"]
+    arguments = ["--trainer.accelerator=cpu", "--trainer.logger=false", *callback]
+    cli = LightningCLI(Model, run=False, args=arguments, save_config_callback=None, seed_everything_default=False)
+    (monitor,) = (it for it in cli.trainer.callbacks if isinstance(it, CommunicationMonitor))
+    assert monitor._every_n_steps == 7
