@@ -15,6 +15,7 @@ from lightning_bucketddp.optim.element_wise import declare_element_wise
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
 from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
+from lightning_bucketddp.trainer.preemption import PreemptionCheckpoint
 from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
@@ -31,6 +32,7 @@ __all__ = [
     "GradientError",
     "Options",
     "PeerFailureError",
+    "PreemptionCheckpoint",
     "RankMismatchError",
     "WrapError",
     "__version__",

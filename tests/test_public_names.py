@@ -20,6 +20,7 @@ PUBLIC: dict[str, list[str]] = {
         "GradientError",
         "Options",
         "PeerFailureError",
+        "PreemptionCheckpoint",
         "RankMismatchError",
         "__version__",
         "convert_sync_batchnorm",

@@ -27,6 +27,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
+from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
@@ -375,6 +376,11 @@ class FrozenAtFirst(BucketDDP):
     """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
 
     _may_be_frozen = True
+
+    @property
+    def learner(self) -> OrderLearner:
+        """Learns the order of gradients. A resumed run begins with the order of the one before."""
+        return self._passes.upkeep.learner
 
 
 class TellingLauncher(_MultiProcessingLauncher):
