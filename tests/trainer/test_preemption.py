@@ -116,7 +116,7 @@ def run(folder: Path, model: Preempted, case: dict[str, Any], seed: int, resume:
 SHARDED = {"shard_optimizer": True, "wire_dtype": "bfloat16"}
 CASES: dict[str, dict[str, Any]] = {
     "rank 0": {"at": ("training_step", 3, (0,), signal.SIGTERM), "steps": 3},
-    "rank 1": {"at": ("training_step", 3, (1,), signal.SIGUSR1), "steps": 3},
+    "rank 1": {"at": ("training_step", 1, (1,), signal.SIGUSR1), "steps": 1},
     "both": {"at": ("training_step", 3, (0, 1), signal.SIGTERM), "steps": 3},
     "rank 2 of three": {"at": ("training_step", 3, (2,), signal.SIGTERM), "steps": 3, "strategy": {"bucket_cap_mb": 1}},
     "sharded, three": {
