@@ -16,6 +16,7 @@ from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchEr
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
 from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
 from lightning_bucketddp.trainer.monitor import CommunicationMonitor
+from lightning_bucketddp.trainer.preemption import PreemptionCheckpoint
 from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
@@ -33,6 +34,7 @@ __all__ = [
     "GradientError",
     "Options",
     "PeerFailureError",
+    "PreemptionCheckpoint",
     "RankMismatchError",
     "WrapError",
     "__version__",

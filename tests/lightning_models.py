@@ -43,7 +43,7 @@ class PoolEnvironment(LightningEnvironment):
 
 def ours(**options: Any) -> BucketDDPStrategy:
     """With several buckets in the smallest model."""
-    return BucketDDPStrategy(cluster_environment=PoolEnvironment(), **{"bucket_cap_mb": 0.0003, **options})
+    return BucketDDPStrategy(**{"cluster_environment": PoolEnvironment(), "bucket_cap_mb": 0.0003, **options})
 
 
 def ddp(**options: Any) -> DDPStrategy:

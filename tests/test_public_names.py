@@ -21,6 +21,7 @@ PUBLIC: dict[str, list[str]] = {
         "GradientError",
         "Options",
         "PeerFailureError",
+        "PreemptionCheckpoint",
         "RankMismatchError",
         "__version__",
         "convert_sync_batchnorm",

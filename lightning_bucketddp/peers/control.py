@@ -2,7 +2,7 @@
 
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
-    0            how many ranks failed in this pass
+    0            how many ranks failed in this pass, and a multiple of how many others are to end
     1            how many ranks have joined
     2 ... 5      tokens that the gradients were summed over, in limbs of 12 bits
     6 ... 29     three numbers of 24 bits: a fingerprint of the rank's view of the pass, how many steps it has begun,
@@ -43,6 +43,9 @@ _C_TYPES: dict[torch.dtype, Any] = {
     torch.float64: ctypes.c_double,
     torch.int64: ctypes.c_int64,
 }
+_TO_END = {torch.float32: MAX_RANKS_IN_FP32 + 1, torch.float64: 2**32, torch.int64: 2**32}
+"""What a rank that is to end adds to element 0: more than all ranks that fail can, and few enough for exact sums."""
+
 _TOKENS = slice(2, 6)
 _TOKEN_BITS, _LIMB_BITS = 12, 6
 
@@ -64,6 +67,7 @@ class Report:
         tokens_on_device: Further tokens, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
         joined: Whether this rank has joined.
+        to_end: Whether a signal has asked this rank to end. Not told in a pass that failed here.
     """
 
     fingerprint: int
@@ -73,6 +77,7 @@ class Report:
     tokens_on_device: Tensor | None = None
     failed: bool = False
     joined: bool = False
+    to_end: bool = False
 
 
 def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
@@ -83,7 +88,8 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
         report: This rank's report.
         used: The slots to which this rank contributes.
     """
-    header = [int(report.failed), int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
+    first = 1 if report.failed else report.to_end * _TO_END[vector.dtype]
+    header = [first, int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
@@ -114,6 +120,7 @@ class Control:
     Attributes:
         failed_ranks: On how many ranks backward raised.
         joined_ranks: How many ranks have joined.
+        ranks_to_end: How many ranks a signal has asked to end.
         agreed: All ranks had the same fingerprint.
         in_step: All ranks have begun the same number of steps.
         same_forwards: All ranks have run the same number of training forwards.
@@ -121,7 +128,8 @@ class Control:
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
         header = [*map(int, _header_of(summed))]
-        self.failed_ranks, self.joined_ranks = header[:2]
+        self.ranks_to_end, self.failed_ranks = divmod(header[0], _TO_END[summed.dtype])
+        self.joined_ranks = header[1]
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
@@ -154,6 +162,7 @@ class ControlExchange:
         self.nbytes = vector.nbytes
         self._world_size, self._work = world_size, work or Work()
         self._event: torch.Event | None = None
+        self._control: Control | None = None
 
     @classmethod
     def start(
@@ -203,7 +212,9 @@ class ControlExchange:
         """The sum; waits until it has come to the host."""
         if self._event is not None:
             self._event.synchronize()
-        return Control(self._on_host, self._world_size)
+        if self._control is None:  # a bucket's memory changes
+            self._control = Control(self._on_host, self._world_size)
+        return self._control
 
 
 class ControlChecks:
@@ -214,10 +225,15 @@ class ControlChecks:
 
     Args:
         peers: The other ranks.
+        on_cpu: Whether control vectors are read at once.
+
+    Attributes:
+        last: The control vector of the last pass; on accelerators, those of the last two.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, on_cpu: bool = True) -> None:
         self._peers = peers
+        self.last: deque[ControlExchange] = deque(maxlen=1 if on_cpu else 2)
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False
 
@@ -256,6 +272,13 @@ class ControlChecks:
                 stacklevel=2,
             )
         return control
+
+    def to_end(self) -> bool:
+        """Whether some rank was to end when it reported on the last pass; the same on every rank.
+
+        On accelerators it is the pass before the last, for which the host hardly waits.
+        """
+        return bool(self.last) and self.last[0].read().ranks_to_end > 0
 
     def read_later(self, exchange: ControlExchange) -> None:
         """Keep a control vector that is not needed now and has not come to the host.

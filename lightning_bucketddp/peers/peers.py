@@ -18,6 +18,7 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
+from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
 
@@ -165,11 +166,16 @@ class Peers:
         the store is not asked.
 
         Raises:
-            PeerFailureError: If another rank failed in this pass, or for good, or has ended training.
+            PeerFailureError: If another rank failed in this pass, or for good, or has ended training; or if this rank
+                is to end, and another one does not come.
             RankMismatchError: If ranks are at different points of the program.
         """
         self.raise_if_failed()
         self._polls += 1
+        if end_signals.impatient(waited := self._polls * POLL_SECONDS):
+            away = [it.rank for it in self._roll_call.ask(self.number) if not (it.heard and it.waiting_for)]
+            cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
+            raise PeerFailureError(self.cannot_complete(cause))
         if self._polls == 1 or self._polls & (self._polls - 1):
             return
         found: Failure | None = None

@@ -74,9 +74,9 @@ class Setting:
         self.joining = Joining(peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.recorder = PassRecorder(collectives)
-        self.checks = ControlChecks(peers)
-        self.queue = WrapperQueue(collectives.group)
         on_cpu = all(param.device.type == "cpu" for _, param in params.named)
+        self.checks = ControlChecks(peers, on_cpu)
+        self.queue = WrapperQueue(collectives.group)
         if options.wire_dtype is not None and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
             collectives.open_second()
             weakref.finalize(self, collectives.end).atexit = False

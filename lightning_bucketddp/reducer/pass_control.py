@@ -8,6 +8,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.peers.control import Control, ControlChecks, ControlExchange, Report, fingerprint, write
+from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.peers import Peers
 
 
@@ -32,7 +33,7 @@ class PassControl:
         """This rank's report on a pass, before participants add to it."""
         at = self._peers.position
         seen = fingerprint(self._peers.number, at.pass_number, trainable, self._peers.here.updated)
-        return Report(seen, at.step, at.forward, failed=failed, joined=joined)
+        return Report(seen, at.step, at.forward, failed=failed, joined=joined, to_end=end_signals.received > 0)
 
     def send(self, report: Report, used: Collection[int]) -> ControlExchange:
         """Send the control vector in a collective of its own."""
@@ -54,6 +55,7 @@ class PassControl:
             PeerFailureError: If backward raised on some rank.
             RankMismatchError: If ranks met from different places of the program.
         """
+        self._checks.last.append(exchange)
         if needed or exchange.arrived():
             return self._checks.require_success(exchange.read())
         self._checks.read_later(exchange)

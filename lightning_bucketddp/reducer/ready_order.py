@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -49,6 +51,14 @@ class OrderLearner(Participant):
         if trainable not in self._looked_at:
             self._looked_at.add(trainable)
             self._teaches |= self._planner.overlap and self._planner.unseen(trainable)
+
+    def learned(self) -> tuple[object, ...] | None:
+        """What the planner has learned, for :meth:`recall`; None if no pass has taught it yet."""
+        return None if self._teaches else self._planner.learned()
+
+    def recall(self, learned: tuple[Any, ...] | None) -> None:
+        """Begin with what another process had learned. Sums of three ranks and more depend on the layout."""
+        self._teaches &= learned is None or not self._planner.recall(*learned)
 
     def opened(self, it: Pass) -> None:
         """Forget an earlier pass that did not teach after all."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.assembly import Assembly, Setting, reduction_of
+from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import Pass, PassState
 
@@ -24,9 +25,11 @@ class Upkeep:
 
     Attributes:
         reducer: The reducer of the present parameters.
+        learner: Learns the order of their gradients.
     """
 
     reducer: Reducer
+    learner: OrderLearner
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Upkeep:
     def _assemble(self) -> None:
         setting = self.setting
         self._parts = Assembly(setting, self._hook, self._open_by_gradient)
-        self.reducer = self._parts.reducer
+        self.reducer, self.learner = self._parts.reducer, self._parts.learner
         setting.recorder.new_layout(self.reducer.storage.layout, setting.peers.position.pass_number)
 
     def note_trainable(self) -> None:

@@ -26,6 +26,8 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
+from lightning_bucketddp.reducer.pass_times import PassTimes
+from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
@@ -173,7 +175,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
         common.leave_shared_memory(model, self._start_method)
-        wrapper = FrozenAtFirst(model, **vars(self._options))
+        wrapper = BucketDDPInTrainer(model, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper.divide_by_active_ranks()
         return wrapper
@@ -377,10 +379,21 @@ class BucketDDPStrategy(EachSampleOnce):
     register_strategies: Any = classmethod(common.register_names)
 
 
-class FrozenAtFirst(BucketDDP):
+class BucketDDPInTrainer(BucketDDP):
     """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
 
     _may_be_frozen = True
+
+    @property
+    def learner(self) -> OrderLearner:
+        """Learns the order of gradients. A resumed run begins with the order of the one before."""
+        return self._passes.upkeep.learner
+
+    def measure_times(self) -> PassTimes:
+        """Add up the times of passes from now on; sends nothing."""
+        times = PassTimes(self._runtime.collectives, self._passes.peers, self.device)
+        self._passes.add(times)
+        return times
 
 
 class TellingLauncher(_MultiProcessingLauncher):

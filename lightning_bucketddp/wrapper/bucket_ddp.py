@@ -22,7 +22,6 @@ from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
-from lightning_bucketddp.reducer.pass_times import PassTimes
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -307,6 +306,26 @@ class BucketDDP(nn.Module, Joinable):
     def end_training(self) -> None:
         """Note that this rank runs no further pass. Ranks that do raise, instead of waiting for it."""
         self._passes.peers.end_training()
+
+    def preempted(self, *, no_pass_follows: bool = False) -> bool:
+        """Whether some rank got SIGTERM or SIGUSR1, so that all ranks should save a checkpoint and end.
+
+        It turns true on every rank after the same pass, and stays so: ask after each optimizer step. The news travels
+        with the gradients; nothing else is sent. On accelerators it takes one pass longer.
+
+        The first call puts handlers for the two signals in place, and :meth:`close` puts the earlier ones back. After a
+        signal, a second one (more than a second later) ends this process. A rank that then waits for another one for
+        more than 30 s raises an error.
+
+        Args:
+            no_pass_follows: Ask the other ranks through the store. All ranks must call this. For the end of training,
+                where no later pass tells.
+
+        Raises:
+            RuntimeError: If the first call is not in the main thread.
+            PeerFailureError: If another rank has failed, or does not come.
+        """
+        return self._passes.to_end(no_pass_follows)
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number that gradients are divided by, with ``gradient_divide_by="tokens"``.
@@ -715,12 +734,6 @@ class BucketDDP(nn.Module, Joinable):
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
         return self._passes.recorder.last() if "_runtime" in self.__dict__ else None
-
-    def measure_times(self) -> PassTimes:
-        """Add up the times of passes from now on, for ``CommunicationMonitor``; sends nothing."""
-        times = PassTimes(self._runtime.collectives, self._passes.peers, self.device)
-        self._passes.add(times)
-        return times
 
     @property
     def early_launches(self) -> int:

@@ -26,6 +26,7 @@ from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
 from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
+from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.passes import Passes
@@ -102,6 +103,7 @@ class Runtime:
         """Give the module back. Sends nothing."""
         self._release()
         self.optimizers.close()
+        end_signals.release()
 
     def forward_begins(self, wrapper: Joinable, trains: bool, replicated: bool) -> None:
         """Wait for parameters, meet the other ranks inside ``join``, and synchronise module buffers if that is due.

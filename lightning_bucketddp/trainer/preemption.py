@@ -1,0 +1,171 @@
+"""A checkpoint when the job is preempted: all ranks finish the step, save, and end."""
+
+import os
+import random
+import signal
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, end_signals
+from lightning_bucketddp.trainer.sigterm import end_training, register_instead
+from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
+
+_RANKS, _ORDER = "bucketddp_ranks", "bucketddp_order"
+"""Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients."""
+
+
+class PreemptionCheckpoint(Callback):
+    """Saves a checkpoint and ends training when any rank gets SIGTERM, or SIGUSR1 (Slurm's ``--signal``).
+
+    All ranks finish the same optimizer step, and a validation that is under way or follows it. They save one
+    checkpoint, with every rank's random-number state, and raise Lightning's ``SIGTERMException``. In a Slurm job that
+    Lightning requeues, the checkpoint is where the requeued job finds it. There SIGUSR1 (or the environment's
+    ``requeue_signal``) requeues the job; SIGTERM, which ``scancel`` sends, does not. Elsewhere it is :attr:`path`::
+
+        saves = PreemptionCheckpoint("checkpoints")
+        trainer = Trainer(strategy="bucketddp", callbacks=saves)
+        trainer.fit(model, data, ckpt_path=saves.path if os.path.exists(saves.path) else None)
+
+    With this callback, and as many ranks, training goes on bit for bit if the epoch had ended, or if the dataloaders
+    have a ``state_dict`` (as torchdata's ``StatefulDataLoader``) and a length. Lightning takes up no other loader in
+    the middle of an epoch. A warning says so when the checkpoint is saved.
+
+    During ``fit`` it replaces all handlers of these signals, Lightning's too. A second signal, more than a second after
+    the first, ends the process.
+
+    Args:
+        dirpath: The directory of the checkpoint.
+        patience: Seconds that a rank which is to end waits for another one, before it raises an error.
+
+    Attributes:
+        path: The checkpoint, except under Slurm: ``preempted.ckpt`` in ``dirpath``. A later one replaces it.
+
+    Raises:
+        TypeError: When training starts, with another strategy than ``bucketddp``, or with ranks that the main process
+            has forked or spawned: a job's signals would end that process.
+        RuntimeError: When training starts, in another thread than the main one, where Python handles no signals.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS) -> None:
+        self.path = os.path.join(dirpath, "preempted.ckpt")
+        self._patience, self._saving = patience, False
+        self._resumes: tuple[Any, Any] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's handlers, which it registers after this."""
+        _wrapper_of(trainer)
+        signals = {signal.SIGTERM, _requeue_signal(trainer) or signal.SIGUSR1}
+        register_instead(trainer, partial(end_signals.watch, signals, self._patience))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """End after an optimizer step, on all ranks alike."""
+        # Not public, as most of what is used here; tests notice if it is gone.
+        if not trainer.fit_loop._should_accumulate() and _wrapper_of(trainer).preempted():
+            end_training(trainer, True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not end in the middle of a validation."""
+        end_training(trainer, False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End after it, if the ranks have agreed on that before."""
+        end_training(trainer, end_signals.ending)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask the other ranks, as no pass follows."""
+        if _wrapper_of(trainer).preempted(no_pass_follows=True):
+            raise SIGTERMException
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save, when everything that belongs to the step or epoch has been done."""
+        if not (end_signals.ending and isinstance(exception, SIGTERMException)):
+            return
+        status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
+        self._saving, path, requeue = True, self.path, _requeue_signal(trainer)
+        connector: Any = trainer._signal_connector
+        answers = _wrapper_of(trainer).exchange(end_signals.received)
+        if requeue is not None:
+            path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        if requeue in answers:
+            connector._slurm_sigusr_handler_fn(requeue, None)  # saves it there, too
+        else:
+            trainer.save_checkpoint(path)
+        rank_zero_info(f"preempted after step {trainer.global_step}: saved {path}")
+        trainer.strategy.barrier()
+        self._saving, trainer.state.status = False, status
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add what each rank needs to go on."""
+        if not self._saving:
+            return
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        resumable = len(states) == len(loaders) and all(sized_len(loader) is not None for loader in loaders)
+        if not (resumable or _epoch_has_ended(trainer)):
+            rank_zero_warn(
+                "the checkpoint is of the middle of an epoch, and a training dataloader has no state_dict or no "
+                "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
+            )
+        checkpoint[_RANKS] = Collectives(None).exchange_objects((_random_state(), states))
+        checkpoint[_ORDER] = _wrapper_of(trainer).learner.learned()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Find what this rank has saved."""
+        ranks = checkpoint.get(_RANKS, ())
+        if trainer.training and len(ranks) == trainer.world_size:
+            random_state, loaders = ranks[trainer.global_rank]
+            self._resumes = random_state, checkpoint[_ORDER]
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on from there: only now, as dataloaders draw random numbers when they are made."""
+        if self._resumes is None:
+            return
+        (random_state, order), self._resumes = self._resumes, None
+        _wrapper_of(trainer).learner.recall(order)
+        if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
+            trainer.fit_loop.on_iteration_done()
+            trainer.fit_loop.epoch_loop.on_iteration_done()
+        _random_state(random_state)
+
+
+def _wrapper_of(trainer: Trainer) -> BucketDDPInTrainer:
+    strategy: Any = trainer.strategy
+    if isinstance(strategy.model, BucketDDPInTrainer) and strategy._start_method == "popen":
+        return strategy.model
+    found = f"{type(strategy).__name__} with start_method={getattr(strategy, '_start_method', None)!r}"
+    raise TypeError(f"expected strategy='bucketddp' and start_method='popen' for PreemptionCheckpoint, found {found}")
+
+
+def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
+    """The signal at which Lightning requeues this Slurm job; None if it does not."""
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    return environment.requeue_signal if requeues else None
+
+
+def _epoch_has_ended(trainer: Trainer) -> bool:
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.processed == epochs.ready)
+
+
+def _random_state(set_to: list[Any] | None = None) -> list[Any]:
+    """The state of all generators, of types that ``torch.load(weights_only=True)`` loads; sets it if one is given."""
+    device: Any = torch.get_device_module() if torch.accelerator.is_available() else torch
+    if set_to is not None:
+        setters = random.setstate, np.random.set_state, torch.set_rng_state, device.set_rng_state
+        for setter, state in zip(setters, set_to, strict=True):
+            setter(state)
+    numpy: Any = np.random.get_state()
+    numbers = (numpy[0], numpy[1].tolist(), *numpy[2:])
+    return [random.getstate(), numbers, torch.get_rng_state(), device.get_rng_state()]
