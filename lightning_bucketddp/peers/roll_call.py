@@ -218,7 +218,9 @@ def main_thread_stack() -> list[Frame]:
     """Where the main thread is, the innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.walk_stack(frame) if frame is not None else ()
-    return [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
+    found = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
+    del frame  # it may be this function's own, and would keep its callers' variables alive
+    return found
 
 
 def _call_number(call: str) -> int:
