@@ -203,7 +203,7 @@ class AbortListener:
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
             self._log_reason()
-            if hasattr(error, "add_note") and self._reason() not in getattr(error, "__notes__", ()):
+            if self._reason() not in getattr(error, "__notes__", ()):
                 error.add_note(self._reason())
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             self._wait_until_all("heard")
