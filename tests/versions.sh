@@ -43,7 +43,7 @@ from importlib.metadata import version
 names = ("torch", "lightning", "torchmetrics")
 print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names), sep=", ")
 ')
-        lines+=("$line: $(tail -n 1 "$environment.log")")
+        lines+=("$line: $(grep . "$environment.log" | tail -n 1)")
     done
 done
 printf '%s\n' "${lines[@]}"
