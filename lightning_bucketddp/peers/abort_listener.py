@@ -347,8 +347,8 @@ def _serves(store: Store) -> bool:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, once; from Python 3.11 on."""
-    if note and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+    """Add a note to an error, once."""
+    if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -84,8 +83,7 @@ def parallel_apply(
         pool.shutdown()  # waits again where an interrupt has ended the first wait
     if errors:
         first = min(errors)
-        if sys.version_info >= (3, 11):
-            errors[first].add_note(f"raised in replica {first} on {places[first]}")
+        errors[first].add_note(f"raised in replica {first} on {places[first]}")
         raised = [errors[first]]
         errors.clear()  # The error's traceback holds this frame: it keeps alive what the frame refers to.
         results.clear()

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_the_first_failure_is_told_to_the_others() -> None:
         listener.end()
         expected = [told] if first_failed and rank == 0 else []
         assert said == expected, kind
-        assert getattr(error, "__notes__", []) == (expected if sys.version_info >= (3, 11) else []), kind
+        assert getattr(error, "__notes__", []) == expected, kind
         dist.barrier()
     logging.getLogger(abort_listener.__name__).removeHandler(handler)
     listener.close()

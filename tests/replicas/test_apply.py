@@ -113,8 +113,7 @@ def test_the_first_error_is_raised_when_all_have_ended(place: int) -> None:
         parallel_apply(each(4, the_line_that_fails), [0, 1, 2, 3], devices=["cpu"] * 4)
     assert sorted(ended) == [1 - place, 3]
     assert "the_line_that_fails" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    expected = [f"raised in replica {place} on cpu"]
-    assert getattr(caught.value, "__notes__", expected) == expected  # Python 3.10 has no notes
+    assert caught.value.__notes__ == [f"raised in replica {place} on cpu"]
 
 
 def test_an_interrupt_while_waiting_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
