@@ -23,6 +23,7 @@ PUBLIC: dict[str, list[str]] = {
         "PeerFailureError",
         "PreemptionCheckpoint",
         "RankMismatchError",
+        "WrapError",
         "__version__",
         "convert_sync_batchnorm",
         "declare_element_wise",
@@ -58,8 +59,9 @@ def test_public_names_can_be_imported(path: str) -> None:
     assert set(PUBLIC[path]) <= set(getattr(module, "__all__", PUBLIC[path]))
 
 
-def test_what_readme_and_examples_import_is_public() -> None:
-    files = [ROOT / "README.md", *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.yaml")]
+def test_what_documentation_and_examples_import_is_public() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    files = [*pages, *(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.yaml")]
     found: set[tuple[str, str]] = set()
     for text in (file.read_text() for file in files):
         found |= {(path, name.strip()) for path, names in IMPORT.findall(text) for name in names.split(",")}

@@ -1,0 +1,127 @@
+"""README and the pages of ``docs/``: their code runs, and every error has its entry in the troubleshooting page."""
+
+import ast
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_bucketddp
+from tests.pool import RunRanks
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(lightning_bucketddp.__file__).parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+FENCE = re.compile(r"^```(\w*)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+NOT_RUN = 'title="Not run: '
+"""Begins the fence's attribute of a block that one CPU process cannot run, before the reason."""
+LANGUAGES = {"python", "bash", "text", "yaml", ""}
+
+
+def blocks_of(page: Path) -> list[str]:
+    found = FENCE.findall(page.read_text())
+    return [code for language, attribute, code in found if language == "python" and NOT_RUN not in attribute]
+
+
+def test_fences_are_closed_and_few_blocks_are_not_run() -> None:
+    assert len(PAGES) > 15
+    for page in PAGES:
+        text = page.read_text()
+        found = FENCE.findall(text)
+        assert 2 * len(found) == len(re.findall("^```", text, re.MULTILINE)), f"{page.name}: a fence is not closed"
+        assert {language for language, *_ in found} <= LANGUAGES, page.name
+    assert sum(page.read_text().count(NOT_RUN) for page in PAGES) <= 2
+
+
+WITH_CODE = [page for page in PAGES if blocks_of(page)]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_code_of_a_page_runs(run_ranks: RunRanks, page: Path) -> None:
+    run_ranks(1, run_page, str(page), fresh=True)
+
+
+def run_page(path: str) -> None:
+    """Run a page's blocks one after the other, as a reader would in a notebook."""
+    page = Path(path)
+    os.chdir(tempfile.mkdtemp())
+    os.environ["LOCAL_RANK"] = "0"  # as launchers do: Lightning then starts no other process where devices=2
+    os.environ |= {"LT_ACCELERATOR": "cpu", "PL_TRAINER_ACCELERATOR": "cpu", "PL_TRAINER_LOGGER": "False"}
+    os.environ |= {"PL_TRAINER_ENABLE_PROGRESS_BAR": "False", "PL_TRAINER_ENABLE_MODEL_SUMMARY": "False"}
+    names = what_readers_have()
+    for code in blocks_of(page):
+        before = page.read_text().partition(code)[0]
+        exec(compile("\n" * before.count("\n") + code, page.name, "exec"), names)
+
+
+def what_readers_have() -> dict[str, Any]:
+    """The LightningModule, its data and the module that the documentation takes for granted."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(filter(lambda param: param.requires_grad, self.parameters()), lr=0.01)
+
+    data = DataLoader(TensorDataset(torch.randn(8, 8), torch.randn(8, 4)), batch_size=4)
+    return {"__name__": "page", "model": Model(), "data": data, "module": torch.nn.Linear(8, 4)}
+
+
+def syntax_trees() -> Iterator[ast.AST]:
+    for path in PACKAGE.rglob("*.py"):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def test_every_error_class_has_its_entry() -> None:
+    kinds = {"Exception", "BaseException"}
+    classes = [node for node in syntax_trees() if isinstance(node, ast.ClassDef)]
+    found: set[str] = set()
+    while more := {node.name for node in classes if any(_is_error(base, kinds | found) for base in node.bases)} - found:
+        found |= more
+    assert {"PeerFailureError", "GradientError", "CommHookError"} <= found
+    entries = set(re.findall(r"^### (\w+)$", TROUBLESHOOTING, re.MULTILINE))
+    assert found <= entries, f"without an entry: {found - entries}"
+
+
+def _is_error(base: ast.expr, known: set[str]) -> bool:
+    name = ast.unparse(base).split(".")[-1]
+    return name in known or name.endswith(("Error", "Exception", "Warning"))
+
+
+def test_messages_of_the_troubleshooting_page_are_the_package_s() -> None:
+    texts = []
+    for node in syntax_trees():
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    messages = TROUBLESHOOTING.partition("## The commonest messages")[2]
+    headings = [heading.replace("`", "") for heading in re.findall(r"^### (.+)$", messages, re.MULTILINE)]
+    assert len(headings) >= 10
+    for heading in headings:
+        pieces = [piece.strip() for piece in heading.split("…")]
+        assert any(all(piece in text.replace("`", "") for piece in pieces) for text in texts), heading
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = re.findall(r"^ +- [^#\n]+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert {page.name for page in PAGES} - {"README.md"} <= set(listed)
+
+
+def test_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    assert sum(len(line.split()) for line in lines) <= 900
