@@ -62,6 +62,8 @@ _ABORT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 _STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
 _WAIT = timedelta(days=365)
+_THREADS = "bucketddp-"
+"""Names of this package's threads begin so."""
 
 _log = logging.getLogger(__name__)
 _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakref.WeakKeyDictionary()
@@ -145,7 +147,7 @@ class AbortListener:
         self._thread = threading.Thread(
             target=self._listen,
             args=(self.store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
-            name="bucketddp-abort-listener",
+            name=f"{_THREADS}abort-listener",
             daemon=True,
         )
         self._thread.start()
@@ -249,6 +251,9 @@ class AbortListener:
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
         if self._closed.is_set():
+            return
+        if threading.current_thread().name.startswith(_THREADS):  # garbage collection dropped the group there
+            threading.Thread(target=self.close, daemon=True).start()  # that listener must go on to listen
             return
         self._closed.set()
         self._leaving.set()

@@ -125,3 +125,21 @@ def many_wrappers() -> None:
 def test_all_wrappers_of_a_group_have_one_listener(run_ranks: RunRanks) -> None:
     for _ in range(2):  # those of groups that have ended are gone
         run_ranks(2, many_wrappers)
+
+
+@on_ranks(2, fresh=True)
+def test_a_group_dropped_in_a_thread_of_ours_does_not_hold_it_up() -> None:
+    """Garbage collection runs in any thread. A listener that waits for another one's end would hear of no failure."""
+    listener = listen(Collectives(dist.new_group()))
+    dist.barrier()
+    may_tell = threading.Event()
+    tell_end = listener._tell_end
+    listener._tell_end = lambda: (may_tell.wait(30), tell_end())  # type: ignore[method-assign,assignment]
+    thread = threading.Thread(target=listener.close, name="bucketddp-abort-listener")
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    may_tell.set()
+    assert listener._closed.wait(10)
+    listener._thread.join(10)
+    assert not listener._thread.is_alive()
