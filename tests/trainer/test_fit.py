@@ -198,7 +198,7 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
         gc.collect()
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert largest_difference_between_ranks(model) == 0
-    assert tensors[1] == tensors[2]
+    assert tensors[2] <= tensors[1], tensors
 
 
 class Copies(pl.Callback):
