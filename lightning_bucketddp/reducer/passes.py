@@ -81,11 +81,6 @@ class Passes:
         """Say whether gradients of the passes that follow are reduced."""
         self.synchronise = synchronise
 
-    def add(self, participant: Participant) -> None:
-        """Let one more feature take part in passes, from the next one on. It must send nothing."""
-        self.setting.others = [*self.setting.others, participant]
-        self.reducer.participants = [*self.reducer.participants, participant]
-
     # -- steps ---------------------------------------------------------------------------------------
 
     def end_step(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.assembly import Assembly, Setting, reduction_of
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import Pass, PassState
@@ -55,6 +56,11 @@ class Upkeep:
         """The ids of the parameters whose gradients are reduced here."""
         table = self.reducer.table
         return {id(param) for param in [*table.params, *(table.all_params[index] for index in table.sparse)]}
+
+    def add(self, participant: Participant) -> None:
+        """Let one more feature take part in passes, from the next one on. It must send nothing."""
+        self.setting.others = [*self.setting.others, participant]
+        self.reducer.participants = [*self.reducer.participants, participant]
 
     def close(self) -> None:
         """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""

@@ -10,13 +10,15 @@ from typing_extensions import override
 
 
 class EachSampleOnce(DDPStrategy):
-    """A ``DDPStrategy`` that evaluates each sample once, if ``_exact_evaluation`` is set.
+    """A ``DDPStrategy`` that evaluates each sample once, if ``exact_evaluation`` is set.
 
     Lightning asks for ``distributed_sampler_kwargs`` when it makes its sampler. Then it passes the dataloader to
     ``process_dataloader``. In between, the sampler has the samples of all ranks, so that none is repeated.
     """
 
-    _exact_evaluation = False
+    def __init__(self, *args: Any, exact_evaluation: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exact_evaluation = exact_evaluation
 
     @property
     @override

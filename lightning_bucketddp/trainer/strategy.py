@@ -125,10 +125,10 @@ class BucketDDPStrategy(EachSampleOnce):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            exact_evaluation=exact_evaluation,
         )
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
-        self._exact_evaluation = exact_evaluation
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint()
@@ -392,7 +392,7 @@ class BucketDDPInTrainer(BucketDDP):
     def measure_times(self) -> PassTimes:
         """Add up the times of passes from now on; sends nothing."""
         times = PassTimes(self._runtime.collectives, self._passes.peers, self.device)
-        self._passes.add(times)
+        self._passes.upkeep.add(times)
         return times
 
 
