@@ -3,7 +3,7 @@
 import platform
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import lightning
 import torch
@@ -62,12 +62,18 @@ def describe() -> str:
         "lightning": lightning.__version__,
         "devices": "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}",
         "backends": ", ".join(available_backends()),
-        "Trainer(strategy=...)": ", ".join(name for name in [*REGISTERED, NAME] if name in StrategyRegistry),
-        "Fabric(strategy=...)": ", ".join(name for name in REGISTERED if name in STRATEGY_REGISTRY),
+        "Trainer(strategy=...)": _grouped(name for name in [*REGISTERED, NAME] if name in StrategyRegistry),
+        "Fabric(strategy=...)": _grouped(name for name in REGISTERED if name in STRATEGY_REGISTRY),
     }
     return "\n".join(
         textwrap.fill(f"{name:21}  {text}", 100, subsequent_indent=" " * 23) for name, text in lines.items()
     )
+
+
+def _grouped(names: Iterable[str]) -> str:
+    """The names, without those for ``find_unused_parameters``, of which a clause tells."""
+    shown = [name for name in names if "_find_unused_parameters_" not in name]
+    return ", ".join(shown) + "; names with bucketddp may end in _find_unused_parameters_true or _false"
 
 
 def _run_lightning_cli() -> int:
