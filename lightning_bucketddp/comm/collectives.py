@@ -17,10 +17,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.work import Handle, Work
 
-# torch 2.13 renamed them and warns of the old names.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -211,7 +207,7 @@ class Collectives:
             received.record_stream(torch.accelerator.current_stream(received.device))
         wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
         second = self.second or self
-        handle = getattr(dist, _ALL_GATHER)(sent, shard, group=second.group, async_op=True)
+        handle = dist.all_gather_single(sent, shard, group=second.group, async_op=True)
         return second._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
 
     # -- shards --------------------------------------------------------------------------------------
@@ -246,7 +242,7 @@ class Collectives:
             sent = whole if fits else wire.padded(whole, numel, dtype)
             mean = sent.new_empty(numel // self.world_size)
             op = self._averaging_op(sent)
-            handle = getattr(dist, _REDUCE_SCATTER)(mean, sent, op=op, group=self.group, async_op=True)
+            handle = dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True)
             return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
         if dtype is whole.dtype is torch.float32 and fits:
@@ -269,7 +265,7 @@ class Collectives:
         if self._nothing_to_do(flat):
             return Work()
         values = flat.view(torch.uint8) if flat.device.type == "cpu" else wire.real(flat)
-        handle = getattr(dist, _ALL_GATHER)(values, self.shard(values), group=self.group, async_op=True)
+        handle = dist.all_gather_single(values, self.shard(values), group=self.group, async_op=True)
         return self._started(handle, None, flat)
 
     # -- sums and copies -----------------------------------------------------------------------------
@@ -298,7 +294,7 @@ class Collectives:
         if self._nothing_to_do(tensor):
             return tensor.expand(self.world_size, *tensor.shape), Work()
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
-        handle = getattr(dist, _ALL_GATHER)(gathered.view(-1), tensor.reshape(-1), group=self.group, async_op=True)
+        handle = dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group, async_op=True)
         return gathered, self._started(handle, None, tensor)
 
     def exchange_objects(self, mine: Any, poll: Callable[[], None] | None = None) -> list[Any]:

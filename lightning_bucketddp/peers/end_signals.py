@@ -11,7 +11,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # not all on Windows
 
 PATIENCE_SECONDS = 30.0
 """How long a rank that is to end waits for another one. Slurm kills as long after SIGTERM."""

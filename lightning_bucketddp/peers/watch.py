@@ -76,7 +76,7 @@ class Watch(threading.Thread):
             return
         if self._asking is None or not self._asking.is_alive():
             what = wrapper, mine, self._seconds, self._due
-            self._asking = threading.Thread(target=self._ask, args=what, daemon=True)
+            self._asking = threading.Thread(target=self._ask, args=what, name="bucketddp-asks", daemon=True)
             self._asking.start()
         self._due *= 10
         self._asking.join(2 * ANSWER_SECONDS)

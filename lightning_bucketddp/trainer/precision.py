@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
-_WEIGHT_AVERAGING = getattr(pl.callbacks, "WeightAveraging", ())  # since Lightning 2.6
-
 
 def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Callable[[], None]:
     """Give a precision plugin methods that work on a wrapped module.
@@ -63,4 +61,4 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
 
 def _averages_weights(module: pl.LightningModule) -> bool:
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(callback, _WEIGHT_AVERAGING) for callback in callbacks)
+    return any(isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks)

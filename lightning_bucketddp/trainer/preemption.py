@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, end_signals
+from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
 from lightning_bucketddp.trainer.sigterm import end_training, register_instead
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
@@ -64,7 +64,8 @@ class PreemptionCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handlers, which it registers after this."""
         _wrapper_of(trainer)
-        signals = {signal.SIGTERM, _requeue_signal(trainer) or signal.SIGUSR1}
+        requeue = _requeue_signal(trainer)
+        signals = {signal.SIGTERM, requeue} if requeue else SIGNALS
         register_instead(trainer, partial(end_signals.watch, signals, self._patience))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
