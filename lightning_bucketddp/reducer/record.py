@@ -104,6 +104,11 @@ class PassRecord:
         """Bytes of gradients that were reduced in buckets, padding included."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @property
+    def early_launches(self) -> int:
+        """How many buckets were launched before backward had ended."""
+        return sum(bucket.launched_early for bucket in self.buckets)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the buckets over time: ready, launched, done, and the end of backward. Needs matplotlib.
 
@@ -124,14 +129,13 @@ class PassRecord:
         pictures.write_chrome_trace(self, path)
 
     def __str__(self) -> str:
-        early = sum(bucket.launched_early for bucket in self.buckets)
         rebuilt = ", new in this pass" if self.rebuilt else ""
         control = size_text(self.control_nbytes)
         lines = [
             f"pass {self.number}, rank {self.rank} of {self.world_size}: backward "
             f"{self.backward_seconds * 1e3:.3f} ms, exposed {self.exposed_seconds * 1e3:.3f} ms (host time)",
-            f"  {size_text(self.grad_nbytes)} in {len(self.buckets)} buckets, {early} launched early; control vector "
-            f"{control}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
+            f"  {size_text(self.grad_nbytes)} in {len(self.buckets)} buckets, {self.early_launches} launched early; "
+            f"control vector {control}; layout {self.layouts}{rebuilt}; {self.local_passes} local passes before",
         ]
         if self.sparse_nbytes:
             lines.append(f"  {size_text(self.sparse_nbytes)} received for sparse gradients")
@@ -156,14 +160,13 @@ class PassRecorder(Participant):
         collectives: The group.
 
     Attributes:
-        early: How many buckets the last synchronised pass launched before backward had ended.
         last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
-        self.early = 0
+        self._early = 0
         self.last: Callable[[], PassRecord | None] = lambda: None
         self._layouts, self._layouts_before = 0, 1
         self._local_passes = 0
@@ -201,7 +204,7 @@ class PassRecorder(Participant):
         it = self._opened
         if it is not None and it.synchronised:
             self._note_done()
-            self.early = self._watched[2].launched
+            self._early = self._watched[2].launched
         elif not raised:
             self._local_passes += 1
         self._backward_ended_at = time.perf_counter()
@@ -218,7 +221,7 @@ class PassRecorder(Participant):
             return
         table, storage, buckets, sparse = self._watched
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
-        layout, early = storage.layout, self.early
+        layout, early = storage.layout, self._early
         times = [(it.index, it.ready_at, it.launched_at, it.done_at) for it in buckets.active]
         layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
         control, control_nbytes, sparse_nbytes = settled.control, settled.exchange.nbytes, sparse.nbytes

@@ -27,7 +27,7 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
     if wrapper is not None:
-        return wrapper.sharded_checkpoint()
+        return wrapper._sharded_checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
 
 

@@ -31,11 +31,11 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
     original = plugin.backward
 
     def backward(loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        if wrapper.is_replaying:
+        if wrapper._uneven.is_replaying:
             loss = torch.zeros_like(loss, requires_grad=True)  # reaches no parameter
         with wrapper.backward_pass(loss):
             original(loss, module, *args, **kwargs)
-        if wrapper.require_backward_grad_sync and (wrapper.some_replay or _averages_weights(module)):
+        if wrapper.require_backward_grad_sync and (wrapper._uneven.active is not None or _averages_weights(module)):
             wrapper.synchronise_module_buffers()  # averages and checkpoints need the same values on every rank
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:

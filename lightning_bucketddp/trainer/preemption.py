@@ -94,7 +94,7 @@ class PreemptionCheckpoint(Callback):
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         self._saving, path, requeue = True, self.path, _requeue_signal(trainer)
         connector: Any = trainer._signal_connector
-        answers = _wrapper_of(trainer).exchange(end_signals.received)
+        answers = _wrapper_of(trainer)._uneven.tell(end_signals.received)
         if requeue is not None:
             path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
         if requeue in answers:

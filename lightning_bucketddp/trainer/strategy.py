@@ -177,7 +177,7 @@ class BucketDDPStrategy(EachSampleOnce):
         common.leave_shared_memory(model, self._start_method)
         wrapper = BucketDDPInTrainer(model, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
-            wrapper.divide_by_active_ranks()
+            wrapper._uneven.divide_by_active()
         return wrapper
 
     @override
@@ -300,7 +300,7 @@ class BucketDDPStrategy(EachSampleOnce):
 
     def _exchange(self, value: int) -> list[int]:
         if (wrapper := self.bucket_ddp) is not None:
-            return wrapper.exchange(value)
+            return wrapper._uneven.tell(value)
         # Not wrapped yet: the user has asked for `estimated_stepping_batches` in `setup` or `configure_model`.
         return self.all_gather(torch.tensor([value], device=self.root_device)).flatten().tolist()
 
@@ -309,7 +309,7 @@ class BucketDDPStrategy(EachSampleOnce):
         # The training loop calls this first with a batch. Hooks from `on_after_batch_transfer` on may count tokens.
         wrapper, module = self.bucket_ddp, self.lightning_module
         if wrapper is not None and self._evened_loader is not None and module is not None and module.trainer.training:
-            wrapper.set_active_ranks(self._evened_loader.take())
+            wrapper._uneven.set_active(self._evened_loader.take())
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # -- the same module buffers on every rank ---------------------------------------------------------
@@ -324,7 +324,7 @@ class BucketDDPStrategy(EachSampleOnce):
     def on_train_end(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.wait_for_parameters()
-            wrapper.end_training()  # first: a rank with more batches must hear of it, as it does not come here
+            wrapper._end_training()  # first: a rank with more batches must hear of it, as it does not come here
             wrapper.synchronise_module_buffers()
 
     # -- checkpoints ---------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class BucketDDPStrategy(EachSampleOnce):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self.bucket_ddp is not None
-        parts = self.bucket_ddp.sharded_checkpoint()
+        parts = self.bucket_ddp._sharded_checkpoint()
         parts.load(directory, self.optimizers, strict=True, with_module=False)
 
     register_strategies: Any = classmethod(common.register_names)

@@ -27,6 +27,7 @@ from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
 from lightning_bucketddp.replicas.nested import move_to
 from lightning_bucketddp.wrapper.compiled import cutting_graphs, leave_untraced
+from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
 from lightning_bucketddp.wrapper.runtime import Runtime, group_of, refuse, without_group
 from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
@@ -159,6 +160,10 @@ class BucketDDP(nn.Module, Joinable):
     def _passes(self) -> Passes:
         return self._runtime.passes
 
+    @property
+    def _uneven(self) -> UnevenInputs:
+        return self._runtime.uneven
+
     # -- wrapping again ------------------------------------------------------------------------------
 
     def _take_over(self, trained: set[int]) -> None:
@@ -251,13 +256,9 @@ class BucketDDP(nn.Module, Joinable):
         """
         return self._passes.backward_pass(loss)
 
-    def synchronise_module_buffers(self, active: Sequence[int] | None = None) -> None:
-        """Make module buffers the same on all ranks, which must call this at the same point of the program.
-
-        Args:
-            active: The ranks whose values count; by default all that have data.
-        """
-        self._runtime.module_buffers.synchronise(self._runtime.uneven.active if active is None else active)
+    def synchronise_module_buffers(self) -> None:
+        """Make module buffers the same on all ranks, which must call this at the same point of the program."""
+        self._runtime.module_buffers.synchronise(self._uneven.active)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Let ``hook(state, bucket)`` reduce the buckets from the next pass on; torch DDP's signature and rules.
@@ -303,7 +304,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         self._passes.end_step()
 
-    def end_training(self) -> None:
+    def _end_training(self) -> None:
         """Note that this rank runs no further pass. Ranks that do raise, instead of waiting for it."""
         self._passes.peers.end_training()
 
@@ -346,8 +347,8 @@ class BucketDDP(nn.Module, Joinable):
         """The loss as its gradients are averaged, for optimizers that look at it. All ranks must call this.
 
         Args:
-            loss: This rank's, of one element; None counts as zero. The loss of a repeated batch
-                (:meth:`set_active_ranks`) does not count.
+            loss: This rank's, of one element; None counts as zero. The loss of a repeated batch does
+                not count.
 
         Returns:
             A new tensor without a graph or dimension, on the module's device; None if no rank has a loss.
@@ -357,7 +358,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         return self._runtime.average_loss(loss, self.device)
 
-    def publish_failure(self, error: BaseException) -> None:
+    def _publish_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one in a pass that it has failed, so that they raise.
 
         Args:
@@ -509,7 +510,7 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If an optimizer holds parameters that are not the module's.
             RuntimeError: If anything else went wrong on some rank; says where and what.
         """
-        self.sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
+        self._sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
 
     def load_sharded(
         self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
@@ -535,9 +536,9 @@ class BucketDDP(nn.Module, Joinable):
         """
         if self.closed:
             raise RuntimeError("expected an open BucketDDP, found one after close(); load before that")
-        return self.sharded_checkpoint().load(Path(path), optimizers, strict)
+        return self._sharded_checkpoint().load(Path(path), optimizers, strict)
 
-    def sharded_checkpoint(self) -> ShardedCheckpoint:
+    def _sharded_checkpoint(self) -> ShardedCheckpoint:
         """The object that saves and loads the module and its optimizers in parts."""
         return self._runtime.optimizers.checkpoint()
 
@@ -565,7 +566,7 @@ class BucketDDP(nn.Module, Joinable):
         Raises:
             ValueError: If a ``SyncBatchNorm`` or a sharded optimizer needs all ranks until the end.
         """
-        uneven, throw = self._runtime.uneven, throw_on_early_termination
+        uneven, throw = self._uneven, throw_on_early_termination
         if enable and not throw:
             uneven.require_ranks_may_leave()
         try:
@@ -573,7 +574,7 @@ class BucketDDP(nn.Module, Joinable):
                 yield
         except BaseException as error:
             if not throw:  # which raises on all ranks
-                self.publish_failure(error)
+                self._publish_failure(error)
             raise
         finally:
             uneven.end()
@@ -587,45 +588,8 @@ class BucketDDP(nn.Module, Joinable):
         Raises:
             ValueError: If gradients are not divided by the world size to begin with.
         """
-        self._runtime.uneven.begin(divide_by_active=not kwargs.get("divide_by_initial_world_size", True))
-        return self._runtime.uneven
-
-    def exchange(self, value: int) -> list[int]:
-        """Tell the other ranks a number and return everybody's, by rank. The host waits; all ranks must call this.
-
-        Raises:
-            PeerFailureError: If another rank has failed.
-        """
-        return self._runtime.uneven.tell(value)
-
-    def divide_by_active_ranks(self) -> None:
-        """Divide gradients by the number of ranks that have data, from now on; see :meth:`set_active_ranks`.
-
-        Raises:
-            ValueError: If gradients are not divided by the world size to begin with.
-        """
-        self._runtime.uneven.divide_by_active()
-
-    def set_active_ranks(self, active: Sequence[int]) -> None:
-        """Set the ranks that have a batch of their own from now on; the others repeat their last one.
-
-        The others must not contribute: run their losses in :meth:`backward_pass`, and let them reach no parameter.
-        Their module buffers and token counts do not count. All ranks must call this at the same point of the program.
-
-        Args:
-            active: The ranks, in ascending order; at least one.
-        """
-        self._runtime.uneven.set_active(active)
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether this rank has no batch of its own; see :meth:`set_active_ranks`."""
-        return not self._passes.joining.counts()
-
-    @property
-    def some_replay(self) -> bool:
-        """Whether some rank has no batch of its own; the same on every rank."""
-        return self._runtime.uneven.active is not None
+        self._uneven.begin(divide_by_active=not kwargs.get("divide_by_initial_world_size", True))
+        return self._uneven
 
     # -- Megatron-LM's names ----------------------------------------------------------------------------
 
@@ -734,11 +698,6 @@ class BucketDDP(nn.Module, Joinable):
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
         return self._passes.recorder.last() if "_runtime" in self.__dict__ else None
-
-    @property
-    def early_launches(self) -> int:
-        """How many buckets the last synchronised pass launched before backward had ended."""
-        return self._passes.recorder.early
 
     def _set_static_graph(self) -> None:
         """Do nothing: static graphs need no special treatment here. Some libraries call torch DDP's method."""

@@ -21,19 +21,6 @@ from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 
 
-def tell(value: int, collectives: Collectives, device: torch.device, poll: Callable[[], None]) -> list[int]:
-    """Tell the other ranks a number and return everybody's, by rank. The host waits; all ranks must call this.
-
-    Args:
-        value: The number.
-        collectives: The group.
-        device: The device whose tensors travel.
-        poll: Called now and then while the host waits; an exception that it raises ends the wait.
-    """
-    mine = [value if rank == collectives.rank else 0 for rank in range(collectives.world_size)]
-    return _sum(mine, collectives, device, poll)
-
-
 def _sum(values: list[int], collectives: Collectives, device: torch.device, poll: Callable[[], None]) -> list[int]:
     vector = torch.tensor(values, dtype=torch.int64).to(device)
     collectives.all_reduce_sum(vector).wait(poll)
@@ -66,10 +53,15 @@ class UnevenInputs(JoinHook):
         self._own_grads: list[tuple[nn.Parameter, Tensor | None]] | None = None
 
     def tell(self, value: int) -> list[int]:
-        """Tell the other ranks a number and return everybody's, by rank."""
+        """Tell the other ranks a number and return everybody's, by rank. The host waits; all ranks must call this.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
         peers = self._passes.peers
         with peers.waiting_for("what ranks tell each other"):
-            return tell(value, self._collectives, self._device, peers.poll)
+            mine = [value if rank == self._collectives.rank else 0 for rank in range(self._collectives.world_size)]
+            return _sum(mine, self._collectives, self._device, peers.poll)
 
     def _exchange(self, has_data: bool, reduces: bool, sends: bool) -> bool:
         """Tell the other ranks what this one is about to do, and synchronise module buffers if that is due.
@@ -92,13 +84,29 @@ class UnevenInputs(JoinHook):
 
     # -- ranks that repeat their last batch ------------------------------------------------------------
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this rank has no batch of its own."""
+        return not self._passes.joining.counts()
+
     def set_active(self, active: Sequence[int]) -> None:
-        """Set the ranks that have a batch of their own from now on, in ascending order."""
+        """Set the ranks that have a batch of their own from now on; the others repeat their last one.
+
+        The others must not contribute: their losses, run in ``backward_pass``, reach no parameter. Their module buffers
+        and token counts do not count. All ranks must call this at the same point of the program.
+
+        Args:
+            active: The ranks, in ascending order; at least one.
+        """
         self.active = None if len(active) == self._collectives.world_size else tuple(active)
         self._passes.joining.join(self._collectives.rank not in active)
 
     def divide_by_active(self) -> None:
-        """Divide gradients by the number of ranks that have data, from now on."""
+        """Divide gradients by the number of ranks that have data, from now on.
+
+        Raises:
+            ValueError: If gradients are not divided by the world size to begin with.
+        """
         self._require_plain_mean("where gradients are divided by the ranks that have data")
         self._passes.joining.divide_by_active()
 

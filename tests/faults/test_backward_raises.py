@@ -170,7 +170,7 @@ def in_the_second_pass(what: str) -> str:
         if what == "dies":
             os._exit(1)
         if what == "publishes":
-            ours.publish_failure(OSError("disk full"))
+            ours._publish_failure(OSError("disk full"))
         else:  # the collectives of the pass are through
             reducer_of(ours)._end = interrupt
             with pytest.raises(KeyboardInterrupt):
@@ -207,7 +207,7 @@ def test_a_group_of_a_failed_pass_is_refused(waits_for: str) -> None:
     if waits_for == "bucket":
         ours.synchronise_module_buffers()
     if dist.get_rank() == failing:
-        ours.publish_failure(OSError("disk full"))
+        ours._publish_failure(OSError("disk full"))
     else:
         with pytest.raises(PeerFailureError, match="disk full"):
             run_pass(ours, 0)

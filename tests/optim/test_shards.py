@@ -315,11 +315,11 @@ def freeze(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
 
 
 def unevenly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
-    ours.divide_by_active_ranks()
-    ours.set_active_ranks([rank for rank in range(dist.get_world_size()) if step < 2 + rank or rank == 1])
+    ours._uneven.divide_by_active()
+    ours._uneven.set_active([rank for rank in range(dist.get_world_size()) if step < 2 + rank or rank == 1])
     with ours.no_sync() if step % 3 == 1 else nullcontext():
         loss = mse(ours, min(step, 5))
-        loss = loss.detach() if ours.is_replaying else loss
+        loss = loss.detach() if ours._uneven.is_replaying else loss
         with ours.backward_pass(loss):
             if loss.requires_grad:
                 loss.backward()

@@ -71,7 +71,7 @@ def test_find_unused_parameters_keeps_the_overlap() -> None:
             twins.step(partial(loss, step=step), guarded=True)
         layout = twins.ours.layout
         assert layout.slots[layout.buckets[0].slots[0]].spec.name.startswith("spare"), "the first bucket is unused"
-        assert twins.ours.early_launches == (0 if reentrant else 7)
+        assert twins.ours.last_pass().early_launches == (0 if reentrant else 7)
         twins.ours.close()
 
 
@@ -125,9 +125,9 @@ def test_buckets_launch_before_backward_has_finished() -> None:
     hidden: list[int] = []  # how many gradients are on the wire when the last one comes
     params[0].register_hook(lambda _: hidden.append(sum(param.grad is None for param in params)))
     mse(0)(ours).backward()
-    assert ours.early_launches == 0, "the first pass learns the order and launches nothing early"
+    assert ours.last_pass().early_launches == 0, "the first pass learns the order and launches nothing early"
     mse(0)(ours).backward()
-    assert len(ours.layout.buckets) > ours.early_launches >= 3
+    assert len(ours.layout.buckets) > ours.last_pass().early_launches >= 3
     assert hidden[1] >= 6, "nothing may accumulate into a gradient that is on the wire"
     assert all(ours.module.get_parameter(name).grad is view for name, view in views_of(ours).items())
 
@@ -142,7 +142,9 @@ def test_the_first_pass_teaches_the_order() -> None:
             loss(step)(ours).backward()
         layout = ours.layout
         names.append([layout.slots[slot].spec.name for bucket in layout.buckets for slot in bucket.slots])
-        assert ours.early_launches == len(layout.buckets) - 1, "the last waits for the control vector, or is never seen"
+        assert ours.last_pass().early_launches == len(layout.buckets) - 1, (
+            "the last waits for the control vector, or is never seen"
+        )
         ours.close()
     assert [name.split(".")[0] for name in names[0][::2]] == ["last", "middle", "first"]
     assert names[1][-1] == "idle", "a parameter never seen holds nobody up"
@@ -159,7 +161,7 @@ def test_a_branch_used_later_may_be_checkpointed_repeatedly() -> None:
             module.calls = 3 if step >= 2 else 0
         inputs, target = batch(step, dist.get_rank())
         twins.step(lambda net, x=inputs, y=target: loss_of(net(x.requires_grad_()), y))
-    assert 0 < twins.ours.early_launches < len(twins.ours.layout.buckets), "only the repeated layer waits"
+    assert 0 < twins.ours.last_pass().early_launches < len(twins.ours.layout.buckets), "only the repeated layer waits"
 
 
 @on_ranks(2)
@@ -191,7 +193,7 @@ def test_a_context_without_backward_holds_no_other_wrapper_up() -> None:
     with first.backward_pass(torch.zeros((), requires_grad=True)):
         pass
     mse(1)(second).backward()
-    assert second.early_launches > 0
+    assert second.last_pass().early_launches > 0
 
 
 @on_ranks(3, cases=(torch.float16, torch.bfloat16, torch.float64))
