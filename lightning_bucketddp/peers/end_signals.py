@@ -45,9 +45,8 @@ class EndSignals:
         """
         if self._before:
             return
-        if (thread := threading.current_thread()) is not threading.main_thread():
-            text = f"expected fit(), or the first preempted(), in the main thread, found {thread.name!r}: elsewhere"
-            raise RuntimeError(f"{text} Python handles no signals")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("expected fit() or preempted() in the main thread, as Python handles signals only there")
         self._patience = patience
         self._before = {number: signal.signal(number, self._note) for number in signals}
 

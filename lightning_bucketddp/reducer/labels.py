@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 from torch.profiler import record_function
@@ -11,16 +10,13 @@ from torch.profiler import record_function
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.layout.plan import size_text
 
-
-def profiler_runs() -> bool:
-    """Whether one of torch's profilers runs: a label takes microseconds even if none does.
-
-    There is no public way to ask. Should torch drop its flag, labels are always made.
-    """
-    return getattr(profiler, "_is_profiler_enabled", True)
+_NO_LABEL = nullcontext()
 
 
-def labelled(call: Callable[..., Any], what: str, bucket: Bucket) -> Callable[..., Any]:
-    """The same function, whose next call has a label in the profiler."""
+def label(what: str, bucket: Bucket) -> AbstractContextManager[object]:
+    """A context with a label in the profiler that runs, if one does: a label takes microseconds even if none does."""
+    # There is no public way to ask. Should torch drop its flag, labels are always made.
+    if not getattr(profiler, "_is_profiler_enabled", True):
+        return _NO_LABEL
     size = size_text(bucket.flat.numel() * bucket.flat.element_size())
-    return record_function(f"bucketddp: bucket {bucket.index}, {what}, {size}")(call)
+    return record_function(f"bucketddp: bucket {bucket.index}, {what}, {size}")

@@ -41,7 +41,7 @@ from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.peers.peers import GivingUp, Peers
 from lightning_bucketddp.peers.status import Phase
-from lightning_bucketddp.reducer.labels import labelled, profiler_runs
+from lightning_bucketddp.reducer.labels import label
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.reductions import Reduction
@@ -223,18 +223,17 @@ class Reducer:
 
     def launch(self, bucket: Bucket, failed: bool = False) -> None:
         """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
-        pack, start = self.storage.pack, self.reduction.start
-        if profiler_runs():
-            pack, start = labelled(pack, "pack", bucket), labelled(start, self.reduction.name, bucket)
         if failed:
             self.storage.require_memory()
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            pack(bucket, self.reduction.scale(bucket))
+            with label("pack", bucket):
+                self.storage.pack(bucket, self.reduction.scale(bucket))
         if self.reduction.carries_control(bucket):
             self._control.put_in(bucket, self._report(failed), self.buckets.pending)
-        bucket.work = start(bucket)
+        with label(self.reduction.name, bucket):
+            bucket.work = self.reduction.start(bucket)
         bucket.launched = True
         bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
         self.buckets.launched += 1
@@ -293,8 +292,8 @@ class Reducer:
             assert report is not None
             exchange = self._control.send(report, self.buckets.pending)
         for bucket in self.buckets.awaiting():
-            wait = bucket.work.wait
-            (labelled(wait, "wait", bucket) if profiler_runs() else wait)(poll)
+            with label("wait", bucket):
+                bucket.work.wait(poll)
             bucket.done_at = bucket.done_at or time.perf_counter()
         exchange.wait(poll)
         return exchange

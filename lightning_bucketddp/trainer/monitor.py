@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.reducer.pass_times import PassTimes
-from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
+from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
 SLOW_FACTOR = 1.2
 SLOW_STEPS = 50
@@ -58,22 +58,17 @@ class CommunicationMonitor(Callback):
         self._own = torch.zeros(())  # the ranks' own times in the last so many steps
         self._named: set[int] = set()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Require the strategy and a logger."""
-        if stage == "fit" and not isinstance(trainer.strategy, BucketDDPStrategy):
-            raise MisconfigurationException(
-                "expected Trainer(strategy='bucketddp') or a BucketDDPStrategy for `CommunicationMonitor`, found "
-                f"{type(trainer.strategy).__name__}; change the strategy or leave the callback out"
-            )
-        if stage == "fit" and not trainer.loggers:
-            raise MisconfigurationException("Cannot use `CommunicationMonitor` callback with `Trainer(logger=False)`.")
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Require the strategy and a logger, and begin to measure."""
+        self._times = BucketDDPInTrainer.of(trainer, "CommunicationMonitor").measure_times()
+        if not trainer.loggers:
+            raise MisconfigurationException("expected a logger for CommunicationMonitor, found Trainer(logger=False)")
+        self._steps, self._own_steps, self._own = 0, 0, torch.zeros(())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure."""
-        assert isinstance(trainer.strategy, BucketDDPStrategy)
-        assert trainer.strategy.bucket_ddp is not None
-        self._times = trainer.strategy.bucket_ddp.measure_times()
-        self._steps, self._own_steps, self._own = 0, 0, torch.zeros(())
+        """Leave what came before out."""
+        assert self._times is not None
+        self._times.skip()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Measure; exchange and log what is due."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
@@ -51,8 +52,8 @@ class PreemptionCheckpoint(Callback):
         path: The checkpoint, except under Slurm: ``preempted.ckpt`` in ``dirpath``. A later one replaces it.
 
     Raises:
-        TypeError: When training starts, with another strategy than ``bucketddp``, or with ranks that the main process
-            has forked or spawned: a job's signals would end that process.
+        MisconfigurationException: When training starts, with another strategy than ``bucketddp``, or with ranks that
+            the main process has forked or spawned: a job's signals would end that process.
         RuntimeError: When training starts, in another thread than the main one, where Python handles no signals.
     """
 
@@ -64,6 +65,11 @@ class PreemptionCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handlers, which it registers after this."""
         _wrapper_of(trainer)
+        strategy: Any = trainer.strategy
+        if strategy._start_method != "popen":  # a job's signals would end the main process, which starts the ranks
+            raise MisconfigurationException(
+                f"expected start_method='popen' for PreemptionCheckpoint, found start_method={strategy._start_method!r}"
+            )
         requeue = _requeue_signal(trainer)
         signals = {signal.SIGTERM, requeue} if requeue else SIGNALS
         register_instead(trainer, partial(end_signals.watch, signals, self._patience))
@@ -141,11 +147,7 @@ class PreemptionCheckpoint(Callback):
 
 
 def _wrapper_of(trainer: Trainer) -> BucketDDPInTrainer:
-    strategy: Any = trainer.strategy
-    if isinstance(strategy.model, BucketDDPInTrainer) and strategy._start_method == "popen":
-        return strategy.model
-    found = f"{type(strategy).__name__} with start_method={getattr(strategy, '_start_method', None)!r}"
-    raise TypeError(f"expected strategy='bucketddp' and start_method='popen' for PreemptionCheckpoint, found {found}")
+    return BucketDDPInTrainer.of(trainer, "PreemptionCheckpoint")
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:

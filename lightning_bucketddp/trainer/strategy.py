@@ -6,12 +6,13 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -383,6 +384,18 @@ class BucketDDPInTrainer(BucketDDP):
     """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
 
     _may_be_frozen = True
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, callback: str) -> Self:
+        """The wrapper of a Trainer in ``fit``, for a callback that needs one.
+
+        Raises:
+            MisconfigurationException: If the strategy is another one.
+        """
+        if isinstance(trainer.strategy.model, cls):
+            return trainer.strategy.model
+        found = type(trainer.strategy).__name__
+        raise MisconfigurationException(f"expected strategy='bucketddp' for {callback}, found {found}")
 
     @property
     def learner(self) -> OrderLearner:

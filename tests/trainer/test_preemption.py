@@ -268,8 +268,8 @@ ENDS: dict[str, dict[int, str]] = {
     "absent": {0: r"PeerFailureError: .*a signal asks all ranks to end, and rank\(s\) \[1\] did not come in 2 s"},
     "late": dict.fromkeys((0, 1), rf"handled \[<Signals.SIGUSR1: {signal.SIGUSR1:d}>\]|handled \[10\]"),
     "warning": {0: "SIGTERMException.*no state_dict or no length", 1: "SIGTERMException"},
-    "ddp": dict.fromkeys((0, 1), "TypeError: expected strategy='bucketddp'.*found DDPStrategy"),
-    "thread": dict.fromkeys((0, 1), "RuntimeError: expected fit.*in the main thread, found 'ThreadPool"),
+    "ddp": dict.fromkeys((0, 1), "MisconfigurationException: expected strategy='bucketddp'.*found DDPStrategy"),
+    "thread": dict.fromkeys((0, 1), "RuntimeError: expected fit.*in the main thread"),
 }
 
 
