@@ -21,7 +21,7 @@ from lightning_bucketddp.trainer.strategy import BucketDDPStrategy
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 sys.modules[f"{__name__}.schedule"] = schedule  # its public name
 
