@@ -49,6 +49,7 @@ from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import Failure, diagnose, silent
 from lightning_bucketddp.peers.roll_call import RollCall, read
+from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
 
 LINGER_SECONDS = 2.0
@@ -56,6 +57,9 @@ LINGER_SECONDS = 2.0
 
 LEAVE_SECONDS = 30.0
 """How long a rank that has heard may stand still before its process is ended; torchrun allows as much after SIGTERM."""
+
+STORE_SECONDS = 5.0
+"""How long this rank waits for the store's answer to a request."""
 
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
@@ -129,7 +133,8 @@ class AbortListener:
     def __init__(self, collectives: Collectives, report_after: float) -> None:
         self._group = weakref.ref(collectives.group)
         name = collectives.name
-        self.store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
+        store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
+        self.store, self._serves = TimedStore(store, STORE_SECONDS), _serves(store)
         _made[name] += 1
         self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
         self.roll_call.report_after = report_after
@@ -146,7 +151,7 @@ class AbortListener:
         # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
-            args=(self.store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
+            args=(store.clone(),),  # type: ignore[attr-defined]  # torch's stubs lack it
             name=f"{_THREADS}abort-listener",
             daemon=True,
         )
@@ -235,8 +240,8 @@ class AbortListener:
         """
         try:
             statuses = self.roll_call.ask(wrapper)
-        except RuntimeError:
-            return _STORE_LOST
+        except RuntimeError as error:
+            return STORE_SILENT if STORE_SILENT in str(error) else _STORE_LOST
         found = diagnose(statuses, names)
         return found.text if found is not None else silent(statuses)
 
@@ -265,7 +270,7 @@ class AbortListener:
     def _tell_end(self) -> None:
         self.roll_call.end()
         self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
-        if self.roll_call.rank or not _serves(self.store):
+        if self.roll_call.rank or not self._serves:
             self.store.set(f"wake/{self.roll_call.rank}", "")
         else:  # the store may end with this process: nobody may be in the middle of a call
             self.store.set("end", "")

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
-
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
-from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
+from lightning_bucketddp.peers.timed_store import TimedStore
 
 _PROBLEM = "problem: "
 
@@ -57,6 +56,7 @@ class Peers:
         self.message = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._store = self._listener.store.limited(self._timeout + STORE_SECONDS)  # a wait for others is no longer
         self._last_keys: list[str] = []  # this rank's, of the last agreement
 
     def end_training(self) -> None:
@@ -80,7 +80,7 @@ class Peers:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
         self.here.begin_agreement()
-        store, name = self._listener.store, f"{self.number}/{self.position.agreement}/{topic}"
+        store, name = self._store, f"{self.number}/{self.position.agreement}/{topic}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         counter, complete = f"{name}/said", f"{name}/complete"
         self._polls = 0
@@ -306,7 +306,7 @@ class GivingUp:
             self._peers.give_up_on(error)
 
 
-def _wait_for(store: Store, key: str) -> bool:
+def _wait_for(store: TimedStore, key: str) -> bool:
     """Wait half a second for a key. Return whether it is there."""
     try:
         store.wait([key], timedelta(seconds=POLL_SECONDS))

@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.status import Frame, Position, Status
+from lightning_bucketddp.peers.timed_store import TimedStore
 
 ANSWER_SECONDS = 2.0
 """How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
@@ -40,7 +40,7 @@ class FailedPass(NamedTuple):
     text: str = ""
 
 
-def read(store: Store, key: str) -> str:
+def read(store: Store | TimedStore, key: str) -> str:
     """The value at a key; empty if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -60,7 +60,7 @@ class RollCall:
         report_after: After how many seconds of waiting there is one.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: TimedStore, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
@@ -79,9 +79,9 @@ class RollCall:
     def wake(self) -> None:
         """Have all ranks' listeners look into the store."""
         keys = [f"wake/{rank}" for rank in range(self.world_size)]
-        self._store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store.multi_set(keys, [""] * len(keys))
 
-    def look(self, store: Store) -> None:
+    def look(self, store: Store | TimedStore) -> None:
         """Look for failed passes, and answer a call that this rank has not answered.
 
         Args:
@@ -120,7 +120,7 @@ class RollCall:
 
     # -- records -------------------------------------------------------------------------------------
 
-    def write(self, store: Store) -> None:
+    def write(self, store: Store | TimedStore) -> None:
         """Write this rank's records.
 
         Args:
@@ -189,12 +189,6 @@ class RollCall:
         return found
 
     # -- reports -------------------------------------------------------------------------------------
-
-    def apart(self) -> RollCall:
-        """The same on a connection of its own, for another thread."""
-        found = copy(self)
-        found._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        return found
 
     def claim_report(self, wait: str) -> bool:
         """Whether this rank is the one that reports a wait, of all ranks that wait for the same."""

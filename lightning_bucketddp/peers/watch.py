@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from contextlib import suppress
 from zlib import crc32
 
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.groups import started_collectives
 from lightning_bucketddp.peers.report import report, waits, waits_at
-from lightning_bucketddp.peers.roll_call import ANSWER_SECONDS, RollCall, main_thread_stack
-from lightning_bucketddp.peers.status import Status
+from lightning_bucketddp.peers.roll_call import RollCall, main_thread_stack
+from lightning_bucketddp.peers.timed_store import STORE_SILENT
 
 _LOOK_SECONDS = 6.0
 """How often it looks at the main thread, at least. With a smaller ``report_after`` ten times in this time."""
-
-_STORE_SILENT = "the process that serves the store, rank 0's or the launcher's, does not answer"
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +38,6 @@ class Watch(threading.Thread):
         self._roll_call, self._group, self._closed = roll_call, group, closed
         self._seconds = 0.0  # for which the main thread has waited
         self._due = 0.0  # after how many a report is due
-        self._asking: threading.Thread | None = None
 
     def run(self) -> None:
         """Look until the group ends."""
@@ -67,30 +63,21 @@ class Watch(threading.Thread):
         return self._group() is dist.group.WORLD and waits_at(main_thread_stack())
 
     def _report(self) -> None:
-        """Have a report made, unless this rank turns out not to wait. Reports alone if the store does not answer."""
+        """Have a report made, unless this rank turns out not to wait or another one reports."""
         records = self._roll_call.records()
         wrappers = [number for number, record in enumerate(records, 1) if record.waiting_for]
         wrapper = wrappers[-1] if wrappers else len(records) - 1
         if not waits(mine := records[wrapper - 1]):
             self._seconds = 0.0
             return
-        if self._asking is None or not self._asking.is_alive():
-            what = wrapper, mine, self._seconds, self._due
-            self._asking = threading.Thread(target=self._ask, args=what, name="bucketddp-asks", daemon=True)
-            self._asking.start()
-        self._due *= 10
-        self._asking.join(2 * ANSWER_SECONDS)
-        if self._asking.is_alive() and not self._closed.is_set():
-            self._roll_call.report = report([mine], mine.rank, self._seconds, _STORE_SILENT)
-            _log.warning("%s", self._roll_call.report)
-
-    def _ask(self, wrapper: int, mine: Status, seconds: float, due: float) -> None:
-        """Call the roll, unless another rank does, and tell all ranks where everyone is."""
+        due, self._due = self._due, self._due * 10
         before = self._progress()
-        with suppress(RuntimeError):  # the store is gone
-            roll_call = self._roll_call.apart()
-            if not roll_call.claim_report(f"{before}/{due:g}"):
+        try:
+            if not self._roll_call.claim_report(f"{before}/{due:g}"):
                 return
-            statuses = [status for status in roll_call.ask(wrapper) if status.rank != mine.rank]
+            statuses = [status for status in self._roll_call.ask(wrapper) if status.rank != mine.rank]
             if self._progress() == before and not self._closed.is_set():  # else the others came while ranks answered
-                roll_call.publish_report(report([mine, *statuses], mine.rank, seconds))
+                self._roll_call.publish_report(report([mine, *statuses], mine.rank, self._seconds))
+        except RuntimeError:  # this rank reports alone
+            self._roll_call.report = report([mine], mine.rank, self._seconds, STORE_SILENT)
+            _log.warning("%s", self._roll_call.report)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers import roll_call, watch
+from lightning_bucketddp.peers import roll_call
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.control import ControlChecks
 from lightning_bucketddp.peers.peers import Peers
@@ -44,7 +44,7 @@ def reports(heard: Callable[[str], None] = lambda text: None) -> Iterator[list[s
     handler.emit = emit  # type: ignore[method-assign]
     logger = logging.getLogger("lightning_bucketddp.peers")
     logger.addHandler(handler)
-    with patch.object(roll_call, "ANSWER_SECONDS", 1), patch.object(watch, "ANSWER_SECONDS", 1):
+    with patch.object(roll_call, "ANSWER_SECONDS", 1):
         try:
             yield said
         finally:

@@ -1,0 +1,42 @@
+"""A store whose requests end."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from lightning_bucketddp.peers.timed_store import TimedStore
+
+
+class Stopping(HashStore):
+    """Its server answers nothing while it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = threading.Event()
+        self.runs.set()
+
+    def check(self, keys: list[str]) -> bool:
+        self.runs.wait(20)
+        return super().check(keys)
+
+
+def test_a_request_raises_if_the_server_is_stopped() -> None:
+    server = Stopping()
+    store = TimedStore(server, 0.2)
+    store.set("key", "value")
+    assert store.check(["key"])
+    assert store.get("key") == b"value"
+    with pytest.raises(ValueError, match="one"):
+        store._request(lambda: int("one"))
+    server.runs.clear()
+    began = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match=r"the process that serves the store, .*, does not answer"):
+            store.check(["key"])
+    assert 0.2 <= time.monotonic() - began < 2, "the first waits, the others raise at once"
+    server.runs.set()
+    store._late.acquire(timeout=20)
+    store._late.release()
+    assert store.check(["key"]), "it runs again"
