@@ -418,4 +418,6 @@ class TellingLauncher(_MultiProcessingLauncher):
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
             self._strategy.on_exception(error)
+            if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
+                raise SystemExit(1) from error
             raise
