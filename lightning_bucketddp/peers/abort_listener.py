@@ -2,8 +2,8 @@
 
 A rank that fails leaves the others blocked: in a pass, or in a collective of Lightning, a metric or the user. So one
 thread per process and group waits for a key of the store. It answers roll calls. When a rank fails, it logs the reason,
-and closes this process's connections (:func:`abort`) if the main thread does not wake by itself. While all is well it
-asks the store nothing.
+and closes this process's connections (:func:`abort`) if the thread that trains does not wake by itself. While all is
+well it asks the store nothing.
 
 Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
@@ -180,7 +180,7 @@ class AbortListener:
         self._leaving.set()
 
     def noticed(self) -> None:
-        """The main thread raises because of the failure: nobody needs to wake it."""
+        """The thread that trains raises because of the failure: nobody needs to wake it."""
         self._leaving.set()
 
     # -- telling -------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class AbortListener:
                 if failure and not self._heard.is_set():
                     self.failure = self.failure or Failure(*json.loads(failure))
                     self._heard.set()
-                    self._end_main_thread(store)
+                    self._end_training(store)
         except RuntimeError:
             self._store_lost = not self._closed.is_set()
 
@@ -308,16 +308,16 @@ class AbortListener:
                 return True
         return False
 
-    def _end_main_thread(self, store: Store) -> None:
-        """Make the main thread leave: wake it after a second, end the process when it stands still for thirty."""
-        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else the main thread logs it, unless it raises the same
+    def _end_training(self, store: Store) -> None:
+        """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty."""
+        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
             self._log_reason()
         store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
             self.abort()
-        where = _main_thread()
+        where = self.roll_call.stack()
         while not self._leaving.wait(LEAVE_SECONDS):
-            before, where = where, _main_thread()
+            before, where = where, self.roll_call.stack()
             if where == before and not self._is_stopping():
                 self._end_process()
 
@@ -339,7 +339,7 @@ class AbortListener:
             _log.error(self._reason())
 
     def _end_process(self) -> None:
-        """End a process whose main thread did not wake. The last resort."""
+        """End a process whose training thread did not wake. The last resort."""
         assert self.failure is not None
         late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {self.failure.text}"
         _log.error("rank %d %s; its process ends here:", self.roll_call.rank, late)
@@ -360,9 +360,3 @@ def _add_note(error: BaseException, note: str) -> None:
     """Add a note to an error, once."""
     if note and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
-
-
-def _main_thread() -> tuple[int, int] | None:
-    """Where the main thread is: its innermost frame, and the instruction there."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return None if frame is None else (id(frame), frame.f_lasti)

@@ -1,7 +1,7 @@
 """Who waits for whom, in words: from the ranks' records, without a process or a store.
 
-A rank waits if its record says for what, or if the innermost Python frame of its main thread is in a collective of
-torch's ``distributed_c10d``, or of this package's ``comm/work``.
+A rank waits if its record says for what, or if the innermost Python frame of the thread that trains is in a collective
+of torch's ``distributed_c10d``, or of this package's ``comm/work``.
 """
 
 from __future__ import annotations

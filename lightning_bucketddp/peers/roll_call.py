@@ -64,6 +64,7 @@ class RollCall:
         self._store = store
         self.rank = rank
         self.world_size = world_size
+        self._thread = threading.get_ident()
         self._statuses: list[Status] = []  # of all wrappers, closed ones too: others may still ask for them
         self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
         self._call = ""  # the last call, as far as is known here
@@ -131,9 +132,17 @@ class RollCall:
 
     def records(self) -> list[Status]:
         """This rank's records, by wrapper, and at the end one without a wrapper."""
-        stack = main_thread_stack()
+        stack = self.stack()
         statuses = [status.snapshot() for status in self._statuses]
         return [replace(status, stack=stack) for status in (*statuses, Status(self.rank))]
+
+    def stack(self) -> list[Frame]:
+        """Where the thread that trains is, which made this object: the innermost frame first."""
+        frame = sys._current_frames().get(self._thread)
+        frames = traceback.walk_stack(frame) if frame is not None else ()
+        found = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
+        del frame  # it may be this function's own, and would keep its callers' variables alive
+        return found
 
     def positions(self) -> list[Position]:
         """How far this rank has come, by wrapper."""
@@ -206,15 +215,6 @@ class RollCall:
 
 def _failed_in(written: str) -> dict[str, FailedPass]:
     return {wrapper: FailedPass(*failed) for wrapper, failed in json.loads(written or "{}").items()}
-
-
-def main_thread_stack() -> list[Frame]:
-    """Where the main thread is, the innermost frame first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = traceback.walk_stack(frame) if frame is not None else ()
-    found = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
-    del frame  # it may be this function's own, and would keep its callers' variables alive
-    return found
 
 
 def _call_number(call: str) -> int:

@@ -62,7 +62,7 @@ class Status:
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
         names: The names of the parameters. They do not travel.
         updated: A hash of the buckets that sharded optimizers have updated. It does not travel.
-        stack: Where the main thread is, the innermost frame first. Filled in for travel.
+        stack: Where the thread that trains is, the innermost frame first. Filled in for travel.
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
         waited: How long the rank has waited so far, in seconds of the host.

@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from lightning_bucketddp.comm.groups import started_collectives
 from lightning_bucketddp.peers.report import report, waits, waits_at
-from lightning_bucketddp.peers.roll_call import RollCall, main_thread_stack
+from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 
 _LOOK_SECONDS = 6.0
-"""How often it looks at the main thread, at least. With a smaller ``report_after`` ten times in this time."""
+"""How often it looks at the thread that trains, at least. With a smaller ``report_after`` ten times in this time."""
 
 _log = logging.getLogger(__name__)
 
 
 class Watch(threading.Thread):
-    """Looks at the main thread now and then. Has a report made when it has waited for long.
+    """Looks at the thread that trains now and then. Has a report made when it has waited for long.
 
     A wait ends when the rank gets further: its position changes, or it starts another collective in the group. Time
-    counts while this process runs, and not while it is stopped. Frames of the main thread count for the default group
-    alone, as they do not tell the group.
+    counts while this process runs, and not while it is stopped. Frames count for the default group alone, as they do
+    not tell the group.
 
     Args:
         roll_call: Where all ranks are.
@@ -36,7 +36,7 @@ class Watch(threading.Thread):
     def __init__(self, roll_call: RollCall, group: weakref.ref[dist.ProcessGroup], closed: threading.Event) -> None:
         super().__init__(name="bucketddp-watch", daemon=True)
         self._roll_call, self._group, self._closed = roll_call, group, closed
-        self._seconds = 0.0  # for which the main thread has waited
+        self._seconds = 0.0  # for which the rank has waited
         self._due = 0.0  # after how many a report is due
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class Watch(threading.Thread):
     def _may_wait(self) -> bool:
         if self._roll_call.may_wait():
             return True
-        return self._group() is dist.group.WORLD and waits_at(main_thread_stack())
+        return self._group() is dist.group.WORLD and waits_at(self._roll_call.stack())
 
     def _report(self) -> None:
         """Have a report made, unless this rank turns out not to wait or another one reports."""
