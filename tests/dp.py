@@ -12,6 +12,7 @@ from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_bucketddp import BucketDPStrategy
+from tests.lightning_models import QUIET
 
 replicas = pytest.mark.parametrize("share", [True, False], ids=["shared parameters", "copies"])
 """Whether replicas share parameters, as on one device, or have copies, as on several."""
@@ -26,9 +27,7 @@ def one_process(devices: int = 1, share: bool = True, strategy: Any = None, **op
         strategy = BucketDPStrategy() if devices > 1 else "auto"
     if isinstance(strategy, BucketDPStrategy):
         strategy._share = share
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    defaults = {"accelerator": "cpu", "max_epochs": 2, **dict.fromkeys(quiet, False)}
-    return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
+    return pl.Trainer(strategy=strategy, devices=devices, **{**QUIET, "accelerator": "cpu", "max_epochs": 2, **options})
 
 
 def samples(*shapes: tuple[int, ...], count: int = 23, batch_size: int = 6, classes: int = 0) -> DataLoader[Any]:

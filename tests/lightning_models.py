@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
@@ -50,22 +52,21 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(cluster_environment=PoolEnvironment(), **options)
 
 
+def scaler(init_scale: float, **options: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=init_scale, **options))
+
+
 def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
     for (name, value), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
         torch.testing.assert_close(value, other, msg=lambda m, n=name: f"{n}: {m}")
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    defaults = {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,  # it would shuffle
-    }
+    defaults = {**QUIET, "accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1}
+    defaults["use_distributed_sampler"] = False  # it would shuffle
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 
@@ -77,7 +78,9 @@ def data(batches: int = 6, batch_size: int = 4) -> DataLoader[Any]:
 
 
 class Regression(pl.LightningModule):
-    """Records the gradients that ``on_after_backward`` and ``on_before_optimizer_step`` see."""
+    """Records the gradients that ``on_after_backward`` and ``on_before_optimizer_step`` see, unless told not to."""
+
+    records = True  # False where they are sharded
 
     def __init__(self, net: str = "mlp", optimizer: str = "sgd") -> None:
         super().__init__()
@@ -91,7 +94,8 @@ class Regression(pl.LightningModule):
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def _grads(self) -> dict[str, Tensor]:
-        return {n: p.grad.detach().clone() for n, p in self.named_parameters() if p.grad is not None}
+        params = self.named_parameters() if self.records else ()
+        return {name: param.grad.detach().clone() for name, param in params if param.grad is not None}
 
     def on_after_backward(self) -> None:
         self.after_backward.append(self._grads())
@@ -102,6 +106,8 @@ class Regression(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.optimizer == "zero":
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
