@@ -4,181 +4,196 @@ import copy
 import gc
 import os
 import signal
+import threading
+import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
-from tests.lightning_models import Regression, close_to, data, ours, trainer
+from tests.dp import Plain
+from tests.lightning_models import Regression, data, ours, scaler, trainer
 from tests.models import Branches
-from tests.pool import RunRanks, case, on_ranks
-from tests.reference import largest_difference_between_ranks, raises_soon
+from tests.pool import on_ranks
+from tests.reference import everyones, largest_difference_between_ranks, raises_soon
 
 Batch = tuple[Tensor, Tensor]
 
 
-class Trained(pl.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
+class ByRank(Regression):
+    """The loss, and the parameters it uses, depend on the rank."""
+
+    def __init__(self, kind: str, own_optimizer: Any = None) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.kind, self.own_optimizer = Branches(), kind, own_optimizer
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class ByRank(Trained):
-    def __init__(self, kind: str) -> None:
-        torch.manual_seed(5)
-        super().__init__(Branches())
-        self.kind = kind
-
-    def loss_of_rank(self, batch: Batch, rank: int, batch_idx: int) -> Tensor:
+    def loss_of_rank(self, batch: Batch, rank: int, batch_idx: int) -> Tensor | None:
         if self.kind == "constant loss" and rank == 1:
             return torch.ones((), requires_grad=True)
-        take = {"branch": "left" if rank == 0 else "right", "unused": "left"}.get(self.kind, "both")
+        silent = {"some silent": (rank + batch_idx) % 3 == 1, "all silent": batch_idx in (0, 2)}
+        if silent.get(self.kind):
+            return None
+        take = {"branch": "left" if rank == 0 else "right"}.get(self.kind, "both")
         if self.kind == "local only" and (batch_idx % 2 or rank):
             take = "left"
         return nn.functional.mse_loss(self.net(batch[0], take), batch[1])
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss_of_rank(batch, dist.get_rank(), batch_idx)
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = self.loss_of_rank(batch, dist.get_rank(), batch_idx)
+        if self.kind == "logged":
+            self.log("mine", loss)
+            self.log("everybodys", loss, sync_dist=True)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.own_optimizer is not None:
+            return self.own_optimizer(self.parameters(), lr=0.1)
         # Weight decay moves a parameter whose gradient is zero and leaves one alone that has none.
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def by_rank(kind: str, find_unused: bool) -> set[str]:
-    """Trains on all ranks and in one process; returns the parameters that did not move."""
-    accumulate, world = 2 if kind == "local only" else 1, dist.get_world_size()
+BY_RANK = [
+    ("constant loss", 1, False),
+    ("branch", 1, False),
+    ("local only", 2, False),
+    ("some silent", 1, False),
+    ("some silent", 2, True),
+    ("all silent", 1, False),
+    ("all silent", 1, True),
+]
+
+
+@on_ranks(3, cases=BY_RANK)
+def test_the_loss_may_depend_on_the_rank_or_be_none(kind: str, accumulate: int, with_scaler: bool) -> None:
+    """None counts as zero. Of all ranks it skips the step."""
+    world, plugins = dist.get_world_size(), [scaler(8.0)] if with_scaler else []
     model, alone, initial = ByRank(kind), ByRank(kind), ByRank(kind)
-    trainer(ours(find_unused_parameters=find_unused), accumulate_grad_batches=accumulate).fit(model, data())
+    strategy = ours(find_unused_parameters=kind == "branch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = trainer(strategy, accumulate_grad_batches=accumulate, plugins=plugins)
+        runs.fit(model, data())
     optimizer = alone.configure_optimizers()
     inputs, targets = data().dataset.tensors
     for index in range(6):
         for rank in range(world):
             rows = torch.arange(4) * world + index * 4 * world + rank  # as the distributed sampler deals them
-            (alone.loss_of_rank((inputs[rows], targets[rows]), rank, index) / world / accumulate).backward()
+            with torch.autocast("cpu", torch.float16) if with_scaler else nullcontext():
+                loss = alone.loss_of_rank((inputs[rows], targets[rows]), rank, index)
+            if loss is not None:
+                (loss / world / accumulate).backward()
         if (index + 1) % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
-    close_to(model, alone)
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if with_scaler else {}
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), **tolerance)
     assert largest_difference_between_ranks(model) == 0
-    before = dict(initial.named_parameters())
-    return {name for name, value in model.named_parameters() if torch.equal(value, before[name])}
+    assert runs.global_step == 6 // accumulate
+    assert torch.equal(model.net.idle, initial.net.idle)
+    told = [text.partition(". ")[0] for text in (str(it.message) for it in caught) if "returned None" in text]
+    assert told == [f"rank {dist.get_rank()}: `training_step` returned None"] * ("silent" in kind)
 
 
-@on_ranks(3)
-def test_what_a_rank_uses_may_depend_on_the_rank() -> None:
-    for at, kind in enumerate(["constant loss", "branch", "unused", "local only"]):
-        with case(kind):
-            unused = {"net.right.weight", "net.right.bias"} if kind == "unused" else set()
-            assert by_rank(kind, find_unused=bool(at % 2)) == {"net.idle"} | unused
+class LooksAtLoss(torch.optim.SGD):
+    """Not one of torch's: its learning rate is the loss."""
 
-
-class UnfreezesWithin(Trained):
-    """Unfreezes another network inside ``training_step``; some steps have a local pass first."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]))
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer, net = self.optimizers(), self.net[int(batch_idx >= 2)]
-        self.requires_grad_(False)
-        net.requires_grad_(True)
-        optimizer.zero_grad()
-        if batch_idx % 3 == 1:
-            with self.trainer.strategy.block_backward_sync():
-                nn.functional.mse_loss(net(batch[1] @ torch.ones(4, 8)), batch[1]).backward()
-        nn.functional.mse_loss(net(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-    def on_train_end(self) -> None:
-        assert self.trainer.strategy.bucket_ddp.passes == 6
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:  # a scaler gives none
+            self.seen = float(closure())
+            self.param_groups[0]["lr"] = self.seen / 10
+        return super().step()
 
 
 @on_ranks(2)
-def test_a_training_step_unfreezes_what_it_trains() -> None:
-    model = UnfreezesWithin()
-    before = copy.deepcopy(model.net)
-    trainer(ours()).fit(model, data())
-    assert not any(torch.equal(net.weight, old.weight) for net, old in zip(model.net, before, strict=True))
-    assert largest_difference_between_ranks(model) == 0
+def test_optimizers_see_the_mean_loss_and_logs_the_own() -> None:
+    silent, looking = ByRank("all silent", LooksAtLoss), ByRank("logged", LooksAtLoss)
+    trainer(ours(), plugins=[scaler(8.0)]).fit(silent, data())
+    assert len(silent.before_step) == 6
+    runs = trainer(ours(), max_steps=1)
+    runs.fit(looking, data())
+    for each in (silent, looking):
+        assert largest_difference_between_ranks(each) == 0
+    seen, logged = runs.optimizers[0].seen, {name: float(value) for name, value in runs.callback_metrics.items()}
+    (first, other), (first_seen, other_seen) = everyones(logged["mine"]), everyones(seen)
+    assert first != other
+    assert first_seen == other_seen == pytest.approx((first + other) / 2) == pytest.approx(logged["everybodys"])
 
 
-class Failing(Trained):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+class Failing(Regression):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if dist.get_rank() == 1 and batch_idx == 3:
             raise ArithmeticError("no output today")
         return super().training_step(batch, batch_idx)
 
 
-def fails(model: pl.LightningModule, *errors: type[BaseException], within: float = 12) -> str:
-    with raises_soon(*errors, within=within) as error:
-        trainer(ours(timeout=timedelta(seconds=30))).fit(model, data())
-    return f"{type(error.value).__name__}: {error.value}"
-
-
 @on_ranks(3, fresh=True)
 def test_an_exception_on_one_rank_is_an_error_everywhere() -> None:
-    rank = dist.get_rank()
-    message = fails(Failing(nn.Linear(8, 4)), ArithmeticError, PeerFailureError)
-    later = fails(Regression(), RuntimeError)
-    if rank == 1:
-        assert message.startswith("ArithmeticError")
-    else:
-        assert f"PeerFailureError: rank {rank}: pass 3 cannot be completed: rank 1 raised Arithm" in message
-    assert "expected a process group without unfinished collectives" in later, "no fit in this group again"
-    assert "ArithmeticError: no output today" in later
+    rank, soon = dist.get_rank(), timedelta(seconds=30)
+    others = f"rank {rank}: pass 3 cannot be completed: rank 1 raised ArithmeticError"
+    with raises_soon(ArithmeticError, PeerFailureError, match="^no output today" if rank == 1 else others, within=12):
+        trainer(ours(timeout=soon)).fit(Failing(), data())
+    again = r"(?s)expected a process group without unfinished collectives.*ArithmeticError: no output today"
+    with raises_soon(RuntimeError, match=again):
+        trainer(ours(timeout=soon)).fit(Regression(), data())
 
 
-def more_batches() -> str:
+@on_ranks(2, fresh=True, may_exit=[1])
+def test_a_rank_with_fewer_batches_is_named() -> None:
     count = 4 - dist.get_rank()
     dataset = TensorDataset(torch.randn(count, 4, 8), torch.randn(count, 4, 4))
-    try:
+    with raises_soon(PeerFailureError, match=r"(?s)rank 1 has ended training after 3 passes.*uneven_inputs", within=30):
         trainer(ours(timeout=timedelta(seconds=30))).fit(Regression(), DataLoader(dataset, batch_size=None))
-    except PeerFailureError as error:
-        return str(error)
-    os._exit(0)  # as a script that ends: until then Lightning waits in a broadcast of its own
+        os._exit(0)  # as a script that ends: until then Lightning waits in a broadcast of its own
 
 
-class Skipping(Trained):
-    def __init__(self, *ranks: int) -> None:
-        super().__init__(nn.Linear(8, 4))
-        self.automatic_optimization = False
-        self.ranks = ranks
+class Backwards(Regression):
+    """Runs as many backwards as are given: in the third step, and in the others."""
+
+    automatic_optimization = False
+
+    def __init__(self, unequal: int, others: int, sigterm: bool = False) -> None:
+        super().__init__()
+        self.unequal, self.others, self.sigterm = unequal, others, sigterm
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx != 2 or dist.get_rank() not in self.ranks:
-            self.manual_backward(loss)
+        if batch_idx == 2 and self.sigterm:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        optimizer = self.optimizers()
+        for _ in range(self.unequal if batch_idx == 2 else self.others):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
 
 
-def skipping() -> str:
-    trainer(ours()).fit(Skipping(0, 1), data())  # all together: no error
-    processes: list[Any] = [None, None]
-    dist.all_gather_object(processes, os.getpid())
-    message = fails(Skipping(1), RankMismatchError)
+@on_ranks(2, fresh=True, may_exit=[1])
+def test_a_rank_that_skips_a_backward_is_named() -> None:
+    trainer(ours()).fit(Backwards(0, 1), data())  # all together: no error
+    pids, rank = everyones(os.getpid()), dist.get_rank()
+    skipped = "rank 0: rank 1 ran no backward in step 3, in which rank 0 is in pass 2"
+    with raises_soon(RankMismatchError, match=skipped, within=12):
+        trainer(ours()).fit(Backwards(1 - rank, 1), data())
     # Lightning broadcasts something in each batch; rank 1 waits there, and would until rank 0's process has ended.
-    os.kill(processes[1], signal.SIGKILL)
-    return message
+    os.kill(pids[1], signal.SIGKILL)
 
 
-def test_a_rank_with_another_number_of_backwards_is_noticed(run_ranks: RunRanks) -> None:
-    message, _ = run_ranks(2, more_batches, fresh=True, may_exit=[1])
-    assert "rank 1 has ended training after 3 passes" in message
-    assert "uneven_inputs" in message
-    message, _ = run_ranks(2, skipping, fresh=True, may_exit=[1])
-    assert "rank 0: rank 1 ran no backward in step 3, in which rank 0 is in pass 2" in message
+@on_ranks(2, cases=[(0, False), (1, True)], fresh=True)
+def test_one_backward_more_is_an_error_on_all_ranks(longer_rank: int, sigterm: bool) -> None:
+    """As with PPO that stops early on KL. Ranks wait for ever otherwise."""
+    trainer(ours()).fit(Backwards(2, 2), data())
+    model = Backwards(3 if dist.get_rank() == longer_rank else 2, 2, sigterm)
+    with raises_soon(PeerFailureError, RankMismatchError, SIGTERMException) as error:
+        trainer(ours()).fit(model, data())
+    message = " ".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    for words in ("rank 0", "rank 1", "step 3", " 2 ", " 3 "):
+        assert words in message
 
 
 class Look(pl.Callback):
@@ -193,8 +208,7 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
         trainer(ours(), callbacks=[look]).fit(model, data(2))
         assert look.hooks == [1] * 8
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-        model.after_backward.clear()
-        model.before_step.clear()
+        model.after_backward, model.before_step = [], []
         gc.collect()
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert largest_difference_between_ranks(model) == 0
@@ -207,23 +221,15 @@ class Copies(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self.trainer = trainer
         (copied,) = copy.deepcopy(trainer.callbacks)
-        assert copied.trainer is not trainer
-        assert copied.trainer.callbacks[0] is copied
+        assert copied.trainer.callbacks[0] is copied is not self
         self.copied += 1
 
     on_train_batch_start = on_fit_start
 
 
-class Unobserved(Regression):
-    """Sharded gradients cannot be looked at one by one."""
-
-    def _grads(self) -> dict[str, Tensor]:
-        return {}
-
-
 @on_ranks(2, cases=(False, True))
 def test_callbacks_can_be_copied_in_fit(sharded: bool) -> None:
-    callback, model = Copies(), Unobserved()
+    callback, model = Copies(), Plain()
     trainer(ours(shard_optimizer=sharded), callbacks=[callback]).fit(model, data(2))
     assert callback.copied == 3
     assert largest_difference_between_ranks(model) == 0
