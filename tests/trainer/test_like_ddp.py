@@ -1,75 +1,172 @@
-"""What Lightning's own tests ask of ``ddp`` on two ranks: hooks, module buffers, model averaging, early ends."""
+"""What Lightning's own tests ask of ``ddp``, asked of ``bucketddp``: before any training runs, and on two ranks."""
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.accelerators.mps import MPSAccelerator
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO, TorchSyncBatchNorm
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
-from tests.pool import RunRanks, on_ranks
+from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
+from lightning_bucketddp.trainer.common import REGISTERED
+from tests.lightning_models import QUIET, Regression, close_to, data, ddp, ours, trainer
+from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 
-
-class Recorder(Regression):
-    """Notes each hook of its own: its name, whether the module is wrapped, and how many gradients there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[str, bool, int]] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        hooks = ("on_", "setup", "teardown", "configure_", "training_step", "validation_step", "test_step", "backward")
-        hooks += ("optimizer_", "lr_scheduler_step", "predict_step", "prepare_data", "transfer_batch_to_device")
-        if not name.startswith(hooks) or not callable(value) or not hasattr(pl.LightningModule, name):
-            return value
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            wrapped = self._trainer is not None and self._trainer.strategy.model is not self
-            if wrapped:
-                assert self._trainer.strategy.model.module is self._trainer.lightning_module is self
-                assert self._trainer.model is self._trainer.strategy.model
-            self.events.append((name, wrapped, sum(param.grad is not None for param in self.parameters())))
-            return value(*args, **kwargs)
-
-        noted.__wrapped__ = value  # Lightning looks at signatures
-        return noted
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:The number of training batches",
+    "ignore:It is recommended to use",
+)
 
 
-@on_ranks(2)
-def test_hooks_come_in_the_same_order_and_find_the_same() -> None:
-    found = []
-    for strategy in (ddp(), ours()):
-        model = Recorder()
-        runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
-        runs.fit(model, data(2), data(1))
-        for evaluate in (runs.validate, runs.test):
-            evaluate(model, data(1), verbose=False)
-        runs.predict(model, data(1))
-        found.append(list(model.events))
-    assert found[0] == found[1]
-    assert {("configure_optimizers", True, 0), ("on_after_backward", True, 8)} <= set(found[1])
-    wrapped = {hook: {w for name, w, _ in found[1] if name == hook} for hook in ("validation_step", "predict_step")}
-    assert wrapped == {"validation_step": {True, False}, "predict_step": {False}}
-    assert [name for name, _, _ in found[1]].count("optimizer_step") == 2
+@pytest.fixture(autouse=True)
+def _outside_of_any_launcher() -> Iterator[None]:
+    """No rank and no cluster in the environment; afterwards what was there before."""
+    before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
+    launchers = ("SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    for name in [name for name in os.environ if name.startswith(launchers)]:
+        del os.environ[name]
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+    rank_zero_only.rank = rank
+
+
+def made(strategy: Any = "bucketddp", **options: Any) -> pl.Trainer:
+    return pl.Trainer(strategy=strategy, **{"accelerator": "cpu", "devices": 2, **QUIET, **options})
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_name_stands_for_its_arguments(name: str) -> None:
+    assert StrategyRegistry[name]["description"]
+    words = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
+    start_method = next((method for word, method in words.items() if word in name), "popen")
+    for strategy, kind in (
+        (made(name.upper()).strategy, BucketDDPStrategy),
+        (Fabric(accelerator="cpu", devices=2, strategy=name).strategy, BucketDDPFabricStrategy),
+    ):
+        assert type(strategy) is kind
+        assert strategy._start_method == getattr(strategy.launcher, "_start_method", "popen") == start_method
+        assert strategy.launcher.is_interactive_compatible == (start_method == "fork")
+        assert strategy._options.shard_optimizer is ("_sharded" in name)
+        assert strategy._options.find_unused_parameters is name.endswith("_true")
+
+
+def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+        with pytest.raises(ValueError, match="DDP family are not supported on the MPS accelerator"):
+            made(accelerator="auto", devices=1)
+    with pytest.raises(MisconfigurationException, match="parallel_devices set through"):
+        made(BucketDDPStrategy(parallel_devices=[torch.device("cpu")]), accelerator="cuda", devices=1)
+    with pytest.raises(ValueError, match="not supported with distributed strategies"):
+        Tuner(made()).scale_batch_size(Regression(), DataLoader([]))
+    monkeypatch.setattr("torch.multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    for name in ("bucketddp_fork", "bucketddp_notebook"):
+        with pytest.raises(ValueError, match=r"on this platform, found 'fork'"):
+            made(name)
+
+
+def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
+    BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
+    strategy, checkpoint_io = BucketDDPStrategy(process_group_backend="own"), TorchCheckpointIO()
+    runs = made(strategy, num_nodes=3, plugins=[checkpoint_io], precision="bf16-mixed", sync_batchnorm=True)
+    assert runs.strategy is strategy
+    assert (strategy.num_processes, strategy.num_nodes, runs.world_size) == (2, 3, 6)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 0}
+    assert strategy.checkpoint_io is checkpoint_io
+    assert type(strategy.precision_plugin) is MixedPrecision
+    assert isinstance(strategy._layer_sync, TorchSyncBatchNorm)
+    assert strategy._get_process_group_backend() == "own"
+
+
+def test_the_timeout_reaches_a_group_that_a_mock_makes() -> None:
+    wanted = timedelta(seconds=30)
+    strategy: Any = made(BucketDDPStrategy(timeout=wanted), devices=1).strategy
+    device, environment = [torch.device("cpu")], LightningEnvironment()
+    fabrics: Any = BucketDDPFabricStrategy(timeout=wanted, cluster_environment=environment, parallel_devices=device)
+    strategy.connect(Regression())
+    fabrics._accelerator = strategy.accelerator
+    for each in (strategy, fabrics):
+        with mock.patch("torch.distributed.init_process_group") as init_process_group:
+            each.setup_environment()
+        init_process_group.assert_called_once_with("gloo", rank=0, world_size=1, timeout=wanted, device_id=None)
+        each.barrier()
+        assert each.broadcast("same") == "same"
+    strategy.on_exception(RuntimeError("no group"))  # an error in a LightningModule's hook may end it there
+    strategy.teardown()
+
+
+class OneStep(Regression):
+    def setup(self, stage: str) -> None:
+        self.group = (dist.get_backend(), dist.get_world_size())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(zip(torch.randn(8, 8), torch.randn(8, 4), strict=True)), batch_size=4)
+
+    test_dataloader = train_dataloader
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+def test_training_is_restored_into_a_module_without_a_trainer(tmp_path: Path) -> None:
+    path, first = tmp_path / "first.ckpt", made(devices=1, max_epochs=1)
+    first.fit(OneStep("mlp", "adamw"))
+    first.save_checkpoint(path)
+
+    second, model = made(devices=1, max_epochs=1), OneStep("mlp", "adamw")
+    second.strategy.connect(model)
+    second.strategy.setup_environment()
+    second.strategy.optimizers = [model.configure_optimizers()]
+    second.state.fn = TrainerFn.FITTING
+    second._checkpoint_connector.restore(path)
+    found, expected = second.strategy.optimizers[0].state_dict(), first.optimizers[0].state_dict()
+    torch.testing.assert_close(found, expected)
+    assert found["state"]
+    second.strategy.save_checkpoint(second._checkpoint_connector.dump_checkpoint(), tmp_path / "second.ckpt")
+    assert (tmp_path / "second.ckpt").exists()
+
+
+@pytest.mark.parametrize("where", ["strategy", "plugin"])
+def test_one_device_trains_and_whoever_patches_backward_sees_it(where: str) -> None:
+    model, runs = OneStep(), made(devices=1, max_epochs=1)
+    before, plugin = model.net.head.weight.detach().clone(), runs.precision_plugin
+    target, owner = (Strategy, runs.strategy) if where == "strategy" else (plugin, plugin)
+    with mock.patch.object(target, "backward", wraps=owner.backward) as backward:
+        runs.fit(model)
+        assert target.backward is backward
+    assert backward.call_count == 2
+    assert "backward" not in vars(plugin), "as it was"
+    assert model.group == ("gloo", 1)
+    assert runs.strategy.process_group_backend == "gloo"
+    assert not torch.equal(model.net.head.weight, before)
+    assert runs.strategy.model is runs.model is model, "unwrapped"
+    assert runs.test(model, verbose=False)[0]["loss"] > 0
 
 
 class Scaled(Regression):
@@ -88,7 +185,7 @@ class Scaled(Regression):
         self.differences.append(largest_difference_between_ranks(self))
 
 
-@on_ranks(2, cases=((12, None), (16, {"num_sanity_val_steps": 0}), (26, {"val_check_interval": 2})))
+@on_ranks(2, cases=((12, None), (26, {"val_check_interval": 2})))
 def test_ranks_train_and_validate_with_the_same_module_buffers(seen: int, flags: dict[str, Any] | None) -> None:
     theirs, model = Scaled(), Scaled()
     for strategy, net in ((ddp(), theirs), (ours(), model)):
@@ -101,48 +198,30 @@ def test_ranks_train_and_validate_with_the_same_module_buffers(seen: int, flags:
     assert model.differences == [0.0] * seen
 
 
-START, PERIOD = 2, 3
-
-
-class Zero(Regression):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
-class Apart(pl.Callback):
-    def __init__(self) -> None:
-        self.same: list[bool] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
-        self.same.append(largest_difference_between_ranks(module) == 0)
-
-
 @on_ranks(2)
 def test_models_are_averaged_as_post_local_sgd_has_it() -> None:
     """`ddp` ignores communication hooks on CPU, so what it would do is spelled out."""
 
     def local_state() -> PostLocalSGDState:
-        return PostLocalSGDState(None, dist.new_subgroups(group_size=1)[0], START)  # each rank is a subgroup
+        return PostLocalSGDState(None, dist.new_subgroups(group_size=1)[0], 2)  # each rank is a subgroup
 
     def averaging() -> Any:
-        return ours(ddp_comm_state=local_state(), ddp_comm_hook=post_localSGD_hook, model_averaging_period=PERIOD)
+        return ours(ddp_comm_state=local_state(), ddp_comm_hook=post_localSGD_hook, model_averaging_period=3)
 
-    alone = Regression()
+    alone, model = Regression(), Regression()
     wrapped = DistributedDataParallel(alone.net)
     wrapped.register_comm_hook(local_state(), post_localSGD_hook)
-    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=START)
-    optimizer = alone.configure_optimizers()
+    averager, optimizer = PeriodicModelAverager(period=3, warmup_steps=2), alone.configure_optimizers()
     for inputs, target in data(8):
         optimizer.zero_grad()
         nn.functional.mse_loss(wrapped(inputs), target).backward()
         optimizer.step()
         averager.average_parameters(alone.parameters())
-    model, apart = Regression(), Apart()
-    trainer(averaging(), callbacks=[apart]).fit(model, data(8))
-    torch.testing.assert_close(model.state_dict(), alone.state_dict())
-    assert apart.same == [True] * 3 + [False] * 2 + [True] + [False] * 2
+    trainer(averaging()).fit(model, data(8))
+    close_to(model, alone)
+    assert largest_difference_between_ranks(model) > 0, "since they were averaged last"
     with pytest.raises(ValueError, match="model averaging cannot work with a distributed optimizer"):
-        trainer(averaging()).fit(Zero(), data())
+        trainer(averaging()).fit(Regression(optimizer="zero"), data())
 
 
 class OfRank(Regression):
@@ -179,17 +258,11 @@ class Interrupted(Regression):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def interrupted(how: str) -> tuple[str, str]:
-    runs, model, raised = trainer(ours()), Interrupted(how), ""
-    try:
+@on_ranks(2, cases=[("raise", ArithmeticError), ("sigterm", SIGTERMException), ("stop", ())])
+def test_early_ends_leave_nothing_behind(how: str, error: Any) -> None:
+    runs, model = trainer(ours()), Interrupted(how)
+    with pytest.raises(error) if error else nullcontext():
         runs.fit(model, data())
-    except (ArithmeticError, SIGTERMException) as error:
-        raised = type(error).__name__
     assert runs.strategy.model is model, "unwrapped"
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-    return raised, runs.state.status.value
-
-
-def test_early_ends_leave_nothing_behind(run_ranks: RunRanks) -> None:
-    for how, raised in (("raise", "ArithmeticError"), ("sigterm", "SIGTERMException"), ("stop", "")):
-        assert run_ranks(2, interrupted, how) == [(raised, "interrupted" if raised else "finished")] * 2
+    assert runs.state.status.value == ("interrupted" if error else "finished")
