@@ -1,31 +1,32 @@
-"""Checkpoints are ``ddp``'s: each strategy resumes what the other saved, one device needs no package."""
+"""Checkpoints are ``ddp``'s: each strategy resumes what the other saved. Fine-tuning is resumed; Lightning's tuner."""
 
+import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
-from torch import Tensor
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from tests.lightning_models import Citizen, data, ddp, ours, trainer
-from tests.models import Mlp
-from tests.pool import RunRanks, case, on_ranks
+from tests.lightning_models import Citizen, Regression, close_to, data, ddp, ours, scaler, trainer
+from tests.models import ConvBatchNorm, batch
+from tests.pool import case, on_ranks
 from tests.reference import largest_difference_between_ranks
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
-
-
-def scaler_plugin() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5))
-
-
 Options = dict[str, Any]
 WAYS: dict[str, Callable[[], Options]] = {
     "accumulated": lambda: {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
-    "scaler": lambda: {"plugins": [scaler_plugin()]},
+    "scaler": lambda: {"plugins": [scaler(64.0, growth_interval=5)]},
     "asynchronous": lambda: {"plugins": [AsyncCheckpointIO()]},
     "moving average": lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]},
 }
@@ -78,19 +79,14 @@ def keys_of(value: Any) -> Any:
     return {key: keys_of(part) for key, part in value.items()} if isinstance(value, dict) else None
 
 
-def save_keys(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_has_the_keys_of_ddp(tmp_path: Path) -> None:
     for strategy in STRATEGIES:
-        run(strategy, 2, {"callbacks": [Finetuning()]}, dirpath=folder, filename=strategy + "-{epoch}", save_top_k=-1)
-
-
-def test_a_checkpoint_has_the_keys_of_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, save_keys, str(tmp_path))
+        run(strategy, 2, {"callbacks": [Finetuning()]}, dirpath=tmp_path, filename=strategy + "-{epoch}", save_top_k=-1)
     keys = {}
     for path in tmp_path.iterdir():
         checkpoint = torch.load(path, weights_only=False)
-        for state in checkpoint["callbacks"]:
-            if state.startswith("ModelCheckpoint"):
-                checkpoint["callbacks"][state] = {}  # names files
+        del checkpoint["callbacks"]  # names files
         keys[path.stem] = keys_of(checkpoint)
     assert keys["ours-epoch=0"] == keys["ddp-epoch=0"]
     unfrozen = keys["ours-epoch=1"].pop("bucketddp_trainable")
@@ -98,41 +94,163 @@ def test_a_checkpoint_has_the_keys_of_ddp(run_ranks: RunRanks, tmp_path: Path) -
     assert keys["ours-epoch=1"] == keys["ddp-epoch=1"]
 
 
-class Alone(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Mlp()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def save_masters(folder: str) -> None:
-    weights = ModelCheckpoint(folder, "weights", save_weights_only=True, every_n_train_steps=6)
-    callbacks = [ModelCheckpoint(folder, "full"), weights]
-    strategy = ours(grad_dtype=torch.float32)
-    runs = trainer(strategy, precision="bf16-true", callbacks=callbacks, enable_checkpointing=True)
-    runs.fit(Citizen(optimizer="adamw"), data())
-
-
-def load_alone(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_needs_nothing_of_this_package(tmp_path: Path) -> None:
     """Reads tensors and plain values only, so that no class of the package is needed."""
-    paths = [f"{folder}/{name}.ckpt" for name in ("full", "weights")]
-    full, weights = (torch.load(path, weights_only=True) for path in paths)
+    weights = ModelCheckpoint(tmp_path, "weights", save_weights_only=True, every_n_train_steps=6)
+    options: dict[str, Any] = {"callbacks": [ModelCheckpoint(tmp_path, "full"), weights], "enable_checkpointing": True}
+    saves = trainer(ours(grad_dtype=torch.float32), precision="bf16-true", **options)
+    saves.fit(Citizen(optimizer="adamw"), data())
+    saves.strategy.barrier()
+    paths = [tmp_path / "full.ckpt", tmp_path / "weights.ckpt"]
+    full, weights_only = (torch.load(path, weights_only=True) for path in paths)
     assert {"master_params", "state"} <= full["optimizer_states"][0].keys()
-    assert sorted(weights) == ["epoch", "global_step", "loops", "pytorch-lightning_version", "state_dict"]
-    for path, state in zip(paths, (full, weights), strict=True):
-        module = Alone.load_from_checkpoint(path, weights_only=True, map_location="cpu")
+    assert sorted(weights_only) == ["epoch", "global_step", "loops", "pytorch-lightning_version", "state_dict"]
+    for path, state in zip(paths, (full, weights_only), strict=True):
+        module = Citizen.load_from_checkpoint(path, weights_only=True, map_location="cpu")
         torch.testing.assert_close(dict(module.state_dict()), state["state_dict"], check_dtype=False, rtol=0, atol=0)
-    runs = trainer("auto", precision="bf16-true", max_epochs=2)
-    runs.fit(Alone(), torch.randn(6, 4, 8), ckpt_path=paths[0])
+    runs = trainer("auto", devices=1, precision="bf16-true", max_epochs=2)
+    runs.fit(Citizen(optimizer="adamw"), data(), ckpt_path=paths[0])
     assert runs.global_step == 12
     assert len(runs.optimizers[0].state) == 8
 
 
-def test_a_checkpoint_needs_nothing_of_this_package(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, save_masters, str(tmp_path))
-    run_ranks(1, load_alone, str(tmp_path))
+class Rated(Citizen):
+    def __init__(self, lr: float = 0.02) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+@on_ranks(2)
+def test_a_search_for_the_learning_rate_leaves_masters_alone(tmp_path: Path) -> None:
+    def found(strategy: Any, **options: Any) -> tuple[Rated, Any]:
+        model = Rated()
+        runs = trainer(strategy, default_root_dir=tmp_path, **options)
+        finder = Tuner(runs).lr_find(model, data(20), num_training=20, early_stop_threshold=None)
+        runs.fit(model, data())
+        return model, finder.results
+
+    (first, searched), (second, expected) = found(ours()), found(ddp())
+    assert searched["lr"]
+    torch.testing.assert_close(searched, expected)
+    close_to(first, second)
+    assert first.lr == pytest.approx(second.lr) != 0.02
+
+    low: dict[str, Any] = {"precision": "bf16-true"}
+    model, _ = found(ours(grad_dtype=torch.float32), **low)
+    plain = Rated(model.lr)
+    trainer(ours(grad_dtype=torch.float32), **low).fit(plain, data())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+class Tuned(Regression):
+    """A backbone with BatchNorm. A rank has one batch that it sees again and again: a resume may begin anywhere."""
+
+    def __init__(self, step_all: bool = False) -> None:
+        super().__init__()
+        self.step_all = step_all
+        self.backbone, self.net = ConvBatchNorm(), nn.Linear(4, 4)
+        self.trainable_at_configure: list[str] = []
+        self.trainable: list[list[str]] = []
+
+    def _trainable(self) -> list[str]:
+        return [name for name, param in self.named_parameters() if param.requires_grad]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainable.append(self._trainable())
+        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        self.trainable_at_configure = self._trainable()
+        params = [param for param in self.parameters() if param.requires_grad or self.step_all]
+        optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([batch(0, self.global_rank)] * 3, batch_size=None)
+
+
+class Backbone(BackboneFinetuning):
+    """Unfreezes the backbone in the second epoch; its BatchNorm tracks no statistics until then."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005)
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+
+class Frozen(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+
+class Thawed(Frozen):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.backbone.requires_grad_(True)
+
+
+RESUMES = [({"every_n_epochs": 2}, 6, "32-true"), ({"every_n_train_steps": 5}, 5, "bf16-true")]
+
+
+@on_ranks(2)
+def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: Any) -> None:
+    for every, step, precision in RESUMES:
+        with case(precision):
+            fits: dict[str, Any] = {"max_epochs": 4, "precision": precision}
+            masters = torch.float32 if precision == "bf16-true" else None
+            whole, model, new = Tuned(), Tuned(), Tuned()
+            callbacks = [Backbone(), ModelCheckpoint(f"{tmp_path}/{precision}", "at-{step}", **every, save_top_k=-1)]
+            trainer(ours(grad_dtype=masters), callbacks=callbacks, enable_checkpointing=True, **fits).fit(whole)
+            runs = trainer(ours(grad_dtype=masters), callbacks=[Backbone()], **fits)
+            runs.fit(model, ckpt_path=f"{tmp_path}/{precision}/at-step={step}.ckpt")
+            assert runs.global_step == 12
+            assert model.trainable_at_configure == whole.trainable_at_configure
+            assert model.trainable == whole.trainable[step:]
+            assert model.trainable[0] != model.trainable_at_configure, "unfrozen when it was saved"
+            close_to(model, whole)
+            assert not torch.equal(model.backbone.norm.running_mean, new.backbone.norm.running_mean)
+            assert not torch.equal(model.backbone.conv1.weight, new.backbone.conv1.weight)
+            assert largest_difference_between_ranks(model) == 0
+
+
+def said_in(fit: Callable[[], None]) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit()
+    logger.removeHandler(handler)
+    return [text for text in [*said, *(str(warning.message) for warning in caught)] if "parameter" in text]
+
+
+PARAMETERS = "5 parameters ('backbone.conv1.weight', 'backbone.norm.weight', 'backbone.norm.bias', …) are trainable "
+RESUMED = f"Resumed fine-tuning: {PARAMETERS}again, as when the checkpoint was saved"
+FROZEN = f"{PARAMETERS}when the checkpoint was saved and frozen now. No BaseFinetuning"
+
+
+@on_ranks(2)
+def test_a_resume_says_what_it_does_about_frozen_parameters(tmp_path: Any) -> None:
+    for at, (strategy, before, after, words) in enumerate(
+        [
+            (ours(), Backbone(), Backbone(), [RESUMED]),
+            (ddp(), Backbone(), Backbone(), []),  # whose checkpoint does not say what was trainable
+            (ours(), Thawed(), Frozen(), [FROZEN]),
+        ]
+    ):
+        path, step_all = f"{tmp_path}/{at}.ckpt", isinstance(after, Frozen)
+        runs = trainer(strategy, max_epochs=2, callbacks=[before])
+        runs.fit(Tuned(step_all))
+        runs.save_checkpoint(path)
+        model, again = Tuned(step_all), trainer(ours(), max_epochs=3, callbacks=[after])
+        said = said_in(lambda model=model, again=again, path=path: again.fit(model, ckpt_path=path))
+        words = words if dist.get_rank() == 0 else []
+        assert len(said) == len(words)
+        assert all(text.startswith(word) for text, word in zip(said, words, strict=True)), said
+        assert model.backbone.conv1.weight.requires_grad == (at == 0)
