@@ -25,7 +25,9 @@ from lightning_bucketddp import BucketDDP, PreemptionCheckpoint
 from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
 from tests.pool import RunRanks, on_ranks
 
+Options = dict[str, Any]
 BATCHES = 6
+STEP, VALIDATION, END = "training_step", "validation_step", "on_train_epoch_end"
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -71,41 +73,43 @@ class Preempted(pl.LightningModule):
             os.kill(os.getpid(), self.number)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.come("training_step")
+        self.come(STEP)
         found = self.last(self.dropout(self.first(batch[0]).tanh()))
         loss = nn.functional.mse_loss(found, batch[1]) * (1 + random.random() + np.random.rand())
         self.losses.append((self.current_epoch, loss.item()))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.come("validation_step")
+        self.come(VALIDATION)
         self.validated += 1
 
     def on_validation_epoch_end(self) -> None:
         assert self.validated % BATCHES == 0, "it ran to its end"
 
     def on_train_epoch_end(self) -> None:
-        self.come("on_train_epoch_end")
+        self.come(END)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def run(folder: Path, model: Preempted, case: dict[str, Any], seed: int, resume: str | None = None) -> bool:
+def loader(samples: int = 4 * BATCHES, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(samples, 8), torch.randn(samples, 4)), 4, **options)
+
+
+def run(
+    folder: Path, model: Preempted, options: Options, strategy: Options, seed: int, resume: str | None = None
+) -> bool:
     """Trains two epochs, as far as the model's signals let it; whether they did."""
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     torch.manual_seed(1 + dist.get_rank())
-    loader: Any = Loader()
-    if case.get("plain_loader"):
-        loader = DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 4)), 4, shuffle=True)
-    validation = DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 4)), 4)
+    training, validation = loader(shuffle=True) if options.pop("plain_loader", False) else Loader(), loader()
     for seeds in (torch.manual_seed, random.seed, np.random.seed):
         seeds(seed + dist.get_rank())
-    saves = PreemptionCheckpoint(folder)
     before = [signal.getsignal(number) for number in HANDLED]
-    options = {"max_epochs": 2, "callbacks": saves, "num_sanity_val_steps": 0, **case.get("trainer", {})}
-    fits = trainer(ours(**case.get("strategy", {})), **options)
     try:
-        fits.fit(model, loader, validation, ckpt_path=resume)
+        fits = trainer(ours(**strategy), callbacks=PreemptionCheckpoint(folder), **options)
+        fits.fit(model, training, validation, ckpt_path=resume)
     except SIGTERMException:
         return True
     finally:
@@ -113,68 +117,37 @@ def run(folder: Path, model: Preempted, case: dict[str, Any], seed: int, resume:
     return False
 
 
+ACCUMULATED, VALIDATED, PLAIN = {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"plain_loader": True}
 SHARDED = {"shard_optimizer": True, "wire_dtype": "bfloat16"}
-CASES: dict[str, dict[str, Any]] = {
-    "rank 0": {"at": ("training_step", 3, (0,), signal.SIGTERM), "steps": 3},
-    "rank 1": {"at": ("training_step", 1, (1,), signal.SIGUSR1), "steps": 1},
-    "both": {"at": ("training_step", 3, (0, 1), signal.SIGTERM), "steps": 3},
-    "rank 2 of three": {"at": ("training_step", 3, (2,), signal.SIGTERM), "steps": 3, "strategy": {"bucket_cap_mb": 1}},
-    "sharded, three": {
-        "at": ("training_step", 3, (2,), signal.SIGTERM),
-        "steps": 3,
-        "strategy": {**SHARDED, "bucket_cap_mb": 1},
-    },
-    "accumulation": {
-        "at": ("training_step", 3, (1,), signal.SIGTERM),
-        "steps": 4,
-        "trainer": {"accumulate_grad_batches": 2},
-    },
-    "a validation under way": {
-        "at": ("validation_step", 2, (1,), signal.SIGTERM),
-        "steps": 3,
-        "trainer": {"val_check_interval": 2},
-    },
-    "a validation that follows": {
-        "at": ("training_step", 4, (1,), signal.SIGTERM),
-        "steps": 4,
-        "trainer": {"val_check_interval": 2},
-    },
-    "the epoch's end": {"at": ("training_step", 6, (1,), signal.SIGTERM), "steps": 6, "plain_loader": True},
-    "the epoch's end, with max_steps": {
-        "at": ("training_step", 6, (1,), signal.SIGTERM),
-        "steps": 6,
-        "plain_loader": True,
-        "trainer": {"max_epochs": -1, "max_steps": 12},
-    },
-    "the last validation": {"at": ("validation_step", 12, (1,), signal.SIGTERM), "steps": 12},
-    "after all": {"at": ("on_train_epoch_end", 12, (1,), signal.SIGTERM), "steps": 12},
-    "sharded": {"at": ("training_step", 3, (1,), signal.SIGTERM), "steps": 3, "strategy": SHARDED},
-    "sharded, accumulated in shards": {
-        "at": ("training_step", 3, (1,), signal.SIGTERM),
-        "steps": 4,
-        "strategy": {"shard_optimizer": True, "scatter_every_pass": True},
-        "trainer": {"accumulate_grad_batches": 2},
-    },
-    "sharded, in parts": {
-        "at": ("training_step", 3, (1,), signal.SIGTERM),
-        "steps": 3,
-        "strategy": {**SHARDED, "state_dict_type": "sharded"},
-    },
+# Where the signal comes, after how many batches, to which ranks; the steps that are done; options.
+CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
+    "SIGUSR1": (STEP, 1, (1,), 1, {}, {}),
+    "both": (STEP, 3, (0, 1), 3, {}, {}),
+    "sharded, three": (STEP, 3, (2,), 3, {}, {**SHARDED, "bucket_cap_mb": 1}),
+    "accumulation": (STEP, 3, (0,), 4, ACCUMULATED, {}),
+    "a validation under way": (VALIDATION, 2, (1,), 3, VALIDATED, {}),
+    "a validation that follows": (STEP, 4, (1,), 4, VALIDATED, {}),
+    "the epoch's end": (STEP, 6, (1,), 6, PLAIN, {}),
+    "the epoch's end, with max_steps": (STEP, 6, (1,), 6, {**PLAIN, "max_epochs": -1, "max_steps": 12}, {}),
+    "the last validation": (VALIDATION, 12, (1,), 12, {}, {}),
+    "after all": (END, 12, (1,), 12, {}, {}),
+    "accumulated in shards": (STEP, 3, (1,), 4, ACCUMULATED, {"shard_optimizer": True, "scatter_every_pass": True}),
+    "sharded, in parts": (STEP, 3, (1,), 3, {}, {**SHARDED, "state_dict_type": "sharded"}),
 }
 
 
 def preempted_and_resumed(folder: Path, name: str) -> None:
-    case = CASES[name]
-    undisturbed, first, second = Preempted(), Preempted(*case["at"]), Preempted()
-    assert not run(folder, undisturbed, case, seed=10)
+    *at, steps, options, strategy = CASES[name]
+    number = signal.SIGUSR1 if name == "SIGUSR1" else signal.SIGTERM
+    undisturbed, first, second = Preempted(), Preempted(*at, number), Preempted()
+    assert not run(folder, undisturbed, options, strategy, seed=10)
     assert not list(folder.iterdir())
-    assert run(folder, first, case, seed=10)
-    assert len(first.losses) == case["steps"]
-    assert not run(folder, second, case, seed=20, resume=str(folder / "preempted.ckpt"))
+    assert run(folder, first, options, strategy, seed=10)
+    assert len(first.losses) == steps
+    assert not run(folder, second, options, strategy, seed=20, resume=str(folder / "preempted.ckpt"))
     assert first.losses + second.losses == undisturbed.losses
     assert first.validated + second.validated == undisturbed.validated
-    for one, other in zip(undisturbed.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, undisturbed.parameters(), second.parameters()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -182,42 +155,31 @@ def test_a_preempted_run_goes_on_as_if_undisturbed(run_ranks: RunRanks, tmp_path
     run_ranks(3 if "three" in name else 2, preempted_and_resumed, tmp_path, name)
 
 
-# -- Slurm -----------------------------------------------------------------------------------------------
-
-
 class Slurm(PoolEnvironment, SLURMEnvironment):
     def __init__(self) -> None:
         SLURMEnvironment.__init__(self)
 
 
-def in_slurm(folder: Path, number: int, requeued: bool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@on_ranks(2, fresh=True)
+def test_a_slurm_job_resumes_and_is_requeued_at_its_signal(tmp_path: Path, number: int) -> None:
     """``scontrol`` is a stand-in."""
+    scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
+    if dist.get_rank() == 0:
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+        scontrol.chmod(0o755)
+        (tmp_path / "root").mkdir()
     job = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_NAME": "job", "JOB_ID": "7"}
-    os.environ.update({f"SLURM_{name}": value for name, value in job.items()}, PATH=f"{folder}:{os.environ['PATH']}")
-    case = {"strategy": {"cluster_environment": Slurm()}, "trainer": {"default_root_dir": folder / "root"}}
-    undisturbed, first, second = Preempted(), Preempted("training_step", 3, (1,), number), Preempted()
-    assert not run(folder / "saves", undisturbed, case, seed=10)
-    assert run(folder / "saves", first, case, seed=10)
+    os.environ.update({f"SLURM_{name}": value for name, value in job.items()}, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    options, strategy = {"default_root_dir": tmp_path / "root"}, {"cluster_environment": Slurm()}
+    undisturbed, first, second = Preempted(), Preempted(STEP, 3, (1,), number), Preempted()
+    assert not run(tmp_path / "saves", undisturbed, options, strategy, seed=10)
+    assert run(tmp_path / "saves", first, options, strategy, seed=10)
     dist.barrier()
-    assert (folder / "asked").exists() == requeued
-    assert [path.name for path in (folder / "root").iterdir()] == ["hpc_ckpt_1.ckpt"]
-    assert not run(folder / "saves", second, case, seed=20)  # Lightning looks for the checkpoint itself
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if number == signal.SIGUSR1 else "")
+    assert [path.name for path in (tmp_path / "root").iterdir()] == ["hpc_ckpt_1.ckpt"]
+    assert not run(tmp_path / "saves", second, options, strategy, seed=20)  # Lightning looks for the checkpoint itself
     assert first.losses + second.losses == undisturbed.losses
-
-
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_slurm_job_resumes_and_is_requeued_at_its_signal(
-    run_ranks: RunRanks, tmp_path: Path, number: int, requeued: bool
-) -> None:
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    (tmp_path / "root").mkdir()
-    run_ranks(2, in_slurm, tmp_path, number, requeued, fresh=True)
-    if requeued:
-        assert (tmp_path / "asked").read_text() == "requeue 7\n"
-
-
-# -- other ends --------------------------------------------------------------------------------------------
 
 
 class Ends(Preempted):
@@ -243,28 +205,8 @@ class Ends(Preempted):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def ends(how: str, folder: Path) -> str:
-    came: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    loader = DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 4)), 4)
-    fits = trainer(ddp() if how == "ddp" else ours(), callbacks=PreemptionCheckpoint(folder, patience=2))
-    model = Preempted("training_step", 2, (1,), signal.SIGTERM) if how == "warning" else Ends(how)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            if how == "thread":
-                with ThreadPoolExecutor(1) as threads:
-                    threads.submit(fits.fit, model, loader).result()
-            fits.fit(model, loader)
-    except (Exception, SIGTERMException) as error:
-        if how == "warning":
-            fits.fit(Preempted(), loader)  # the same Trainer trains again
-        return f"{type(error).__name__}: {error} {[str(it.message) for it in warned]}"
-    return f"handled {came}"
-
-
 ENDS: dict[str, dict[int, str]] = {
-    "twice": {1: "PeerFailureError"},
+    "twice": {0: "the process ends", 1: "PeerFailureError"},
     "absent": {0: r"PeerFailureError: .*a signal asks all ranks to end, and rank\(s\) \[1\] did not come in 2 s"},
     "late": dict.fromkeys((0, 1), rf"handled \[<Signals.SIGUSR1: {signal.SIGUSR1:d}>\]|handled \[10\]"),
     "warning": {0: "SIGTERMException.*no state_dict or no length", 1: "SIGTERMException"},
@@ -274,32 +216,42 @@ ENDS: dict[str, dict[int, str]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_other_ends_say_what_happened(run_ranks: RunRanks, tmp_path: Path, how: str) -> None:
-    found = run_ranks(2, ends, how, tmp_path, fresh=True, may_exit=[0] if how == "twice" else [])
-    for rank, words in ENDS[how].items():
-        assert re.match(words, found[rank], re.DOTALL), found
-    if how == "twice":
-        assert found[0] is None, "the process has ended"
+@on_ranks(2, fresh=True, may_exit=[0])
+def test_other_ends_say_what_happened(how: str, tmp_path: Path) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    fits = trainer(ddp() if how == "ddp" else ours(), callbacks=PreemptionCheckpoint(tmp_path, patience=2))
+    model = Preempted(STEP, 2, (1,), signal.SIGTERM) if how == "warning" else Ends(how)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            if how == "thread":
+                with ThreadPoolExecutor(1) as threads:
+                    threads.submit(fits.fit, model, loader()).result()
+            fits.fit(model, loader())
+        said = f"handled {came}"
+    except (Exception, SIGTERMException) as error:
+        said = f"{type(error).__name__}: {error} {[str(it.message) for it in warned]}"
+        if how == "warning":
+            fits.fit(Preempted(), loader())  # the same Trainer trains again
+    assert re.match(ENDS[how].get(dist.get_rank(), ""), said, re.DOTALL), said
 
 
-@on_ranks(2)
-def test_a_plain_loop_ends_on_all_ranks_after_the_same_step() -> None:
+@on_ranks(2, cases=[(0, 3, False), (1, 3, False), (1, 5, True)])
+def test_a_plain_loop_ends_on_all_ranks_after_the_same_step(rank: int, steps: int, asks: bool) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
-    for rank, steps, asks in ((0, 3, False), (1, 3, False), (1, 5, True)):
-        net = BucketDDP(nn.Linear(8, 4))
-        done = 0
-        for step in range(1, 6):
-            if step == steps and dist.get_rank() == rank and not asks:
-                os.kill(os.getpid(), signal.SIGTERM)
-            net(torch.randn(2, 8)).sum().backward()
-            done = step
-            if net.preempted():
-                break
-        if asks and dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        assert done == steps
-        assert net.preempted() == (not asks)
-        assert net.preempted(no_pass_follows=True)
-        assert [signal.getsignal(number) for number in HANDLED] != before
-        net.close()
-        assert [signal.getsignal(number) for number in HANDLED] == before
+    net, told = BucketDDP(nn.Linear(8, 4)), dist.get_rank() == rank
+    for done in range(1, 6):
+        if done == steps and told and not asks:
+            os.kill(os.getpid(), signal.SIGTERM)
+        net(torch.randn(2, 8)).sum().backward()
+        if net.preempted():
+            break
+    if asks and told:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert done == steps
+    assert net.preempted() == (not asks)
+    assert net.preempted(no_pass_follows=True)
+    assert [signal.getsignal(number) for number in HANDLED] != before
+    net.close()
+    assert [signal.getsignal(number) for number in HANDLED] == before
