@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader
-from tests.lightning_models import ours, trainer
-from tests.models import ConvBatchNorm, Mlp, batch
-from tests.pool import RunRanks
-from tests.reference import largest_difference_between_ranks
+from tests.lightning_models import Regression, ours, trainer
+from tests.models import batch
+from tests.pool import case, on_ranks
+from tests.reference import everyones, largest_difference_between_ranks
 
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
 
@@ -101,18 +100,16 @@ def own(kind: str = "sized", count: int | None = None) -> DataLoader[Any]:
     return DataLoader(Stream(batches) if kind == "stream" else batches, batch_size=None)
 
 
-class Model(pl.LightningModule):
+class Model(Regression):
     def __init__(self, kind: str = "automatic") -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = ConvBatchNorm() if kind == "batchnorm" else Mlp()
+        super().__init__("conv" if kind == "batchnorm" else "mlp")
         self.kind = kind
         self.validated = 0
+        self.found: list[list[Tensor]] = []
         self.automatic_optimization = kind not in ("manual", "plain backward")
 
     def setup(self, stage: str) -> None:
-        if self.kind == "asks":
-            self.expected_steps = self.trainer.estimated_stepping_batches
+        self.expected_steps = self.trainer.estimated_stepping_batches if self.kind == "asks" else 0
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.kind == "tokens" and self.trainer.training:
@@ -120,7 +117,7 @@ class Model(pl.LightningModule):
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, sync_dist=True)  # a collective of its own in each step
         if self.automatic_optimization:
             return loss
@@ -130,14 +127,17 @@ class Model(pl.LightningModule):
         optimizer.step()
         return None
 
+    def on_train_batch_end(self, *_: Any) -> None:  # where a checkpoint may be written
+        self.found.append([buffer.clone() for buffer in self.buffers()])
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.validated += 1
-        self.log("validation", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+        self.log("validation", super().training_step(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.kind == "line search":
             return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return super().configure_optimizers()
 
 
 def reference(divide_by: str, kind: str, accumulate: int) -> dict[str, Tensor]:
@@ -160,68 +160,50 @@ def reference(divide_by: str, kind: str, accumulate: int) -> dict[str, Tensor]:
     return model.net.state_dict()
 
 
-def fit(divide_by: str, kind: str = "automatic", loader: str = "sized", accumulate: int = 1) -> tuple[float, int]:
-    rank, model = dist.get_rank(), Model(kind)
-    strategy = ours(uneven_inputs=divide_by, gradient_divide_by="tokens" if kind == "tokens" else "world_size")
-    runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=1)
-    runs.fit(model, own(loader), own(count=2 + rank))
-    assert model.validated == 1 + 2 * (2 + rank), "validation goes through each rank's own batches"
-    assert runs.fit_loop.epoch_loop.batch_progress.total.ready == 2 * max(LENGTHS[: dist.get_world_size()])
-    assert kind != "asks" or model.expected_steps == runs.global_step
-    tolerance = {"rtol": 1e-3, "atol": 1e-4} if kind == "line search" else {}
-    torch.testing.assert_close(model.net.state_dict(), reference(divide_by, kind, accumulate), **tolerance)
-    return largest_difference_between_ranks(model), runs.global_step
-
-
-@pytest.mark.parametrize(
-    ("world_size", "divide_by", "kind", "loader", "accumulate"),
-    [
-        (2, "world_size", "automatic", "stream", 1),
-        (3, "active_ranks", "automatic", "stream", 1),
-        (3, "world_size", "asks", "sized", 1),
-        (2, "world_size", "automatic", "stream", 2),
-        (2, "active_ranks", "automatic", "sized", 2),
-        (2, "active_ranks", "automatic", "sized", 5),
-        (2, "world_size", "manual", "sized", 1),
-        (2, "world_size", "line search", "sized", 1),
-        (2, "active_ranks", "line search", "sized", 1),
-        (2, "world_size", "tokens", "sized", 1),
+RUNS: dict[int, list[tuple[str, str, str, int]]] = {
+    2: [
+        ("world_size", "automatic", "stream", 2),
+        ("active_ranks", "automatic", "sized", 2),
+        ("active_ranks", "automatic", "sized", 5),
+        ("world_size", "manual", "sized", 1),
+        ("active_ranks", "line search", "sized", 1),
+        ("world_size", "tokens", "sized", 1),
     ],
-)
-def test_ranks_that_run_out_do_not_count(
-    run_ranks: RunRanks, world_size: int, divide_by: str, kind: str, loader: str, accumulate: int
-) -> None:
+    3: [("active_ranks", "automatic", "stream", 1), ("world_size", "asks", "sized", 1)],
+}
+
+
+@on_ranks(2, 3)
+def test_ranks_that_run_out_do_not_count() -> None:
     """A rank that runs out within a cycle of accumulation counts in that cycle."""
-    steps = {1: 10, 2: 6, 5: 2}[accumulate]
-    assert run_ranks(world_size, fit, divide_by, kind, loader, accumulate) == [(0.0, steps)] * world_size
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for divide_by, kind, loader, accumulate in RUNS[world_size]:
+        with case(divide_by, kind, loader, accumulate):
+            model, divisor = Model(kind), "tokens" if kind == "tokens" else "world_size"
+            strategy = ours(uneven_inputs=divide_by, gradient_divide_by=divisor)
+            runs = trainer(strategy, max_epochs=2, accumulate_grad_batches=accumulate, num_sanity_val_steps=1)
+            runs.fit(model, own(loader), own(count=2 + rank))
+            assert model.validated == 1 + 2 * (2 + rank), "validation goes through each rank's own batches"
+            assert runs.fit_loop.epoch_loop.batch_progress.total.ready == 2 * max(LENGTHS[:world_size])
+            assert runs.global_step == {1: 10, 2: 6, 5: 2}[accumulate]
+            assert kind != "asks" or model.expected_steps == runs.global_step
+            tolerance = {"rtol": 1e-3, "atol": 1e-4} if kind == "line search" else {}
+            torch.testing.assert_close(model.net.state_dict(), reference(divide_by, kind, accumulate), **tolerance)
+            assert largest_difference_between_ranks(model) == 0
 
 
-class WatchesModuleBuffers(Model):
-    """Logs module buffers behind each batch, where a checkpoint may be written."""
-
-    def on_train_start(self) -> None:
-        self.found: list[list[Tensor]] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.found.append([buffer.clone() for buffer in self.buffers()])
-
-
-def module_buffers() -> list[bool]:
-    model, counted = WatchesModuleBuffers("batchnorm"), Model("batchnorm")
+@on_ranks(2)
+def test_module_buffers_of_repeated_batches_go_with_the_step() -> None:
+    """A checkpoint of rank 0 does not hold them, and the next epoch does not begin with them."""
+    model, counted = Model("batchnorm"), Model("batchnorm")
     runs = trainer(ours(uneven_inputs="active_ranks"), max_epochs=2)
     runs.fit(model, own(count=[1, 3][dist.get_rank()]))
-    everybody: list[Any] = [None, None]
-    dist.all_gather_object(everybody, model.found)
     for inputs, _ in [*batches_of(0, 1), *batches_of(1, 3)[1:]] * 2:  # rank 0 has data in the first step only
         counted.net(inputs)
     assert int(model.net.norm.num_batches_tracked) == int(counted.net.norm.num_batches_tracked) == 6
     torch.testing.assert_close(model.net.norm.running_mean, counted.net.norm.running_mean, rtol=0, atol=0.1)
-    return [all(map(torch.equal, one, other)) for one, other in zip(*everybody, strict=True)]
-
-
-def test_module_buffers_of_repeated_batches_go_with_the_step(run_ranks: RunRanks) -> None:
-    """A checkpoint of rank 0 does not hold them, and the next epoch does not begin with them."""
-    assert run_ranks(2, module_buffers) == [[False, True, True] * 2] * 2
+    same = [all(map(torch.equal, one, other)) for one, other in zip(*everyones(model.found), strict=True)]
+    assert same == [False, True, True] * 2
 
 
 class TakesTheIterator(Model):
@@ -229,23 +211,17 @@ class TakesTheIterator(Model):
         return None
 
 
-def refused(kind: str) -> str:
-    model = TakesTheIterator() if kind == "iterator" else Model(kind)
-    loaders = {"nothing": lambda: own("stream", 3 * dist.get_rank()), "several": lambda: {"a": own(), "b": own()}}
-    with pytest.raises((RuntimeError, ValueError)) as error:
-        trainer(ours(uneven_inputs="world_size")).fit(model, loaders.get(kind, own)())
-    return str(error.value)
-
-
-def test_what_cannot_be_evened_is_an_error(run_ranks: RunRanks) -> None:
-    for kind, message in (
-        ("nothing", "expected at least one training batch on each rank, found none on rank 0"),
-        ("iterator", "`dataloader_iter`"),
-        ("several", "found several"),
-    ):
-        for rank, found in enumerate(run_ranks(2, refused, kind)):
-            assert message in found
-            assert kind != "nothing" or found.startswith(f"rank {rank}: ")
-    first, second = run_ranks(2, refused, "plain backward", fresh=True)
-    assert "rank 0: expected a backward inside backward_pass() (manual_backward() in a LightningModule)" in first
-    assert "rank 0 raised RuntimeError" in second
+@on_ranks(2, fresh=True)
+def test_what_cannot_be_evened_is_an_error() -> None:
+    rank = dist.get_rank()
+    nothing = rf"^rank {rank}: expected at least one training batch on each rank, found none on rank 0"
+    outside = r"rank 0: expected a backward inside backward_pass\(\) \(manual_backward\(\) in a LightningModule\)"
+    refused: list[tuple[Model, Any, str]] = [
+        (Model(), own("stream", 3 * rank), nothing),
+        (TakesTheIterator(), own(), "`dataloader_iter`"),
+        (Model(), {"a": own(), "b": own()}, "found several"),
+        (Model("plain backward"), own(), "rank 0 raised RuntimeError" if rank else outside),
+    ]
+    for model, loader, message in refused:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            trainer(ours(uneven_inputs="world_size")).fit(model, loader)
