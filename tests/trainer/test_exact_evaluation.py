@@ -5,25 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_bucketddp.trainer.exact_evaluation import ExactBatches
-from tests.lightning_models import data, ddp, ours, trainer
-from tests.models import Mlp
+from tests.lightning_models import Regression, data, ddp, ours, trainer
 from tests.pool import on_ranks
 
 
@@ -53,12 +44,11 @@ def test_each_sample_is_in_one_batch_and_ranks_have_equally_many() -> None:
 
 class Numbered(Dataset[Any]):
     def __init__(self, samples: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.inputs = torch.randn(101, 8, generator=generator)[:samples]
-        self.targets = torch.randn(101, 4, generator=generator)[:samples]
+        self.samples = samples
+        self.inputs, self.targets = torch.randn(101, 12, generator=torch.Generator().manual_seed(7)).split([8, 4], 1)
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return self.samples
 
     def __getitem__(self, at: int) -> tuple[Tensor, Tensor, int]:
         return self.inputs[at], self.targets[at], at
@@ -72,19 +62,16 @@ class Stream(IterableDataset[Any]):
         return map(Numbered(101).__getitem__, range(self.samples))
 
 
-class Evaluated(pl.LightningModule):
+class Evaluated(Regression):
+    records = False
+
     def __init__(self, loaders: int = 1) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.net = Mlp()
         self.metrics = nn.ModuleList(MeanMetric() for _ in range(loaders))
         self.numbers = nn.ModuleList(CatMetric() for _ in range(loaders))
 
     def errors(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return (self.net(inputs) - targets).square().mean(1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.errors(batch[0], batch[1]).mean()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         errors = self.errors(batch[0], batch[1])
@@ -103,18 +90,13 @@ class Evaluated(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return batch[2]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
 
 def evaluate(strategy: Any, loaders: Any, stage: str = "validate", count: int = 1) -> tuple[Evaluated, Any]:
     """Returns the model, and by loader the epoch's mean and metric."""
     model, runs = Evaluated(count), trainer(strategy, use_distributed_sampler=True, num_sanity_val_steps=1)
     torch.manual_seed(dist.get_rank())  # as without `seed_everything`
-    if stage == "fit":
-        runs.fit(model, data(2), loaders)
-    else:
-        getattr(runs, stage)(model, loaders, verbose=False)
+    given = (data(2), loaders) if stage == "fit" else (loaders, None, False)
+    getattr(runs, stage)(model, *given)
     found, ends = runs.callback_metrics, [""] if count == 1 else [f"/dataloader_idx_{at}" for at in range(count)]
     return model, [[float(found.get(name + end, 0)) for name in ("mean", "metric")] for end in ends]
 
@@ -128,37 +110,24 @@ def assert_as_in_one_process(model: Evaluated, found: list[list[float]], *number
         assert its_found == pytest.approx([mean, mean], rel=1e-6, abs=0)
 
 
-COUNTED = [*product(("fit", "validate", "test"), (97, 101, 2), (8, 1)), ("fit sharded", 101, 8), ("fit sharded", 97, 1)]
+COUNTED = [
+    ("fit", 101, 8, False),
+    ("fit", 97, 1, False),
+    ("validate", 97, 8, False),
+    ("validate", 3, 1, False),
+    ("test", 101, 1, False),
+    ("test", 3, 8, False),
+    ("fit", 97, 1, True),
+]
 
 
-@on_ranks(2, 3, cases=COUNTED, timeout=150)
-def test_each_sample_counts_once(stage: str, samples: int, size: int) -> None:
-    strategy = ours(exact_evaluation=True, shard_optimizer="sharded" in stage)
-    loader = DataLoader(Numbered(samples), size)
-    stage = stage.split()[0]
-    if samples < dist.get_world_size():
-        return  # an error, see below
+@on_ranks(2, 3, cases=COUNTED)
+def test_each_sample_counts_once(stage: str, samples: int, size: int, sharded: bool) -> None:
+    strategy = ours(exact_evaluation=True, shard_optimizer=sharded)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert_as_in_one_process(*evaluate(strategy, loader, stage), range(samples))
+        assert_as_in_one_process(*evaluate(strategy, DataLoader(Numbered(samples), size), stage), range(samples))
     assert not any("replicates some samples" in str(warning.message) for warning in warned)
-
-
-@on_ranks(2, 3)
-def test_without_it_the_numbers_are_those_of_ddp() -> None:
-    uneven = DataLoader(Stream(2 + 3 * dist.get_rank()), 2)
-    divided = [
-        (DataLoader(Numbered(samples), 8), stage) for samples in (97, 101) for stage in ("fit", "validate", "test")
-    ]
-    for loader, stage in [*divided, (uneven, "validate")]:
-        (model, found), (with_ddp, expected) = (evaluate(each(), loader, stage) for each in (ours, ddp))
-        assert (model.seen, found) == (with_ddp.seen, expected)
-        assert len(set(model.seen[0])) < len(model.seen[0])
-
-
-def own_part(samples: int) -> DataLoader[Any]:
-    dataset = Numbered(samples)
-    return DataLoader(dataset, 2, sampler=DistributedSampler(dataset, shuffle=False))
 
 
 DIVIDED: dict[str, tuple[Callable[[], Any], list[range]]] = {
@@ -177,17 +146,25 @@ def test_the_dataloaders_that_lightning_divides_are_exact(loaders: Callable[[], 
         assert_as_in_one_process(model, found, *numbers)
 
 
-LEFT_ALONE: dict[str, Callable[[], Any]] = {
-    "a sampler of the user's own": lambda: own_part(5),
-    "a stream": lambda: DataLoader(Stream(), 2),
-    "no batch": lambda: DataLoader(Numbered(5), 8, drop_last=True),
+def uneven() -> DataLoader[Any]:
+    return DataLoader(Stream(2 + 3 * dist.get_rank()), 2)
+
+
+AS_WITH_DDP: dict[str, tuple[bool, Callable[[], Any], str]] = {
+    "fit": (False, lambda: DataLoader(Numbered(101), 8), "fit"),
+    "validate": (False, lambda: DataLoader(Numbered(101), 8), "validate"),
+    "test": (False, lambda: DataLoader(Numbered(101), 8), "test"),
+    "uneven": (False, uneven, "validate"),
+    "own sampler": (True, lambda: DataLoader(Numbered(5), sampler=DistributedSampler(range(5))), "validate"),
+    "a stream": (True, lambda: DataLoader(Stream(), 2), "validate"),
+    "no batch": (True, lambda: DataLoader(Numbered(5), 8, drop_last=True), "validate"),
 }
 
 
-@on_ranks(2, 3, cases=LEFT_ALONE)
-def test_other_dataloaders_are_left_alone(loaders: Callable[[], Any]) -> None:
-    given = loaders()
-    (model, found), (with_ddp, expected) = (evaluate(each, given) for each in (ours(exact_evaluation=True), ddp()))
+@on_ranks(2, 3, cases=AS_WITH_DDP)
+def test_without_it_and_with_other_dataloaders_the_numbers_are_ddps(exact: bool, loaders: Any, stage: str) -> None:
+    given, strategies = loaders(), (ours(exact_evaluation=exact), ddp())
+    (model, found), (with_ddp, expected) = (evaluate(strategy, given, stage) for strategy in strategies)
     assert (found, getattr(model, "seen", None)) == (expected, getattr(with_ddp, "seen", None))
 
 
@@ -213,8 +190,7 @@ def test_what_cannot_be_divided_is_an_error(loader: Callable[[], Any], message: 
 @on_ranks(2, 3)
 def test_epoch_means_weigh_by_samples() -> None:
     """Those of 2 and 5 samples, on two ranks 3.5 on average."""
-    samples = 2 + 3 * dist.get_rank()
-    _, [[mean, metric]] = evaluate(ours(exact_evaluation=True), DataLoader(Stream(samples), 2))
+    _, [[mean, metric]] = evaluate(ours(exact_evaluation=True), uneven())
     assert mean == pytest.approx(metric, rel=1e-6)
 
 
