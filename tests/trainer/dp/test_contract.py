@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAUROC
 
 from lightning_bucketddp import BucketDPStrategy
-from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.trainer.dp.batch_division import divide
 from lightning_bucketddp.trainer.dp.merging import merge
-from lightning_bucketddp.trainer.dp.metrics import StepMetrics
 from tests.dp import Digits, Plain, close, digits, fit, one_process, replicas, samples
-from tests.lightning_models import Memory, PoolEnvironment, close_to
+from tests.lightning_models import Memory, PoolEnvironment
 
 CPU = torch.device("cpu")
 
@@ -28,12 +26,7 @@ class Uses(Plain):
     def __init__(self, use: Callable[[Any, Tensor], Any], metric: Metric | MetricCollection | None = None) -> None:
         super().__init__()
         self.metric = metric
-        self.calls: list[str] = []
         self.use = [use]  # in a list, as it is no method
-
-    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(name)
-        super().log(name, *args, **kwargs)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.use[0](self, batch[0])
@@ -87,19 +80,6 @@ def test_outputs_that_cannot_be_merged_are_named(make: Any, message: str) -> Non
         one_process(2).predict(Uses(lambda _, x: make(len(x))), samples((8,), count=5))
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_none_of_all_replicas_skips_a_step() -> None:
-    class Skipping(Digits):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            output = super().training_step(batch, batch_idx)
-            return None if batch_idx == 1 else output
-
-    models = [Skipping(), Skipping()]
-    for devices, model in enumerate(models, start=1):
-        assert fit(model, devices, max_epochs=1).global_step == 4
-    close_to(models[1], models[0])
-
-
 LOGGED: list[Callable[[Any, Tensor], Any]] = [
     lambda module, x: module.log("v", x.mean().item(), on_step=True),
     lambda module, x: module.log("v", x.mean().reshape(1)),
@@ -109,33 +89,19 @@ LOGGED: list[Callable[[Any, Tensor], Any]] = [
     lambda module, x: module.log("v", x.max(), False, True, reduce_fx="MAX"),
     lambda module, x: [module.log("v", value) for value in (x.mean(), x.mean() * 2)],
     lambda module, x: module.log_dict({"v": x.mean(), "w": x.square().mean()}),
+    lambda module, x: module.log_dict({"int": len(x), "tensor": (x > 0).sum()}, reduce_fx="sum"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:You called `self.log.* the value")
 @pytest.mark.parametrize("write", LOGGED)
 def test_logged_values_are_those_of_one_device(write: Any) -> None:
-    found, models = [], []
+    found = []
     for devices in (1, 2):
-        model, logger = Uses(write), Memory()
-        found.append((validate(model, devices, 17, logger=logger), logger.logged))
-        models.append(model)
+        logger = Memory()
+        found.append((validate(Uses(write), devices, 17, logger=logger), logger.logged))
     close(found[1], found[0])
     assert found[0][0][0]
-    assert models[1].calls == models[0].calls, "each is logged once"
-
-
-@pytest.mark.filterwarnings("ignore:You called `self.log.* and the value is floating")
-@pytest.mark.filterwarnings("ignore:You called `self.log.* but the value needs to be floating")
-def test_integers_are_logged_with_a_reduction() -> None:
-    def write(module: Any, x: Tensor) -> None:
-        module.log("int", len(x), reduce_fx="sum")
-        module.log("tensor", (x > 0).sum(), reduce_fx="sum")
-        module.log("largest", len(x), reduce_fx="max")
-
-    found = [validate(Uses(write), devices, 17)[0] for devices in (1, 2)]
-    assert [it.pop("largest") for it in found] == [6, 3]
-    assert found[1] == found[0]
-    assert found[0]["int"] == 17
 
 
 class Measures(Digits):
@@ -144,6 +110,12 @@ class Measures(Digits):
         self.curve, self.loss, self.sometimes = MulticlassAUROC(4), MeanMetric(), BinaryAccuracy()
         self.all = [self.curve]
         self.so_far: list[Tensor] = []
+
+    def on_test_start(self) -> None:
+        scores: Any = self.scores["valid"]
+        for _ in range(2):  # from then on a collection shares states between its metrics
+            scores.update(torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 2]))
+        assert scores.compute_groups == {0: ["MulticlassAccuracy", "MulticlassF1Score"]}
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         predictions = self(batch[0])
@@ -159,7 +131,10 @@ class Measures(Digits):
         self.so_far.append(self.loss.compute())
 
     def on_test_epoch_end(self) -> None:
-        self.log_dict({"scores": self.scores["valid"].compute()["MulticlassAccuracy"]})
+        scores: Any = self.scores["valid"]
+        self.so_far += scores.compute().values()
+        scores.update(torch.eye(4), torch.arange(4))
+        self.so_far += scores.compute().values()
 
 
 @replicas
@@ -175,22 +150,14 @@ def test_metrics_have_the_states_and_values_of_one_device(share: bool) -> None:
         assert model.sometimes.update_count > 0
     close(values[1], values[0])
     close(logged[1], logged[0])
-    assert len(logged[0]) == 12
-    assert {"curve", "loss_epoch", "scores"} <= values[0].keys()
+    assert len(logged[0]) == 16
+    assert {"curve", "loss_epoch"} <= values[0].keys()
 
 
-class Overall(Metric):
+class Overall(SumMetric):
     """Has not said whether its state can be merged."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), "sum")
-
-    def update(self, x: Tensor) -> None:
-        self.total = self.total + x.sum()
-
-    def compute(self) -> Any:
-        return self.total
+    full_state_update = None
 
 
 def update(module: Any, x: Tensor, and_then: str = "") -> None:
@@ -216,28 +183,6 @@ def update(module: Any, x: Tensor, and_then: str = "") -> None:
 def test_values_and_metrics_that_cannot_be_merged_are_named(use: Any, metric: Any, message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
         validate(Uses(use, metric))
-
-
-def test_collections_that_share_states_go_on_from_a_step() -> None:
-    """A collection that was updated itself shares states between metrics that have the same."""
-    model, expected = Digits(), Digits().scores["valid"]
-    scores: Any = model.scores["valid"]
-    batches = [(model(x).detach(), y) for x, y in digits()]
-    for number, (predictions, y) in enumerate(batches):
-        expected.update(predictions, y)
-        if number < 2:
-            scores.update(predictions, y)
-            continue
-        assert scores.compute_groups == {0: ["MulticlassAccuracy", "MulticlassF1Score"]}
-        replicas_of: list[Any] = Replicas(model, ["cpu", "cpu"]).refresh()
-        metrics = StepMetrics(model, replicas_of, CPU, "validation_step")
-        for replica, rows in zip(replicas_of, (slice(0, 3), slice(3, 6)), strict=True):
-            replica.scores["valid"].update(predictions[rows], y[rows])
-        metrics.merge()
-    close(scores.compute(), expected.compute())
-    for net in (scores, expected):
-        net.update(*batches[0])
-    close(scores.compute(), expected.compute())
 
 
 def test_a_batch_is_split_by_samples_and_constants_go_everywhere() -> None:
@@ -288,24 +233,22 @@ def test_a_function_splits_batches_of_another_kind() -> None:
 class Changes(Plain):
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__()
-        self.target = nn.Linear(8, 1).requires_grad_(False)
         self.change = [change]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0]) - self.target(batch[0])).square().mean()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.change[0](self)
-        return loss + self.net(batch[0]).mean()
+        return super().training_step(batch, batch_idx)
 
 
-def soft_update(module: Any) -> None:
-    for target, param in zip(module.target.parameters(), module.net.parameters(), strict=True):
-        target.data.mul_(0.9).add_(param.data, alpha=0.1)
+def by_data(module: Any) -> None:
+    for param in module.net.parameters():
+        param.data.mul_(0.9)
 
 
-def soft_update_late(module: Any) -> None:
+def late(module: Any) -> None:
     if module.global_step > 5:
         with torch.no_grad():
-            module.target.weight.lerp_(module.net.weight, 0.1)
+            module.net.weight.mul_(0.9)
 
 
 def optimizer_step(module: Any) -> None:
@@ -321,10 +264,8 @@ def learning_rate(module: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "named", "share"),
     [
-        (soft_update, "'target.weight', 'target.bias'", True),
-        (soft_update, "'target.weight', 'target.bias'", False),
-        (soft_update_late, "'target.weight'", True),
-        (soft_update_late, "'target.weight'", False),
+        (by_data, "'net.weight', 'net.bias'", False),
+        (late, "'net.weight'", True),
         (optimizer_step, "'net.weight'", True),
         (learning_rate, "learning rates", False),
     ],
@@ -340,7 +281,7 @@ class OfTwo(PoolEnvironment):
         return 2
 
 
-class Manual(Plain):
+class Manual(Uses):
     automatic_optimization = False
 
 
@@ -349,18 +290,14 @@ class Started(Plain):
         pytest.fail("training has started")
 
 
-def with_norm() -> Plain:
-    return Started(nn.Sequential(nn.SyncBatchNorm(8), nn.Linear(8, 1)))
-
-
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Manual, {}, r'found automatic_optimization=False in Manual; .*strategy="bucketddp_notebook"'),
+        (lambda: Manual(update), {}, r'found automatic_optimization=False in Manual; .*strategy="bucketddp_notebook"'),
         (Started, {"num_nodes": 2}, r"expected one node with strategy=\"bucketdp\".*found num_nodes=2"),
         (Started, {"plugins": [OfTwo()]}, "expected one process .* found 2 in OfTwo"),
         (Started, {"sync_batchnorm": True}, r"expected Trainer\(sync_batchnorm=False\)"),
-        (with_norm, {}, r"found SyncBatchNorm 'net\.0'"),
+        (lambda: Started(nn.Sequential(nn.SyncBatchNorm(8))), {}, r"found SyncBatchNorm 'net\.0'"),
         (lambda: Started(torch.compile(nn.Linear(8, 1), backend="eager")), {}, "found that submodule 'net' is"),
         (lambda: Started(nn.LazyLinear(1)), {}, "found 'net.weight' that waits for its first batch"),
     ],
@@ -371,10 +308,8 @@ def test_what_cannot_be_honoured_is_refused_before_the_first_batch(model: Any, o
 
 
 def test_modules_for_manual_optimisation_may_be_evaluated() -> None:
-    model = Uses(update, MeanMetric())
-    model.automatic_optimization = False
+    model = Manual(update, MeanMetric())
     validate(model)
     assert model.metric is not None
     assert model.metric.update_count == 2
-    model.predict_step = lambda batch, batch_idx: model.net(batch[0])  # type: ignore[method-assign]
-    assert len(one_process(2).predict(model, samples((8,), count=5))[0]) == 5
+    assert len(one_process(2).predict(Manual(lambda module, x: module.net(x)), samples((8,), count=5))[0]) == 5
