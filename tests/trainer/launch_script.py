@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDPStrategy
+from tests.lightning_models import QUIET
 from tests.trainer.cli_models import Data, Model
 
 groups: list[weakref.ref[dist.ProcessGroup]] = []
@@ -32,11 +33,10 @@ def main() -> None:
     torch.set_num_threads(1)
     atexit.register(lambda: say(f"process group open at exit: {dist.is_initialized()}"))  # runs after later ones
     atexit.register(lambda: say(f"process groups alive at exit: {sum(ref() is not None for ref in groups)}"))
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     for name in sys.argv[1:]:
         # The one way of starting processes without a name of its own.
         strategy = BucketDDPStrategy(start_method="forkserver") if name == "forkserver" else name
-        options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **dict.fromkeys(quiet, False)}
+        options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **QUIET}
         pl.Trainer(strategy=strategy, **options).fit(Noting(), Data())
 
 

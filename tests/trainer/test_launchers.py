@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests import failing_script
 from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
-from tests.lightning_models import PoolEnvironment
+from tests.lightning_models import QUIET, PoolEnvironment, Regression
 from tests.pool import RunRanks
+from tests.trainer.test_preemption import Loader
 
 Process = subprocess.Popen[str]
 
@@ -29,16 +27,11 @@ Process = subprocess.Popen[str]
 def start(*command: str, **environment: str) -> Process:
     """Starts a command as a user would, Python's if it begins with an option."""
     known = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, *command] if command[0].startswith("-") else command
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A session of its own, so that what it starts can be found, and ended, with it.
     return subprocess.Popen(
-        [sys.executable, *command] if command[0].startswith("-") else command,
-        cwd=ROOT,
-        env={**known, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        arguments, cwd=ROOT, env={**known, **environment}, text=True, start_new_session=True, **pipes
     )
 
 
@@ -84,12 +77,6 @@ def test_every_start_method_trains_from_a_script(strategies: list[str]) -> None:
     assert "process groups alive at exit: 1" not in output
 
 
-@pytest.mark.slow
-def test_a_notebook_trains_on_forked_ranks() -> None:
-    # `python -i` is what Lightning takes for a notebook.
-    assert_trained(*finish(start("-i", *SCRIPT, "bucketddp_notebook"))[0])
-
-
 def assert_learned(output: str, errors: str) -> None:
     assert re.search(r"test accuracy +0\.[89]", output), errors[-3000:]
     assert "2 ranks on cpu" in output
@@ -108,8 +95,8 @@ def test_the_slurm_job_takes_its_ranks_from_slurms_variables(tmp_path: Path) -> 
     """``srun`` is a stand-in."""
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
-    values = {"NNODES": "1", "NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_ID": "7", "JOB_NAME": "digits", "NODEID": "0"}
-    environment = {f"SLURM_{name}": value for name, value in values.items()}
+    values = {"NNODES": 1, "NTASKS": 2, "NTASKS_PER_NODE": 2, "JOB_ID": 7, "JOB_NAME": "digits", "NODEID": 0}
+    environment = {f"SLURM_{name}": str(value) for name, value in values.items()}
     environment |= {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     assert_learned(*finish(start("bash", "examples/launch/slurm.sbatch", "--epochs", "2", **environment))[0])
@@ -132,16 +119,7 @@ def test_torchrun_on_two_machines() -> None:
 
 
 SOME_PLACES = ["backward:0", "validation_step:1", "sigterm:1", "training_step killed:0"]
-OTHER_PLACES = [
-    "setup:0",
-    "training_step:1",
-    "backward:1",
-    "on_train_batch_end:0",
-    "on_save_checkpoint:0",
-    "stuck:0",
-    "sigterm:0",
-    "training_step killed:1",
-]
+OTHER_PLACES = ["setup:0", "training_step:1", "on_train_batch_end:0", "on_save_checkpoint:0", "stuck:0", "sigterm:0"]
 
 
 def assert_told(folder: Path, place: str) -> None:
@@ -158,10 +136,9 @@ def assert_told(folder: Path, place: str) -> None:
 def test_a_failure_ends_the_others_who_say_why(run_ranks: RunRanks, tmp_path: Path, places: list[str]) -> None:
     arguments = ("tests/failing_script.py", "bucketddp_fork", str(tmp_path), *places)
     (output,) = run_ranks(1, run_script, *arguments, bare=True)
+    ended = dict(re.findall(r"^(.+) ended after ([\d.]+) s$", output, re.MULTILINE))
     for place in places:
-        ended = re.search(rf"^{place} ended after ([\d.]+) s$", output, re.MULTILINE)
-        assert ended, output
-        assert float(ended[1]) < 15, place
+        assert float(ended[place]) < 15, place
         assert_told(tmp_path, place)
 
 
@@ -175,57 +152,23 @@ def test_popen_and_torchrun_end_the_ranks_of_a_failed_one(run_ranks: RunRanks, t
     assert_told(tmp_path, "on_train_epoch_end:1")
 
 
-class ResumingLoader(DataLoader[Any]):
-    """Goes on in the middle of an epoch, where Lightning alone starts the data, though not the count, from the top."""
-
-    done = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        start = self.done % len(self)
-        for self.done, batch in enumerate(super().__iter__(), start=1):
-            if self.done > start:
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
-
-
-class Killed(pl.LightningModule):
+class Killed(Regression):
     """Rank 1 kills itself in the middle of the second epoch, the first time round."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.steps: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.steps.append(self.global_step)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 9 and self.global_rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        return (self.net(batch[0]) - batch[1]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return super().training_step((batch[0] + self.global_rank, batch[1]), batch_idx)
 
 
-def resume(folder: Path, **options: Any) -> None:
+def resume(folder: Path, *plugins: Any) -> None:
     """Trains two epochs of six steps, from the last checkpoint on where there is one, and saves what comes out."""
-    rows = torch.randn(48, 9, generator=torch.Generator().manual_seed(1))
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    torch.manual_seed(1)
     saves = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)
-    fits = {"strategy": "bucketddp", "accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": saves}
-    trainer, model = pl.Trainer(**{**fits, **quiet, **options}), Killed()
-    loader = ResumingLoader(TensorDataset(rows[:, :8], rows[:, 8:]), batch_size=4, shuffle=True)
-    trainer.fit(model, loader, ckpt_path="last")
-    torch.save((model.steps, model.state_dict()), folder / f"rank {trainer.global_rank}")
-
-
-def undisturbed(folder: Path) -> None:
-    resume(folder, plugins=PoolEnvironment())
+    options = {**QUIET, "accelerator": "cpu", "devices": 2, "max_epochs": 2, "enable_checkpointing": True}
+    trainer, model = pl.Trainer(strategy="bucketddp", callbacks=saves, plugins=list(plugins), **options), Killed()
+    trainer.fit(model, Loader(), ckpt_path="last")
+    torch.save((len(model.before_step), model.state_dict()), folder / f"rank {trainer.global_rank}")
 
 
 @pytest.mark.slow
@@ -234,8 +177,8 @@ def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: RunRanks, tm
     for folder in folders:
         folder.mkdir()
     assert run_ranks(1, run_elastic, 1, resume, folders[0], bare=True) == [True]
-    run_ranks(2, undisturbed, folders[1])
+    run_ranks(2, resume, folders[1], PoolEnvironment())
     for rank in (0, 1):
         (steps, found), (_, expected) = (torch.load(folder / f"rank {rank}") for folder in folders)
-        assert steps == [8, 9, 10, 11]
+        assert steps == 4, "from the checkpoint on"
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
