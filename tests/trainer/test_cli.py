@@ -2,11 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning
 import pytest
@@ -19,8 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.trainer.common import REGISTERED
-from tests.launchers import ROOT, assert_trained
-from tests.pool import RunRanks
+from tests.launchers import assert_trained
+from tests.lightning_models import QUIET
+from tests.pool import on_ranks
+from tests.reference import everyones
 from tests.trainer.cli_models import Model
 
 CLASS = "lightning_bucketddp.BucketDDPStrategy"
@@ -67,39 +67,21 @@ def test_what_is_no_subcommand_is_refused(
     assert "usage: python -m lightning_bucketddp" in errors
 
 
-def own_classes(folder: Path, **options: Any) -> list[str]:
-    """Arguments for training a module of a file in a folder on two ranks."""
-    (folder / "mine.py").write_text((Path(__file__).parent / "cli_models.py").read_text())
-    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, **options}
-    trainer |= dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    (folder / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
-    return ["fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2"]
-
-
-def run_main(folder: str, arguments: list[str]) -> str:
-    os.chdir(folder)
-    sys.path.insert(0, folder)
+@on_ranks(2, fresh=True)
+def test_a_cli_trains_classes_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text((Path(__file__).parent / "cli_models.py").read_text())
+    trainer = {**QUIET, "accelerator": "cpu", "devices": 2, "max_epochs": 1}
+    trainer |= {"plugins": [{"class_path": "tests.lightning_models.PoolEnvironment"}]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
+    os.chdir(tmp_path)
+    sys.path.insert(0, str(tmp_path))
+    arguments = ["fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2"]
     sys.argv = ["program", *arguments]
     printed = Path(f"printed by rank {dist.get_rank()}")
     with printed.open("w") as file:
         os.dup2(file.fileno(), 1)
     assert main(arguments) == 0
-    return printed.read_text()
-
-
-def test_a_cli_trains_classes_of_the_current_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
-    arguments = own_classes(tmp_path, plugins=[{"class_path": "tests.lightning_models.PoolEnvironment"}])
-    assert_trained("".join(run_ranks(2, run_main, str(tmp_path), arguments, fresh=True)), lr=0.2)
-
-
-@pytest.mark.slow
-def test_a_cli_starts_the_ranks_itself(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_bucketddp", *own_classes(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert_trained(done.stdout, done.stderr, lr=0.2)
+    assert_trained("".join(everyones(printed.read_text())), lr=0.2)
 
 
 def cli(*arguments: str) -> LightningCLI:
@@ -113,6 +95,7 @@ OPTIONS = {
     "module_buffers": ("mean", "mean"),
     "max_abs_grad": (".inf", float("inf")),
     "sparse_parameters": ("[net.weight]", ["net.weight"]),
+    "comm_hook": (f"{fp16_compress_hook.__module__}.{fp16_compress_hook.__name__}", fp16_compress_hook),
 }
 
 
@@ -121,7 +104,9 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     in_process = cli("--trainer.strategy.class_path=lightning_bucketddp.BucketDPStrategy").trainer
     assert (type(in_process.strategy), in_process.num_devices) == (BucketDPStrategy, 2)
     saved = tmp_path / "config.yaml"
-    first = cli(f"--trainer.strategy={CLASS}", *(f"--trainer.strategy.{k}={v}" for k, (v, _) in OPTIONS.items()))
+    options = [f"{name}={text}" for name, (text, _) in OPTIONS.items()]
+    options += ["uneven_inputs=world_size", "exact_evaluation=true"]
+    first = cli(f"--trainer.strategy={CLASS}", *(f"--trainer.strategy.{option}" for option in options))
     saved.write_text(first.parser.dump(first.config))
     assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["class_path"] == CLASS
     second = cli(f"--config={saved}")
@@ -130,24 +115,7 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     for strategy in (first.trainer.strategy, second.trainer.strategy):
         assert strategy._options == expected
         assert strategy._timeout == strategy._options.timeout == expected.timeout
-
-
-@pytest.mark.parametrize(
-    ("option", "found"),
-    [
-        ("wire_dtype=bf16", torch.bfloat16),
-        ("gradient_divide_by=tokens", "tokens"),
-        ("gradient_divide_by=3", 3),
-        (f"comm_hook={fp16_compress_hook.__module__}.{fp16_compress_hook.__name__}", fp16_compress_hook),
-        ("uneven_inputs=active_ranks", "active_ranks"),
-        ("exact_evaluation=true", True),
-    ],
-)
-def test_an_option_on_the_command_line(option: str, found: Any) -> None:
-    strategy = cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}").trainer.strategy
-    name = option.split("=")[0]
-    own = {attribute.removeprefix("_"): value for attribute, value in vars(strategy).items()}
-    assert {**own, **vars(strategy._options)}[name] == found
+        assert (strategy._uneven_inputs, strategy._exact_evaluation) == ("world_size", True)
 
 
 @pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "nothing=1"])

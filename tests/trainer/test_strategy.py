@@ -5,9 +5,9 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-import lightning.fabric.strategies.ddp
 import pytest
 import torch
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -19,7 +19,7 @@ from lightning_bucketddp.trainer.common import leave_shared_memory
 from tests.inside import comm_hook_of
 from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
 from tests.models import Mlp, batch
-from tests.pool import RunRanks, case, on_ranks
+from tests.pool import case, on_ranks
 from tests.trainer.test_fabric import start
 
 _EXPERIMENTAL = {
@@ -35,32 +35,16 @@ _LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
 
 
 def names(function: Any) -> list[str]:
-    return [
-        name for name in inspect.signature(function).parameters if name not in ("kwargs", "options", "torch_options")
-    ]
+    every = ("kwargs", "options", "torch_options")
+    return [name for name in inspect.signature(function).parameters if name not in every]
 
 
 def test_everything_that_ddp_takes_is_an_argument() -> None:
     options = {each.name for each in fields(Options)}
-    for strategy, theirs in (
-        (BucketDDPStrategy, DDPStrategy),
-        (BucketDDPFabricStrategy, lightning.fabric.strategies.ddp.DDPStrategy),
-    ):
+    for strategy, theirs in ((BucketDDPStrategy, DDPStrategy), (BucketDDPFabricStrategy, FabricDDPStrategy)):
         assert names(strategy)[: len(names(theirs))] == names(theirs)
     for wrapper in (DistributedDataParallel, BucketDDP):
         assert set(names(wrapper)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options
-
-
-def test_options_made_from_options_are_the_same() -> None:
-    for given in [
-        {"broadcast_buffers": False},
-        {"forward_sync_buffers": False},
-        {"module_buffers": "mean", "broadcast_buffers": True},
-        {"accumulate_allreduce_grads_in_fp32": True},
-        {"grad_dtype": {"a.*": "bf16"}, "master_params": False, "wire_dtype": "fp16", "sparse_parameters": ["a"]},
-    ]:
-        once = Options(**given)
-        assert vars(Options(**vars(once))) == vars(once) != vars(Options())
 
 
 OPTIONS: dict[str, Any] = {
@@ -127,15 +111,14 @@ CALLS: dict[str, tuple[Any, ...]] = {
 class Clipped(Regression):
     """Sums its loss and counts tokens, and clips in two ways; with ``ddp`` it does so with torch's utilities."""
 
+    records = False
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
         if not isinstance(strategy, BucketDDPStrategy):
             return nn.functional.mse_loss(self.net(batch[0]), batch[1])
         strategy.count_tokens(batch[1].numel())
         return nn.functional.mse_loss(self.net(batch[0]), batch[1], reduction="sum")
-
-    def on_after_backward(self) -> None:
-        """Not looked at: gradients may be sharded."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy, params = self.trainer.strategy, dict(self.named_parameters())
@@ -145,22 +128,14 @@ class Clipped(Regression):
             strategy.clip_grad_value_(0.01)
             assert strategy.last_pass().number + 1 == len(self.before_step)
         else:
-            self.before_step.append(self._grads())
+            self.before_step.append({name: param.grad.clone() for name, param in params.items()})
             norm = nn.utils.clip_grad_norm_(params.values(), 0.05)
             nn.utils.clip_grad_value_(params.values(), 0.01)
         assert norm > 0.05
 
 
-def said(strategy: Any) -> list[str]:
-    messages = []
-    for name, arguments in CALLS.items():
-        with pytest.raises(RuntimeError) as error:
-            getattr(strategy, name)(*arguments)
-        messages.append(str(error.value))
-    return messages
-
-
-def calls_in_a_trainer() -> None:
+@on_ranks(2)
+def test_a_trainer_counts_tokens_clips_and_shows_gradients() -> None:
     expected = Clipped()
     trainer(ddp()).fit(expected, data())
     for sharded in (False, True):
@@ -170,11 +145,18 @@ def calls_in_a_trainer() -> None:
             assert len(model.before_step) == 6
             torch.testing.assert_close(model.before_step, expected.before_step)
             close_to(model, expected)
-    after = [f"expected {name}() to be called during fit, found no wrapped module" for name in CALLS]
-    assert said(runs.strategy) == after
+    assert_refused(runs.strategy, r"expected {}\(\) to be called during fit, found no wrapped module")
 
 
-def calls_in_fabric() -> None:
+def assert_refused(strategy: Any, message: str) -> None:
+    for name, arguments in CALLS.items():
+        assert inspect.signature(getattr(type(strategy), name)) == inspect.signature(getattr(BucketDDP, name))
+        with pytest.raises(RuntimeError, match=message.format(name)):
+            getattr(strategy, name)(*arguments)
+
+
+@on_ranks(2)
+def test_fabric_counts_tokens_clips_and_shows_gradients() -> None:
     fabric = start(gradient_divide_by="tokens")
     strategy, plain, alone = fabric.strategy, Mlp(), Mlp()
     alone.load_state_dict(plain.state_dict())
@@ -190,17 +172,7 @@ def calls_in_fabric() -> None:
     for param, reference in zip(plain.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(strategy.full_grad(param), reference.grad)
     kept = [model, fabric.setup(Mlp())]  # the strategy forgets a module that nobody holds
-    for name, message in zip(CALLS, said(strategy), strict=True):
-        assert f"where {name}() is called, found {len(kept)}" in message
-        assert f"strategy.wrapper_of(module).{name}()" in message
-
-
-def test_the_strategies_count_clip_and_show_gradients(run_ranks: RunRanks) -> None:
-    run_ranks(2, calls_in_a_trainer)
-    run_ranks(2, calls_in_fabric)
-    for strategy in (BucketDDPStrategy, BucketDDPFabricStrategy):
-        for name in CALLS:
-            assert inspect.signature(getattr(strategy, name)) == inspect.signature(getattr(BucketDDP, name))
+    assert_refused(strategy, rf"where {{0}}\(\) is called, found {len(kept)}.*strategy.wrapper_of\(module\).{{0}}\(\)")
 
 
 @pytest.mark.parametrize(("start_method", "shared"), [("forkserver", False), ("popen", True)])
