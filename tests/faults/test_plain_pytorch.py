@@ -125,11 +125,10 @@ def train(rank: int, port: int, what: str, which: int, where: str) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, codes = Path(sys.argv[1]), {}
     for scenario in SCENARIOS:
         what, which, where = scenario.split(":")
         port = free_port()
-        pids: dict[int, int] = {}
         for rank in RANKS:
             if (pid := os.fork()) == 0:
                 signal.alarm(40)
@@ -141,11 +140,10 @@ def main() -> None:
                 finally:
                     print(time.time(), flush=True)
                 return
-            pids[pid] = rank
-        for _ in RANKS:
-            pid, status = os.wait()
-            code = folder / f"{scenario} code of rank {pids.pop(pid)}"
-            code.write_text(str(os.waitstatus_to_exitcode(status)))
+            codes[pid] = folder / f"{scenario} code of rank {rank}"
+    for _ in range(len(codes)):
+        pid, status = os.wait()
+        codes[pid].write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_name(tmp_path: Path) -> None:

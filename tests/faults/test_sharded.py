@@ -91,7 +91,7 @@ def test_a_rank_that_ends_without_the_last_step_is_named() -> None:
     train(ours, optimizer, 1, "skips" if dist.get_rank() == 1 else "")
     if dist.get_rank() == 1:
         ours._end_training()
-        time.sleep(5)  # the process is there, and comes to nothing
+        time.sleep(3)  # the process is there, and comes to nothing
     else:
         with pytest.raises((RankMismatchError, PeerFailureError), match="rank 1 has ended training"):
             ours.wait_for_parameters()

@@ -196,7 +196,7 @@ class Ends(Preempted):
                 time.sleep(1.1)
                 os.kill(os.getpid(), signal.SIGUSR1)
             if self.how == "absent":
-                time.sleep(6 * self.global_rank)
+                time.sleep(4 * self.global_rank)
                 os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
 
