@@ -19,11 +19,7 @@ from tests.models import ConvBatchNorm, Mlp
 
 
 class PoolEnvironment(LightningEnvironment):
-    """The ranks that the pool has started already."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
+    creates_processes_externally = True
 
     def world_size(self) -> int:
         return dist.get_world_size()
@@ -31,8 +27,7 @@ class PoolEnvironment(LightningEnvironment):
     def global_rank(self) -> int:
         return dist.get_rank()
 
-    def local_rank(self) -> int:
-        return dist.get_rank()
+    local_rank = global_rank
 
     def set_world_size(self, size: int) -> None: ...
 
@@ -42,7 +37,6 @@ class PoolEnvironment(LightningEnvironment):
 
 
 def ours(**options: Any) -> BucketDDPStrategy:
-    """With several buckets in the smallest model."""
     return BucketDDPStrategy(**{"cluster_environment": PoolEnvironment(), "bucket_cap_mb": 0.0003, **options})
 
 
@@ -56,16 +50,8 @@ def close_to(first: pl.LightningModule, second: pl.LightningModule) -> None:
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    defaults = {
-        "accelerator": "cpu",
-        "devices": dist.get_world_size(),
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,  # it would shuffle
-    }
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    defaults = {"accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1, **dict.fromkeys(off, False)}
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
 
 
