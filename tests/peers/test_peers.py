@@ -1,7 +1,7 @@
 """What ranks say of themselves in the store: several ranks in one process, without collectives."""
 
-import itertools
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,19 +16,14 @@ from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.roll_call import FailedPass, RollCall
 from lightning_bucketddp.peers.status import Phase, Status
 
-_numbers = itertools.count()
 MakeRanks = Callable[[int], list[Peers]]
-
-
-class Group:
-    """Stands for a process group."""
 
 
 class Collectives:
     def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
         self.rank, self.world_size, self._store = rank, world_size, store
-        self.name = f"simulated {next(_numbers)}"
-        self.group = Group()
+        self.name = str(uuid.uuid4())
+        self.group = type("Group", (), {})()
 
     def store(self, prefix: str) -> PrefixStore:
         return PrefixStore("group", self._store)
@@ -90,10 +85,10 @@ def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: MakeRanks) -> None:
         each.here.begin_step()
     second.here.end_step()
     words = "rank 1 ran no backward in step 1, in which rank 0 is in pass 0"
-    with first.here.waiting("the gradients", Phase.PASS), pytest.raises(RankMismatchError, match=words):
-        poll(first)
-    with pytest.raises(RankMismatchError, match=words):
-        poll(second)
+    with first.here.waiting("the gradients", Phase.PASS):
+        for each in (first, second):
+            with pytest.raises(RankMismatchError, match=words):
+                poll(each)
 
 
 def test_silent_ranks_are_named(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
