@@ -22,7 +22,6 @@ _pools: dict[int, WorkerPool] = {}
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """The process from which workers are forked."""
     nursery = Nursery()
     yield nursery
     nursery.end()

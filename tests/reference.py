@@ -34,7 +34,6 @@ def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_grads(module: nn.Module, expected: dict[str, Tensor | None], **tolerance: float) -> None:
-    """Asserts that every ``.grad`` is as expected, and None where that is expected."""
     for name, param in module.named_parameters():
         found = param.grad
         assert (found is None) == (expected[name] is None), f"{name}.grad is {found}, expected {expected[name]}"

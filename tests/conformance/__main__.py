@@ -38,7 +38,6 @@ PENDING = {name: reason for name, _, ours, reason in ROWS if ours == "fails"}
 
 
 def page() -> str:
-    """The page, its head made from the table."""
     torch_passes = len(TESTS) - len(FAILS_WITH_TORCH)
     head = HEAD.format(
         tests=len(TESTS),

@@ -42,22 +42,16 @@ def replicated(module: nn.Module, share: bool = SHARED, devices: int = 2, **opti
 
 
 def counting_forwards(module: nn.Module) -> list[int]:
-    """The batch sizes that the module and its replicas see."""
     sizes: list[int] = []
     module.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     return sizes
 
 
-@on_ranks(
-    2,
-    cases={
-        "one": ["mlp", COPIED],
-        "nested": ["nested_outputs", SHARED],
-        "re-entrant": ["checkpoint_reentrant", COPIED],
-        "not re-entrant": ["checkpoint_non_reentrant", SHARED],
-        "bf16": ["mixed_dtypes", COPIED],
-    },
-)
+MODELS = [("mlp", COPIED), ("nested_outputs", SHARED), ("mixed_dtypes", COPIED)]
+CHECKPOINTED = [("checkpoint_reentrant", COPIED), ("checkpoint_non_reentrant", SHARED)]
+
+
+@on_ranks(2, cases=[*MODELS, *CHECKPOINTED])
 def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> None:
     """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
@@ -84,7 +78,6 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
 
 @on_ranks(2, cases=BOTH)
 def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
-    """Uneven batches, and sparse gradients."""
     rank = dist.get_rank()
     for plain, batches in (
         (Mlp(), [(batch(0, rank, size + rank)[0],) for size in (4, 5, 1, 2, 7)]),
