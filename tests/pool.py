@@ -1,8 +1,7 @@
 """Runs functions on several gloo ranks from plain pytest.
 
-Worker processes are started once per world size and kept. Importing torch and lightning takes seconds, so one process
-does it for all, and the workers are forked from it before it has done anything else. Each job gets a process group of
-its own (file store), so that jobs do not see each other, and its wrappers are closed at its end.
+Worker processes are kept, for each world size. One process imports torch and lightning, which takes seconds; workers
+are forked from it. Each job gets a process group of its own (file store), and its wrappers are closed at its end.
 """
 
 import functools
@@ -44,10 +43,7 @@ class Nursery:
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, *words: object) -> int:
-        """The number of a new process for ``fork``, its rank, the world size and where it connects to.
-
-        The exit code of a process for ``wait``, or ``kill``, and its number.
-        """
+        """For ``fork`` the number of a new process, for ``wait`` and ``kill`` with such a number its exit code."""
         print(*words, file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 

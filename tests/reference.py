@@ -25,11 +25,10 @@ def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
     means: dict[str, Tensor | None] = {}
     for name, param in module.named_parameters():
         used = torch.tensor([float(param.grad is not None)])
-        dist.all_reduce(used)
-        total = param.grad.detach().to_dense() if param.grad is not None else torch.zeros_like(param)
-        total = total.clone()
-        dist.all_reduce(total)
-        means[name] = total / dist.get_world_size() if used.item() else None
+        total = param.grad.detach().to_dense().clone() if used else torch.zeros_like(param)
+        for tensor in (used, total):
+            dist.all_reduce(tensor)
+        means[name] = total / dist.get_world_size() if used else None
     return means
 
 
