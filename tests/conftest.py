@@ -17,12 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch-ddp", action="store_true", help="run torch's DDP tests with torch's own class too")
 
 
-_pools: dict[int, WorkerPool] = {}
-
-
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """The process from which workers are forked."""
     nursery = Nursery()
     yield nursery
     nursery.end()
@@ -31,14 +27,11 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture(scope="session")
 def run_ranks(nursery: Nursery) -> Iterator[RunRanks]:
     """``run_ranks(world_size, job, *args)``: the job's results by rank."""
+    pools: dict[int, WorkerPool] = {}
 
     def run(world_size: int, job: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        if world_size not in _pools:
-            _pools[world_size] = WorkerPool(world_size, nursery)
-        pool = _pools[world_size]
-        return pool.run(job, *args, **options)
+        return pools.setdefault(world_size, WorkerPool(world_size, nursery)).run(job, *args, **options)
 
     yield run
-    for pool in _pools.values():
+    for pool in pools.values():
         pool.stop()
-    _pools.clear()

@@ -8,11 +8,6 @@ from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reductions import HookReduce
 from lightning_bucketddp.reducer.upkeep import Upkeep
-from lightning_bucketddp.wrapper import bucket_ddp
-
-
-def open_wrappers() -> list[BucketDDP]:
-    return list(bucket_ddp._open_wrappers)
 
 
 def passes_of(net: BucketDDP) -> Passes:

@@ -21,11 +21,7 @@ from tests.models import ConvBatchNorm, Mlp
 
 
 class PoolEnvironment(LightningEnvironment):
-    """The ranks that the pool has started already."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
+    creates_processes_externally = True
 
     def world_size(self) -> int:
         return dist.get_world_size()
@@ -33,8 +29,7 @@ class PoolEnvironment(LightningEnvironment):
     def global_rank(self) -> int:
         return dist.get_rank()
 
-    def local_rank(self) -> int:
-        return dist.get_rank()
+    local_rank = global_rank
 
     def set_world_size(self, size: int) -> None: ...
 
@@ -44,7 +39,6 @@ class PoolEnvironment(LightningEnvironment):
 
 
 def ours(**options: Any) -> BucketDDPStrategy:
-    """With several buckets in the smallest model."""
     return BucketDDPStrategy(**{"cluster_environment": PoolEnvironment(), "bucket_cap_mb": 0.0003, **options})
 
 

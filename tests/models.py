@@ -38,8 +38,7 @@ class ConvBatchNorm(nn.Module):
 class SharedWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 8, bias=False)
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.head.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,9 +65,7 @@ class Outputs:
 class NestedOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Linear(8, 12)
-        self.head = nn.Linear(12, 4)
-        self.side = nn.Linear(12, 4)
+        self.body, self.head, self.side = nn.Linear(8, 12), nn.Linear(12, 4), nn.Linear(12, 4)
 
     def forward(self, x: Tensor) -> Outputs:
         hidden = torch.tanh(self.body(x))
@@ -124,9 +121,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.left = nn.Linear(8, 4)
-        self.right = nn.Linear(8, 4)
+        self.stem, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
         self.idle = nn.Parameter(torch.ones(5))
 
     def forward(self, x: Tensor, take: str = "both") -> Tensor:
@@ -141,9 +136,7 @@ class Branches(nn.Module):
 class OutOfOrder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(8, 4)
-        self.first = nn.Linear(8, 8)
-        self.middle = nn.Linear(8, 8)
+        self.last, self.first, self.middle = nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
@@ -154,9 +147,7 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.first = nn.Linear(8, 4)
-        self.second = nn.Linear(8, 4)
+        self.stem, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, swapped: bool = False) -> Tensor:
         x = torch.tanh(self.stem(x))
@@ -177,8 +168,7 @@ class RaiseInBackward(torch.autograd.Function):
 class Fragile(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 4)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -216,23 +206,6 @@ def tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(most, (5, 3), generator=generator), torch.randint(most, (5, 2), generator=generator)
 
 
-class Block(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(super().forward(x))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class AllKinds(nn.Module):
     """Parameters of every kind: channels-last, bf16 (if ``low``), tied, of no dimension or element, idle, frozen."""
 
@@ -258,14 +231,12 @@ class AllKinds(nn.Module):
         return x @ torch.full((11, 3), 0.1) @ self.frozen
 
 
-class Recurrent(nn.Module):
+class Recurrent(nn.LSTM):
     def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(10, 4)
+        super().__init__(4, 2, num_layers=2, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x.view(-1, 2, 4))[0][:, -1])
+        return super().forward(x.view(-1, 2, 4))[0][:, -1]
 
 
 class Containers(nn.Module):
@@ -322,50 +293,12 @@ class TrainedBuffer(nn.Module):
         return torch.sparse.mm(self.graph, torch.tanh(self.linear(x) * self.prompt).T).T[:, :4]
 
 
-class Aliases(nn.Module):
-    """Submodules and parameters that are reached by plain attributes, a method of another module and a hook too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.stages = [self.first, torch.tanh, self.second]
-        self.by_name = {"head": self.second}
-        self.first_again = self.first.forward
-        self.weights = tuple(self.parameters())
-        self.seen: Tensor | None = None
-        self.first.register_forward_hook(self.keep)
-
-    def keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        self.seen = output
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for stage in self.stages:
-            out = stage(out)
-        assert self.seen is not None
-        out = out + self.by_name["head"](self.seen) + self.second(self.first_again(x))
-        return out + sum(weight.square().sum() for weight in self.weights) * x[:, :4]
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(-1, 2, 4)
-        return self.head(self.attention(x, x, x)[0].sum(1))
-
-
 REPLICATED: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "containers": Containers,
     "reparametrized": Reparametrized,
     "sparse": Bits,
     "trained_buffer": TrainedBuffer,
-    "aliases": Aliases,
-    "attention": Attention,
     "all_kinds": AllKinds,
 }
 """Modules that are easily copied wrongly."""

@@ -1,8 +1,7 @@
 """Runs functions on several gloo ranks from plain pytest.
 
-Worker processes are started once per world size and kept. Importing torch and lightning takes seconds, so one process
-does it for all, and the workers are forked from it before it has done anything else. Each job gets a process group of
-its own (file store), so that jobs do not see each other, and its wrappers are closed at its end.
+Worker processes are kept, for each world size. One process imports torch and lightning, which takes seconds; workers
+are forked from it. Each job gets a process group of its own (file store), and its wrappers are closed at its end.
 """
 
 import functools
@@ -43,20 +42,10 @@ class Nursery:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
-    def _ask(self, *words: object) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def ask(self, *words: object) -> int:
+        """For ``fork`` the number of a new process, for ``wait`` and ``kill`` with such a number its exit code."""
         print(*words, file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
-
-    def fork(self, rank: int, world_size: int, address: str) -> int:
-        return self._ask("fork", rank, world_size, address)
-
-    def exit_code(self, pid: int) -> int:
-        return self._ask("wait", pid)
-
-    def kill(self, pid: int) -> int:
-        return self._ask("kill", pid)
 
     def end(self) -> None:
         self._process.kill()
@@ -75,14 +64,14 @@ class WorkerPool:
     def _start(self) -> None:
         folder = tempfile.mkdtemp()
         with Listener(str(Path(folder) / "pool"), "AF_UNIX", backlog=self.world_size, authkey=b"pool") as listener:
-            address = str(listener.address)
-            self._pids = [self._nursery.fork(rank, self.world_size, address) for rank in range(self.world_size)]
-            connections = [listener.accept() for _ in range(self.world_size)]
+            ranks, address = range(self.world_size), listener.address
+            self._pids = [self._nursery.ask("fork", rank, self.world_size, address) for rank in ranks]
+            connections = [listener.accept() for _ in ranks]
         self._connections = [c for _, c in sorted((c.recv(), c) for c in connections)]
 
     def stop(self) -> None:
         for pid in self._pids:
-            self._nursery.kill(pid)
+            self._nursery.ask("kill", pid)
         for connection in self._connections:
             connection.close()
         self._pids, self._connections = [], []
@@ -116,24 +105,22 @@ class WorkerPool:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout
-        while len(results) + len(errors) < self.world_size:
-            for rank, connection in enumerate(self._connections):
-                if rank in results or rank in errors:
-                    continue
+        while waiting := set(range(self.world_size)) - results.keys() - errors.keys():
+            for rank in waiting:
                 try:
-                    if connection.poll(0.01):
-                        ok, value = pickle.loads(connection.recv_bytes())
+                    if self._connections[rank].poll(0.01):
+                        ok, value = pickle.loads(self._connections[rank].recv_bytes())
                         (results if ok else errors)[rank] = value
                 except (EOFError, OSError):
                     if rank in may_exit:
                         results[rank] = None
-                        continue
-                    errors[rank] = f"the process ended with exit code {self._nursery.exit_code(self._pids[rank])}"
+                    else:
+                        code = self._nursery.ask("wait", self._pids[rank])
+                        errors[rank] = f"the process ended with exit code {code}"
                 if rank in errors:  # the others may hang for it; they get a little time to say so
                     deadline = min(deadline, time.monotonic() + 15)
             if time.monotonic() > deadline:
-                for rank in set(range(self.world_size)) - set(results) - set(errors):
-                    errors[rank] = "no answer in time"
+                errors |= dict.fromkeys(waiting - results.keys() - errors.keys(), "no answer in time")
         if errors or fresh or bare:
             self.stop()
         if errors:
@@ -156,19 +143,19 @@ def _raise_workers() -> None:
                 _serve(int(words[0]), int(words[1]), words[2])
             exit_codes.pop(pid, None)  # of one that had the same number
             print(pid, flush=True)
-        else:
-            pid = int(words[0])
-            if what == "kill" and pid not in exit_codes:
+            continue
+        pid = int(words[0])
+        if pid not in exit_codes:
+            if what == "kill":
                 os.kill(pid, signal.SIGKILL)
-            if pid not in exit_codes:
-                exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            print(exit_codes[pid], flush=True)
+            exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(exit_codes[pid], flush=True)
 
 
 def _close_wrappers() -> None:
-    from tests.inside import open_wrappers
+    from lightning_bucketddp.wrapper import bucket_ddp
 
-    for wrapper in open_wrappers():
+    for wrapper in list(bucket_ddp._open_wrappers):
         wrapper.close()
 
 

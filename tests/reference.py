@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -25,22 +25,19 @@ def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
     means: dict[str, Tensor | None] = {}
     for name, param in module.named_parameters():
         used = torch.tensor([float(param.grad is not None)])
-        dist.all_reduce(used)
-        total = param.grad.detach().to_dense() if param.grad is not None else torch.zeros_like(param)
-        total = total.clone()
-        dist.all_reduce(total)
-        means[name] = total / dist.get_world_size() if used.item() else None
+        total = param.grad.detach().to_dense().clone() if used else torch.zeros_like(param)
+        for tensor in (used, total):
+            dist.all_reduce(tensor)
+        means[name] = total / dist.get_world_size() if used else None
     return means
 
 
 def assert_grads(module: nn.Module, expected: dict[str, Tensor | None], **tolerance: float) -> None:
-    """Asserts that every ``.grad`` is as expected, and None where that is expected."""
     for name, param in module.named_parameters():
-        if expected[name] is None:
-            assert param.grad is None, f"{name} has a gradient that no rank produced"
-        else:
-            assert param.grad is not None, f"{name} has no gradient"
-            found = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        found = param.grad
+        assert (found is None) == (expected[name] is None), f"{name}.grad is {found}, expected {expected[name]}"
+        if found is not None:
+            found = found.to_dense() if found.is_sparse else found
             torch.testing.assert_close(found, expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
@@ -104,6 +101,10 @@ def mse(step: int, direct: bool = False) -> Callable[[nn.Module], Tensor]:
     """The loss of this rank's batch; ``direct`` goes past the wrapper."""
     inputs, target = batch(step, dist.get_rank())
     return lambda model: loss_of((inner(model) if direct else model)(inputs), target)
+
+
+def local_if(ours: BucketDDP, local: bool) -> AbstractContextManager[None]:
+    return ours.no_sync() if local else nullcontext()
 
 
 def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -> None:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -46,10 +45,9 @@ def quick(run_ranks: RunRanks) -> Quick:
 
 
 def row(text: str, table: str, beginning: str) -> dict[str, float]:
-    lines = text.splitlines()
-    head = next(index for index, line in enumerate(lines) if line.startswith(table))
-    line = next(line for line in lines[head:] if line.startswith(f"{beginning}  "))
-    names, cells = (re.split(r"  +", one.strip()) for one in (lines[head], line))
+    lines = text[re.search(f"^{table}", text, re.MULTILINE).start() :].splitlines()
+    line = next(line for line in lines if line.startswith(f"{beginning}  "))
+    names, cells = (re.split(r"  +", one.strip()) for one in (lines[0], line))
     return {name: float(cell.split()[0]) for name, cell in zip(names[1:], cells[1:], strict=True) if cell != "-"}
 
 
@@ -87,21 +85,6 @@ def test_models_and_bounds_are_the_published_ones(monkeypatch: pytest.MonkeyPatc
     assert least_exposed_sharded(0.240, 0.192, 0.096) == pytest.approx(0.005 + 0.004 + 0.120 - 0.096)
 
 
-def test_a_peer_that_does_not_synchronise_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import compute
-
-    def rank(others: list[float], unwrapped: list[float]) -> dict[str, Any]:
-        losses = {compute.SHIPPED: ([1.0, 1.5], True), "other": (others, True), compute.UNWRAPPED: (unwrapped, False)}
-        return {"peers": {name: {"losses": values, "synchronises": flag} for name, (values, flag) in losses.items()}}
-
-    assert compute.agreement_of_losses([rank([1.0, 1.5], [1.0, 2.0])]) == 0.0
-    with pytest.raises(AssertionError, match="other: losses differ from torch DDP's by"):
-        compute.agreement_of_losses([rank([1.0, 1.5], [1.0, 2.0]), rank([1.0, 1.51], [1.0, 2.0])])
-    with pytest.raises(AssertionError, match="the unwrapped module's losses differ by no more than"):
-        compute.agreement_of_losses([rank([1.0, 1.5], [1.0, 1.5])])
-
-
 @pytest.mark.slow
 def test_link(quick: Quick) -> None:
     printed = quick("link.py")
@@ -126,25 +109,23 @@ def test_compute_compares_peers_that_train_alike(quick: Quick) -> None:
 @pytest.mark.slow
 def test_memory_of_gradients_and_of_sharded_optimizers(quick: Quick) -> None:
     text = quick("memory.py", "--models", "mlp", "--peers", "ddp as shipped", "bucketddp", "bucketddp_sharded")
-    share = re.search(r"^bucketddp_sharded: the optimizer's state is ([\d.]+) of the unwrapped", text, re.MULTILINE)
-    assert share
-    assert float(share[1]) == pytest.approx(0.5, rel=0.02)
+    (share,) = re.findall(r"^bucketddp_sharded: the optimizer's state is ([\d.]+) of the unwrapped", text, re.MULTILINE)
+    assert float(share) == pytest.approx(0.5, rel=0.02)
     shipped, ours = (row(text, "gradients and buckets", peer) for peer in ("ddp as shipped", "bucketddp"))
     assert shipped["in backward"] > shipped["after backward"] == 2.0
     assert ours["after backward"] == pytest.approx(1.0, abs=0.01)
     words = r"at most ([\d.]+) .* ([\d.]+) when settled; the largest bucket is ([\d.]+): the bound holds"
-    found = re.search(rf"^bucketddp: {words}$", text, re.MULTILINE)
-    assert found, text
-    most, settled, bucket = map(float, found.groups())
+    (found,) = re.findall(rf"^bucketddp: {words}$", text, re.MULTILINE)
+    most, settled, bucket = map(float, found)
     assert 1.0 + bucket + 0.01 >= most >= settled >= ours["local passes"] > 1.0
 
 
 @pytest.mark.slow
 def test_bf16_needs_fp32_masters(quick: Quick) -> None:
-    text, masters = quick("bf16_masters.py"), "bucketddp_sharded, bf16-true, fp32 masters"
-    above = {peer: row(text, "peer", peer)["above fp32's"] for peer in ("ddp, bf16-true", masters)}
-    assert abs(above[masters]) < 0.01
-    assert above["ddp, bf16-true"] > 0.05
+    text = quick("bf16_masters.py")
+    masters = row(text, "peer", "bucketddp_sharded, bf16-true, fp32 masters")
+    assert abs(masters["above fp32's"]) < 0.01
+    assert row(text, "peer", "ddp, bf16-true")["above fp32's"] > 0.05
 
 
 @pytest.mark.slow
@@ -163,15 +144,9 @@ def test_overhead_and_its_profile(quick: Quick) -> None:
     for count, kind in product((100, 300), ("synchronised pass", "later local pass")):
         assert len(cells_of(text, f"{kind}, {count} parameters")) == 2 + len(HOST)
 
-    lines = quick("overhead.py", "--profile", "--ranks", "1", "--parameters", "50").splitlines()
-
-    def calls(pattern: str) -> list[int]:
-        return [int(line.split()[0]) for line in lines if re.search(pattern, line)]
-
-    assert calls("'run_backward'") == [10, 20], "synchronised, then two local ones at once"
-    assert calls(r"\bhooks\.py:\d+\(on_gradient\)") == [10 * 50, 20 * 50], "one call of one hook per parameter"
-    # Few enough that the profile's first lines may not show them.
-    assert all(count < 10 * 50 / 5 for count in calls(r"\breducer\.py:\d+\(on_gradient\)")), "most hooks only mark"
+    profile = quick("overhead.py", "--profile", "--ranks", "1", "--parameters", "50")
+    calls = re.findall(r"^ *(\d+) .*\bhooks\.py:\d+\(on_gradient\)", profile, re.MULTILINE)
+    assert calls == ["500", "1000"], "one call of one hook per parameter: of 10 passes, and of 20 local ones"
 
 
 @pytest.mark.slow
@@ -183,9 +158,7 @@ def test_accelerator_without_one(quick: Quick, run_ranks: RunRanks) -> None:
         early, buckets = map(int, re.findall(r"(\d+) of (\d+) buckets launched early", line)[0])
         assert 1 <= early <= buckets > 2
     for peer in ("unwrapped", *HOST, "bucketddp, sending"):
-        step_ms, ratio, *_ = cells_of(text, peer)
-        assert float(step_ms) > 0
-        assert float(ratio) == 1 if peer == "unwrapped" else float(ratio) > 0
+        assert all(float(cell) > 0 for cell in cells_of(text, peer)[:2])
     if not torch.accelerator.is_available():
         assert run_ranks(1, run_benchmark, "accelerator.py") == ["accelerator.py: no accelerator here\n"]
 

@@ -38,5 +38,4 @@ def test_help_and_yaml_list_names_defaults_and_types(strategy: type, capsys: pyt
     assert sorted(shown) == sorted(arguments), "an argument without a text"
     lines = [f"{name}: {value}  # {shown[name]}" for name, value in arguments.items()]
     assert lines == (LISTED / f"{strategy.__name__}.txt").read_text().splitlines()
-    read = parser.parse_object(yaml.safe_load(written))
-    assert parser.dump(read, skip_none=False) == written
+    assert parser.dump(parser.parse_object(yaml.safe_load(written)), skip_none=False) == written

@@ -75,20 +75,14 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if is_gpu else device
 
 
-def _made_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _made_on_cpu(function: Callable[..., Any], moves: bool = False) -> Callable[..., Any]:
+    """The function with the CPU for a GPU named by keyword; or, if it ``moves`` things, by position too."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _moved_to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _made_on_cpu(function)(self, *map(_on_cpu, args), **kwargs)
+        return function(*(map(_on_cpu, args) if moves else args), **kwargs)
 
     return call
 
@@ -98,15 +92,13 @@ def _replace_devices() -> None:
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
     for owner in owners:
-        owner.to = _moved_to_cpu(owner.to)
+        owner.to = _made_on_cpu(owner.to, moves=True)
         owner.cuda = lambda self, *args, **kwargs: self
     cuda: Any = torch.cuda
     cuda.set_device = lambda device: None  # torch.compile wants different functions under different names
     cuda.synchronize = lambda device=None: None
     cuda.current_device = lambda: dist.get_rank()
-    accelerator: Any = torch.accelerator
-    accelerator.current_stream = lambda device=None: Nothing()
-    torch.Event = Nothing  # type: ignore[misc, assignment]
+    torch.accelerator.current_stream = torch.Event = Nothing
 
 
 def _replace_skips() -> None:

@@ -1,7 +1,10 @@
 """What ranks agree on when a module is wrapped, and the errors of ranks that do not agree."""
 
+import os
+import socket
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
+from lightning_bucketddp.layout.plan import MIB
+from lightning_bucketddp.peers.machines import machine_name
 from tests.models import ConvBatchNorm, Mlp
-from tests.pool import on_ranks
+from tests.pool import case, on_ranks
 from tests.reference import both, inputs_of, raises_soon
 
 WEIGHT = "parameter 'layers.0.weight'"
@@ -19,7 +24,7 @@ DIFFERENCES = {
     "shape": f"{WEIGHT}: rank 0 has shape (16, 8), torch.float32, strides (8, 1), rank 2 has",
     "order": f"rank 0 has {WEIGHT} (shape (16, 8), torch.float32, strides (8, 1)) where rank 2",
     "dtype": "'head.bias': rank 0 has shape (4,), torch.float32, strides (1,), rank 2 has shape (4,), torch.float64",
-    "strides": "parameter 'weight': rank 0 has shape (3, 2, 2, 2), torch.float32, strides (8, 4, 2, 1), rank 2",
+    "strides": "parameter 'conv2.weight': rank 0 has shape (4, 6, 2, 2), torch.float32, strides (24, 1, 12, 6), rank 2",
     "missing": "only rank 0 has parameter 'head.bias' (shape (4,), torch.float32, strides (1,))",
     "buffer": "only rank 2 has module buffer 'norm.extra' (shape (3,), torch.float32)",
     "option": "option bucket_cap_mb: rank 0 has None, rank 2 has 3.0",
@@ -27,20 +32,16 @@ DIFFERENCES = {
 
 
 def built_differently(kind: str, last: bool) -> nn.Module:
-    module: Any = nn.Conv2d(2, 3, 2) if kind == "strides" else ConvBatchNorm() if kind == "buffer" else Mlp()
-    if not last:
-        return module
-    if kind == "shape":
-        return Mlp(width=17)
-    if kind == "order":
+    module: Any = ConvBatchNorm() if kind in ("strides", "buffer") else Mlp(17 if last and kind == "shape" else 16)
+    if last and kind == "order":
         return nn.ModuleDict({"head": module.head, "layers": module.layers})
-    if kind == "dtype":
+    if last and kind == "dtype":
         module.head.bias = nn.Parameter(module.head.bias.detach().double())
-    elif kind == "strides":
-        return module.to(memory_format=torch.channels_last)
-    elif kind == "missing":
+    elif last and kind == "strides":
+        module.conv2.to(memory_format=torch.contiguous_format)
+    elif last and kind == "missing":
         module.head = nn.Linear(16, 4, bias=False)
-    elif kind == "buffer":
+    elif last and kind == "buffer":
         module.norm.register_buffer("extra", torch.zeros(3))
     return module
 
@@ -57,19 +58,16 @@ def test_ranks_built_differently_are_told_the_first_difference() -> None:
         assert words in str(error.value)
 
 
-BAD = [
-    (Mlp(), {"timeout": -5}, "expected timeout to be None or a positive timedelta, found -5"),
-    (Mlp(), {"overlap": "no"}, "expected overlap to be True or False, found 'no'"),
-    (Mlp(), {"overlaps": True}, "unexpected keyword argument 'overlaps'"),
-    ("x", {}, "expected module to be an nn.Module, found 'x'"),
-    (Mlp().requires_grad_(False), {}, "expected at least one parameter that requires grad"),
-]
-
-
 @on_ranks(2)
 def test_an_error_in_wrapping_reaches_the_other_ranks() -> None:
     mine = dist.get_rank() == 1
-    for module, options, message in BAD:
+    for module, options, message in [
+        (Mlp(), {"timeout": -5}, "expected timeout to be None or a positive timedelta, found -5"),
+        (Mlp(), {"overlaps": True}, "unexpected keyword argument 'overlaps'"),
+        (Mlp(), {"device_ids": [0]}, "expected no device_ids"),
+        ("x", {}, "expected module to be an nn.Module, found 'x'"),
+        (Mlp().requires_grad_(False), {}, "expected at least one parameter that requires grad"),
+    ]:
         with raises_soon(*([TypeError, ValueError] if mine else [PeerFailureError]), within=5) as error:
             BucketDDP(module if mine else Mlp(), **(options if mine else {}))
         assert message in str(error.value)
@@ -89,8 +87,6 @@ def test_a_rank_that_never_wraps_is_named() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @on_ranks(1)
 def test_modules_that_cannot_be_wrapped_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one type of device that holds values, found \['meta'\]"):
-        BucketDDP(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="'weight' is uninitialised"):
         BucketDDP(nn.LazyLinear(2))
     module = Mlp()
@@ -107,3 +103,31 @@ def test_modules_that_cannot_be_wrapped_are_refused() -> None:
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         BucketDDP(Mlp())
+
+
+def test_a_launcher_of_fewer_ranks_knows_of_other_machines() -> None:
+    host = socket.gethostname()
+    assert machine_name(4, {}) == host
+    for started_here, machine in (("4", host), ("8", host), ("?", host), ("2", "")):
+        assert machine_name(4, {"LOCAL_WORLD_SIZE": started_here}) == machine
+
+
+@on_ranks(2)
+def test_default_buckets_follow_from_all_ranks_sharing_one_machine() -> None:
+    """The launcher says it to each rank; else host names do. Sizes are in MiB."""
+    for started_here, hosts, expected in [
+        (["", ""], "ab", [4, 4, 4]),
+        (["2", "2"], "aa", [12]),
+        (["1", "1"], "aa", [4, 4, 4]),
+        (["", "1"], "aa", [4, 4, 4]),
+    ]:
+        started, host = started_here[dist.get_rank()], hosts[dist.get_rank()]
+        module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+        with patch.dict(os.environ), patch.object(socket, "gethostname", lambda host=host: host):
+            os.environ["LOCAL_WORLD_SIZE"] = started
+            ours = BucketDDP(module)
+            for _ in range(2):
+                ours(torch.ones(1, 1024)).sum().backward()
+        with case(started_here, hosts):
+            assert [ours.layout.bucket_nbytes(bucket) // MIB for bucket in ours.layout.buckets] == expected
+        ours.close()

@@ -1,12 +1,16 @@
-"""Why ranks wait in vain, from their records alone."""
+"""Why ranks wait in vain, and what a report of it says, from their records alone."""
 
 import random
-import re
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_bucketddp.comm import work
 from lightning_bucketddp.peers.diagnose import diagnose, silent
+from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.status import Phase, Position, Status
 
 NAMES = ("stem.weight", "head.weight")
@@ -32,23 +36,16 @@ def test_a_snapshot_stays_as_it_was() -> None:
     assert status.snapshot().trainable == (), "others ask for it in a pass or an agreement alone"
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
+def test_ranks_that_may_still_come_are_left_alone() -> None:
+    for others in [
         [at(1, pass_number=6), at(2, pass_number=6, step=3)],
         [at(1, **IN_PASS), at(2, **IN_PASS)],
         # Records that were written a little earlier or later than rank 0's.
         [at(1, pass_number=6, exchange=4, **BUFFERS), at(2, pass_number=7)],
         [at(1, Phase.AGREEMENT, "sets", pass_number=6, agreement=2), at(2, pass_number=7, agreement=2)],
         [at(1, Phase.RUNS, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
-    ],
-    ids=["they run", "all are in the pass", "exchange", "agreement", "uncounted"],
-)
-def test_ranks_that_may_still_come_are_left_alone(others: list[Status]) -> None:
-    assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
-
-
-def test_ended_and_silent_ranks_may_still_come() -> None:
+    ]:
+        assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
     assert diagnose([at(0, exchange=1, ended=True, **BUFFERS), at(1, ended=True)]) is None
     ranks = [at(0, **IN_PASS), at(1), at(2, silent_for=1.0)]
     assert diagnose(ranks) is None
@@ -100,8 +97,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("words", [*MISTAKES, *FAILURES])
 def test_a_diagnosis_names_both_ranks(words: str) -> None:
-    ranks = list({**MISTAKES, **FAILURES}[words])
-    for order in (ranks, ranks[::-1]):
+    first, second = {**MISTAKES, **FAILURES}[words]
+    for order in ((first, second), (second, first)):
         found = diagnose(order, NAMES)
         assert found is not None
         assert found.mismatch == (words in MISTAKES)
@@ -138,5 +135,46 @@ def test_a_large_world_is_looked_at_in_a_moment() -> None:
     began = time.process_time()
     found = diagnose(ranks)
     assert time.process_time() - began < 2
-    assert found is not None
-    assert re.search(r"rank 0 .* rank 77", found.text)
+    assert "rank 77" in found.text
+
+
+TRAINS = [(__file__, 1, "training_step"), ("/no/such/file.py", 7, "<module>")]
+C10D = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
+
+
+def test_a_rank_waits_if_it_says_so_or_is_in_a_collective() -> None:
+    assert dist.distributed_c10d.__file__ == C10D, "where torch's collectives are"
+    for innermost in (C10D, str(work.__file__)):
+        assert waits(Status(0, stack=[(innermost, 1, "barrier"), *TRAINS]))
+        assert not waits(Status(0, stack=[*TRAINS, (innermost, 1, "run")])), "a launcher"
+    assert waits(Status(0, Position(), Phase.RUNS, "the norm"))
+    assert not waits(Status(0, stack=TRAINS))
+    assert not waits(Status(0, Position(), Phase.PASS, "'a'", silent_for=1.0)), "it may have been there long ago"
+    checkpoint = str(Path(C10D).parent / "checkpoint" / "filesystem.py")
+    assert not waits(Status(0, stack=[(checkpoint, 1, "write")])), "all ranks may write for minutes"
+
+
+def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
+    at = Position(pass_number=6, step=7)
+    waiting = [(C10D, 1, "barrier"), *TRAINS]
+    ranks = [Status(rank, at, Phase.PASS, "the gradients of 'a'", stack=waiting) for rank in (0, 1, 2, 5)]
+    ranks += [Status(3, at, stack=TRAINS), Status(4, Position(pass_number=4), silent_for=58.2)]
+    ranks += [Status(6, at, ended=True, silent_for=1.0), Status(7, at, stack=waiting)]
+    (first, second), source = ((f"    {file}:{line} in {name}") for file, line, name in TRAINS[::-1]), __doc__
+    assert report(ranks, 2, 60.2).splitlines() == [
+        "rank 2 has waited for 60 s: ranks 3 to 4, 6 have not come. Where ranks are (the innermost call last):",
+        "  rank 3: not waiting, in step 7, pass 6",
+        first,
+        f'{second}: """{source}"""',
+        "  rank 4: silent for 58 s; its last record, which may be old, says in pass 4",
+        "  rank 6: ended training",
+        "  ranks 0 to 2, 5: waiting for the gradients of 'a', in step 7, pass 6",
+        first,
+        f'{second}: """{source}"""',
+        "  rank 7: waiting in barrier(), in step 7, pass 6",
+        first,
+        f'{second}: """{source}"""',
+    ]
+    assert "5 s: all ranks wait, for different things" in report(ranks[:4], 0, 5)
+    many = [Status(rank, stack=[("a.py", rank, "f")]) for rank in range(100)]
+    assert report(many, 0, 1).count("a.py") == 8, "at most so many stacks"

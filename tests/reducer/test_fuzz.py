@@ -22,15 +22,16 @@ from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.buffers import LARGE_BYTES
 from tests.inside import views_of
 from tests.pool import RunRanks
-from tests.reducer.random_models import BATCH, WIDTH, RandomModel
-from tests.reducer.random_schedules import Backward, Case, Forward, Round, draw_case, synchronised
-from tests.reference import copying
+from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
+from tests.reference import copying, local_if
 
 CASES_PER_JOB = 20
+RERUN = "again: pytest tests/reducer/test_fuzz.py --fuzz-seed="
 TOLERANCE = {torch.bfloat16: 2.0**-5}
 DEFAULT_TOLERANCE = 2e-5
 
-Grads = dict[str, Tensor | None]
+Grads = dict[str, Tensor]
+"""Without the parameters that have none."""
 
 
 class Reference:
@@ -39,40 +40,30 @@ class Reference:
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self.module = module
         self.params = dict(module.named_parameters())
-        self.grads: list[Grads] = [dict.fromkeys(self.params) for _ in range(world_size)]  # what `.grad` is
+        self.grads: list[Grads] = [{} for _ in range(world_size)]  # what `.grad` is
         self.pending: list[set[str]] = [set() for _ in range(world_size)]  # have a gradient since the last reduction
         self.scale = dict.fromkeys(self.params, 0.0)  # the largest number in a gradient: rounding is measured by it
 
     def add(self, rank: int, grads: Grads) -> None:
         for name, grad in grads.items():
-            if grad is None:
-                continue
-            before = self.grads[rank][name]
-            total = grad if before is None else before + grad
-            self.grads[rank][name] = total
+            self.grads[rank][name] = total = self.grads[rank].get(name, 0) + grad
             self.pending[rank].add(name)
             if grad.numel():
                 self.scale[name] = max(self.scale[name], grad.abs().max().item(), total.abs().max().item())
 
     def reduce(self) -> set[str]:
         """A synchronised pass ends: means over the ranks. Returns the parameters that no rank used."""
-        untouched = set()
-        for name in self.params:
-            if any(name in mine and g[name] is not None for mine, g in zip(self.pending, self.grads, strict=True)):
-                found = [grads[name] for grads in self.grads if grads[name] is not None]
-                for grads in self.grads:
-                    grads[name] = torch.stack(found).sum(0) / len(self.grads)
-            else:
-                untouched.add(name)
+        used = {name for mine, grads in zip(self.pending, self.grads, strict=True) for name in mine & grads.keys()}
+        for name in used:
+            mean = sum(grads[name] for grads in self.grads if name in grads) / len(self.grads)
+            for grads in self.grads:
+                grads[name] = mean
         for mine in self.pending:
             mine.clear()
-        return untouched
+        return self.params.keys() - used
 
     def zero(self, how: str) -> None:
-        for grads in self.grads:
-            for name, grad in grads.items():
-                if grad is not None:
-                    grads[name] = None if how == "none" else torch.zeros_like(grad)
+        self.grads = [{n: grad * 0 for n, grad in grads.items() if how != "none"} for grads in self.grads]
         self.scale = dict.fromkeys(self.params, 0.0)
 
 
@@ -81,16 +72,10 @@ def double(tensor: Tensor) -> Tensor:
 
 
 def digest(tensors: Grads) -> str:
-    found = hashlib.sha256()
-    for name, tensor in tensors.items():
-        found.update(f"{name} {tensor is None}".encode())
-        if tensor is not None:
-            found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    found = hashlib.sha256(str(list(tensors)).encode())
+    for tensor in tensors.values():
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def copies(grads: Grads) -> Grads:
-    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
 
 
 class Run:
@@ -118,18 +103,17 @@ class Run:
         self.digests: list[str] = []
 
     def grads(self) -> Grads:
-        return {name: param.grad for name, param in self.params.items()}
+        return {name: param.grad for name, param in self.params.items() if param.grad is not None}
 
     def run(self) -> None:
         for number, item in enumerate(self.case.rounds):
             self.number = number
             self.round(number, item)
         self.aside("dropped")  # settles a last backward that raised
-        before = copies(self.grads())
+        before = {name: grad.to(self.params[name].dtype, copy=True) for name, grad in self.grads().items()}
         self.ours.close()
-        for name, grad in self.grads().items():
-            expected = None if before[name] is None else before[name].to(self.params[name].dtype)
-            assert grad is None if expected is None else torch.equal(grad, expected), f"{name} after close()"
+        assert self.grads().keys() == before.keys()
+        assert all(torch.equal(grad, before[name]) for name, grad in self.grads().items()), "after close()"
 
     def round(self, number: int, item: Round) -> None:
         self.freeze(item.trainable)
@@ -138,7 +122,6 @@ class Run:
         if item.nudge:
             self.nudge()
         self.aside(item.aside)
-
         fail = item.backwards[0].fail
         outputs = [self.forward(self.ours, number, at, self.rank, fail) for at in range(len(item.forwards))]
         reduced = False
@@ -164,11 +147,11 @@ class Run:
         return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
 
     def forward(self, module: nn.Module, number: int, at: int, rank: int, fail: str = "") -> Tensor:
-        call: Forward = self.case.rounds[number].forwards[at]
+        call = self.case.rounds[number].forwards[at]
         x, target = self.inputs(number, at, rank)
         x.requires_grad_(call.inputs_require_grad)
         module.train(call.training)
-        with module.no_sync() if call.local and module is self.ours else nullcontext():
+        with local_if(self.ours, call.local and module is self.ours):
             output = (self.module if call.direct and module is self.ours else module)(x, call.take[rank], fail)
         return (output - target).square().mean()
 
@@ -193,7 +176,7 @@ class Run:
         loss = self.loss(module, backward, losses, rank)
         if loss.requires_grad:
             loss.backward(inputs=None if backward.constant[rank] else self.inputs_argument(module, backward))
-        grads = {name: None if p.grad is None else double(p.grad) for name, p in self.reference.params.items()}
+        grads = {name: double(p.grad) for name, p in self.reference.params.items() if p.grad is not None}
         module.zero_grad()
         return grads
 
@@ -205,13 +188,11 @@ class Run:
     def nudge(self) -> None:
         """Changes every gradient in place, as a user may, on each rank otherwise."""
         for grad in self.grads().values():
-            if grad is not None:
-                grad.mul_(1 + self.rank / 8)
+            grad.mul_(1 + self.rank / 8)
         for rank, grads in enumerate(self.reference.grads):
             for name, grad in grads.items():
-                if grad is not None:
-                    grads[name] = grad * (1 + rank / 8)
-                    self.nudged.add(name)
+                grads[name] = grad * (1 + rank / 8)
+                self.nudged.add(name)
 
     def aside(self, kind: str) -> None:
         if kind:
@@ -230,10 +211,10 @@ class Run:
         if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
             backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
         loss = self.loss(self.module, backward, losses, self.rank)
-        before = copies(self.grads())
+        before = {name: grad.clone() for name, grad in self.grads().items()}
         try:
             with (
-                self.ours.no_sync() if backward.local else nullcontext(),
+                local_if(self.ours, backward.local),
                 self.ours.backward_pass(loss) if backward.guarded else nullcontext(),
             ):
                 if loss.requires_grad:
@@ -257,16 +238,15 @@ class Run:
             self.nudged &= untouched
             same = {name: grad for name, grad in self.grads().items() if name not in self.nudged}
             self.digests.append(digest(same))
-            for name, grad in same.items():  # rounding does not add up over the rounds
-                for grads in self.reference.grads:
-                    grads[name] = None if grad is None else double(grad)
+            for grads in self.reference.grads:  # rounding does not add up over the rounds
+                grads.update({name: double(grad) for name, grad in same.items()})
 
     def takes_part(self, item: Round, backward: Backward, rank: int, grads: Grads) -> bool:
         """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass.
 
         A forward that takes no stage returns its input. A root that is a leaf is followed up to the next forward only.
         """
-        if any(grad is not None for grad in grads.values()):
+        if grads:
             return True
         if not self.case.options["find_unused_parameters"] or backward.only is not None:
             return False
@@ -278,11 +258,9 @@ class Run:
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
         views = views_of(self.ours)
+        everything = self.reference.grads[self.rank]
+        assert self.grads().keys() == everything.keys()
         for name, grad in self.grads().items():
-            expected = self.reference.grads[self.rank][name]
-            if expected is None or grad is None:
-                assert (grad is None) == (expected is None), f"{name}.grad is {grad}, expected {expected}"
-                continue
             if reduced and name not in untouched and views:
                 assert grad is views[name], f"{name}.grad is not its view"
             if name in untouched:
@@ -292,7 +270,7 @@ class Run:
             tolerance = TOLERANCE.get(rounded, 0.0) * self.reference.scale[name]
             tolerance += DEFAULT_TOLERANCE * max(self.reference.scale.values())
             message = partial("{}: {}".format, name)
-            torch.testing.assert_close(double(grad), expected, rtol=0, atol=tolerance, msg=message)
+            torch.testing.assert_close(double(grad), everything[name], rtol=0, atol=tolerance, msg=message)
 
 
 def run_cases(seeds: list[int]) -> list[list[str]]:
@@ -309,13 +287,9 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
             run.run()
         except BaseException as error:
             number = run.number if run else "-"
-            raise AssertionError(f"{rerun(seed)}\n{case}\nround {number}\n{traceback.format_exc()}") from error
+            raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error
         digests.append(run.digests)
     return digests
-
-
-def rerun(seed: int) -> str:
-    return f"again: pytest tests/reducer/test_fuzz.py --fuzz-seed={seed}"
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, 16), (3, 8)], ids=["2", "3"])
@@ -330,6 +304,6 @@ def test_gradients_are_what_one_process_works_out(
         first, *others = run_ranks(world_size, run_cases, chunk, timeout=200)
         for rank, digests in enumerate(others, start=1):
             for at, seed in enumerate(chunk):
-                assert digests[at] == first[at], f"ranks 0 and {rank} differ; {rerun(seed)}"
+                assert digests[at] == first[at], f"ranks 0 and {rank} differ; {RERUN}{seed}"
         reductions += sum(map(len, first))
     assert reductions >= len(seeds) or seed is not None, "hardly anything was reduced"

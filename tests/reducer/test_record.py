@@ -1,25 +1,50 @@
-"""``last_pass()``, and what the logger says at each ``TORCH_DISTRIBUTED_DEBUG``."""
+"""``last_pass()``: its record, its pictures; what the logger says, and labels in torch's profiler."""
 
 import dataclasses
+import json
 import logging
 import re
 import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.layout.plan import size_text
 from lightning_bucketddp.peers.control import HEADER
-from tests.models import Branches, Fragile, Lookup, MixedDtypes, Mlp, OutOfOrder, batch, tokens
-from tests.pool import Nursery, RunRanks, WorkerPool, on_ranks
-from tests.reference import TINY, backward, run_backward
+from lightning_bucketddp.reducer import labels
+from lightning_bucketddp.reducer.record import PassRecord
+from tests.models import Branches, Lookup, MixedDtypes, Mlp, OutOfOrder, tokens
+from tests.pool import on_ranks
+from tests.reference import TINY, backward, inputs_of, local_if, run_backward, taking
+
+WAYS: dict[str, list[Any]] = {  # options, and the profiler's name for the collective
+    "all-reduce": [{}, "all-reduce"],
+    "reduce-scatter": [{"shard_optimizer": True}, "reduce-scatter"],
+    "two stages": [{"wire_dtype": torch.bfloat16}, "all-reduce"],
+    "hook": [{"comm_hook": "fp16"}, "fp16_compress_hook"],
+}
 
 
 def train(ours: BucketDDP, step: int) -> None:
     ours.zero_grad()
     backward(ours, step)
+
+
+def of_mlp(**options: Any) -> tuple[BucketDDP, PassRecord]:
+    """A wrapper and the record of its third pass."""
+    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY, **options)
+    for step in range(3):
+        backward(ours, step)
+    record = ours.last_pass()
+    assert record is not None
+    return ours, record
 
 
 @on_ranks(2)
@@ -35,12 +60,11 @@ def test_the_record_holds_what_became_of_each_bucket() -> None:
             assert found.parameters == tuple(layout.slots[slot].spec.name for slot in bucket.slots)
             assert (found.dtype, found.device) == (layout.buffers[bucket.buffer].dtype, "cpu")
             assert found.launched_early == (found.launched_at <= record.backward_seconds)
-        assert sum(bucket.launched_early for bucket in record.buckets) == ours.last_pass().early_launches
-        assert (ours.last_pass().early_launches > 0) == (step > 0)
-        times = [bucket.launched_at for bucket in record.buckets]
-        assert times[0] > 0
+        assert sum(bucket.launched_early for bucket in record.buckets) == record.early_launches
+        assert (record.early_launches > 0) == (step > 0)
+        times = [0.0, *(bucket.launched_at for bucket in record.buckets)]
+        times.append(record.backward_seconds + record.exposed_seconds)
         assert times == sorted(times)
-        assert times[-1] < record.backward_seconds + record.exposed_seconds
         assert (record.grad_nbytes, record.sparse_nbytes) == (layout.nbytes, 0)
         assert record.control_nbytes in (4 * (HEADER + len(layout.slots)), 8 * (HEADER + len(layout.slots)))
         assert record.unused_here == record.unused_everywhere == ()
@@ -52,29 +76,29 @@ def test_the_record_holds_what_became_of_each_bucket() -> None:
 def test_the_record_counts_layouts_and_local_passes() -> None:
     ours = BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)
     seen = []
-    for step in range(4):
-        with ours.no_sync():
-            for _ in range(2 if step == 2 else 0):
-                train(ours, step)
-        train(ours, step)
+    for local in (False, False, True, True, False, False):
+        with local_if(ours, local):
+            train(ours, 0)
         record = ours.last_pass()
-        seen.append((record.rebuilt, record.layouts, record.local_passes))
+        seen += [] if local else [(record.rebuilt, record.layouts, record.local_passes)]
     assert seen == [(False, 1, 0), (True, 2, 0), (False, 2, 2), (False, 2, 0)]
 
 
 @on_ranks(2)
 def test_the_record_names_unused_parameters() -> None:
     rank = dist.get_rank()
-    ours = BucketDDP(Branches(), bucket_cap_mb=TINY)
-    unused = "right" if rank else "left"
+    ours = BucketDDP(Branches(), bucket_cap_mb=0)
+    used, unused = ("left", "right") if rank else ("right", "left")
     for step in range(3):
         ours.zero_grad()
-        ours(batch(step, rank)[0], "left" if rank else "right").square().mean().backward()
+        taking(step, used)(ours).backward()
         record = ours.last_pass()
         assert record.unused_here == ("idle", f"{unused}.weight", f"{unused}.bias")
         assert record.unused_everywhere == ("idle",)
+    at_launch = {name: it.ready_at == it.launched_at for it in record.buckets for name in it.parameters}
+    assert [at_launch[f"{name}.weight"] for name in (used, unused)] == [False, True], "when a bucket lacks gradients"
     ours.module.idle.requires_grad_(False)
-    ours(batch(3, rank)[0]).square().mean().backward()
+    taking(3)(ours).backward()
     assert record.unused_everywhere == ("idle",), "a record does not change"
     assert ours.last_pass().unused_here == ours.last_pass().unused_everywhere == ()
     ours.close()
@@ -91,80 +115,111 @@ def test_the_record_names_unused_parameters() -> None:
 
 
 @on_ranks(2)
-def test_a_dropped_pass_leaves_no_record() -> None:
-    ours = BucketDDP(Fragile())
-    train(ours, 0)
-    before = ours.last_pass()
-    with pytest.raises(ArithmeticError):
-        run_backward(ours, ours(batch(1, dist.get_rank())[0], fail=True).sum(), guarded=True)
-    assert ours.last_pass() == before
-
-
-@on_ranks(2)
 def test_times_tell_backward_from_exposed_communication() -> None:
     seconds = 0.6 if dist.get_rank() == 1 else 0.2
-    ours = BucketDDP(nn.Linear(8, 8))
-    hidden = ours(batch(0, dist.get_rank())[0])
-    hidden.register_hook(lambda _: time.sleep(seconds))
-    run_backward(ours, hidden.square().mean(), guarded=True)
+    ours = BucketDDP(Mlp())
+    output = ours(inputs_of(0))
+    output.register_hook(lambda _: time.sleep(seconds))
+    run_backward(ours, output.square().mean(), guarded=True)
     record = ours.last_pass()
     assert record.backward_seconds >= seconds
     assert record.exposed_seconds > 0.1 or dist.get_rank() == 1, "rank 0 had to wait"
 
 
+@on_ranks(2, cases=WAYS)
+def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], collective: str) -> None:
+    ours, record = of_mlp(**options)
+    output = ours(inputs_of(3))
+    last = ours.module.get_parameter(record.buckets[-1].parameters[0])
+    handle = last.register_hook(lambda _: time.sleep(0.3))  # meanwhile the collective of the first bucket ends
+    output.square().mean().backward()
+    handle.remove()
+    record = ours.last_pass()
+    for it in record.buckets:
+        assert 0 < it.ready_at <= it.launched_at <= it.done_at <= record.backward_seconds + record.exposed_seconds
+    assert [it.ready_at for it in record.buckets] == sorted(it.ready_at for it in record.buckets)
+    assert record.buckets[0].done_at <= record.backward_seconds, "it was seen during backward"
+    assert record.buckets[0].ready_at + 0.25 < record.buckets[-1].ready_at
+
+    assert not profiler._is_profiler_enabled, "private to torch; without it labels are always made"
+    with patch.object(labels, "record_function", side_effect=AssertionError("made although no profiler runs")):
+        backward(ours, 3)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert profiler._is_profiler_enabled
+        backward(ours, 4)
+    names = [event.name for event in profiled.events() if event.name.startswith("bucketddp: ")]
+    assert sorted(names) == sorted(
+        f"bucketddp: bucket {it.index}, {what}, {size_text(it.nbytes)}"
+        for it in ours.last_pass().buckets
+        for what in ("pack", collective, "wait")
+    )
+
+
 @on_ranks(2)
-def test_the_table_is_readable() -> None:
-    ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
-    train(ours, 0)
-    train(ours, 1)
-    lines = str(ours.last_pass()).splitlines()
-    ours.close()
-    assert re.fullmatch(r"pass 1, rank [01] of 2: backward [\d.]+ ms, exposed [\d.]+ ms \(host time\)", lines[0])
+def test_the_table_the_trace_and_the_plot_show_all_buckets(tmp_path: Path) -> None:
+    _, record = of_mlp()
+    lines = str(record).splitlines()
+    assert re.fullmatch(r"pass 2, rank [01] of 2: backward [\d.]+ ms, exposed [\d.]+ ms \(host time\)", lines[0])
     assert re.search(r"KiB in \d+ buckets, [1-9]\d* launched early; control vector \d+ B; layout \d", lines[1])
     assert lines[2].split() == ["bucket", "launched", "size", "dtype", "device", "parameters"]
     assert re.fullmatch(r" +0 +[\d.]+ ms  early +[\d.]+ K?i?B  float32   cpu       head\.bias.*", lines[3])
     assert len({line.index("float32") for line in lines[3:]}) == 1
 
+    path = tmp_path / f"{dist.get_rank()}.json"
+    record.to_chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = {it["name"]: it for it in events if it["ph"] == "X"}
+    assert len(spans) == len(record.buckets) + 2 > 4
+    assert {it["pid"] for it in events} == {record.rank}
+    assert spans["backward"]["dur"] == spans["exposed communication"]["ts"] == record.backward_seconds * 1e6
+    for row, it in enumerate(record.buckets, 1):
+        found = spans[f"bucket {it.index}, {size_text(it.nbytes)}"]
+        assert (found["tid"], found["ts"]) == (row, it.launched_at * 1e6)
+        assert found["ts"] + found["dur"] == pytest.approx(it.done_at * 1e6)
+        assert found["args"]["parameters"] == list(it.parameters)
+        assert [at["ts"] for at in events if at["ph"] == "i" and at["tid"] == row] == [it.ready_at * 1e6]
+    names = {it["tid"]: it["args"]["name"] for it in events if it["name"] == "thread_name"}
+    assert names == {0: "pass", **{row: f"bucket {it.index}" for row, it in enumerate(record.buckets, 1)}}
 
-def log_of_three_passes(level: dist.DebugLevel | None = None) -> list[str]:
+    path = path.with_suffix(".svg")
+    record.plot(path)
+    texts = re.findall("<!-- (.+) -->", path.read_text())  # beside each text, which is drawn as curves
+    buckets = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in record.buckets]
+    assert [it for it in texts if it.startswith("bucket ")] == buckets
+    assert {"end of backward", "gradients published", "launched to done"} <= set(texts)
+    assert any(it.startswith(f"Pass 2, rank {record.rank}: backward") for it in texts)
+
+
+def log_of_three_passes(level: dist.DebugLevel) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger, before = logging.getLogger("lightning_bucketddp"), dist.get_debug_level()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("lightning_bucketddp")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    dist.set_debug_level(before if level is None else level)
+    dist.set_debug_level(level)
     try:
         ours = BucketDDP(OutOfOrder(), bucket_cap_mb=TINY)
         for step in range(3):
             train(ours, step)
-        ours.close()
     finally:
-        dist.set_debug_level(before)
+        dist.set_debug_level(dist.DebugLevel.OFF)
         logger.setLevel(logging.NOTSET)
         logger.removeHandler(handler)
     return lines
 
 
-def test_the_log_says_as_much_as_the_debug_level_asks(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, log_of_three_passes, dist.DebugLevel.OFF) == [[], []]
-    for rank, lines in enumerate(run_ranks(2, log_of_three_passes, dist.DebugLevel.INFO)):
-        assert len(lines) == 2
-        for number, line in enumerate(lines):
-            assert line.startswith(f"INFO rank {rank}: gradients of 6 parameters laid out for pass {number}: ")
-        assert "in 5 buckets, in launch order: 64 B middle.bias; 256 B middle.weight; " in lines[0]
-        assert "in launch order: 256 B last.bias to middle.bias (3); " in lines[1]
-
-
-def test_the_environment_variable_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # torch then checks its collectives too
-    nursery = Nursery()
-    pool = WorkerPool(2, nursery)
-    try:
-        for lines in pool.run(log_of_three_passes):
-            kinds = ["layout" if "laid out" in line else line.split(",")[0] for line in lines]
-            assert kinds == ["layout", "INFO pass 0", "layout", "INFO pass 1", "INFO pass 2"]
-            assert all("exposed" in line and "last.bias" in line for line in lines if "INFO pass" in line)
-    finally:
-        pool.stop()
-        nursery.end()
+@on_ranks(2)
+def test_the_log_says_as_much_as_the_debug_level_asks() -> None:
+    assert log_of_three_passes(dist.DebugLevel.OFF) == []
+    lines = log_of_three_passes(dist.DebugLevel.INFO)
+    for number, line in enumerate(lines):
+        about = f"INFO rank {dist.get_rank()}: gradients of 6 parameters laid out for pass {number}: "
+        assert line.startswith(about)
+    first, second = lines
+    assert "in 5 buckets, in launch order: 64 B middle.bias; 256 B middle.weight; " in first
+    assert "in launch order: 256 B last.bias to middle.bias (3); " in second
+    lines = log_of_three_passes(dist.DebugLevel.DETAIL)
+    kinds = ["layout" if "laid out" in line else line.split(",")[0] for line in lines]
+    assert kinds == ["layout", "INFO pass 0", "layout", "INFO pass 1", "INFO pass 2"]
+    assert all("exposed" in line and "last.bias" in line for line in lines if "INFO pass" in line)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, RankMismatchError
 from tests.inside import upkeep_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
-from tests.pool import RunRanks, case, on_ranks
-from tests.reference import TINY, both, mean_over_ranks, pair, run_backward
+from tests.pool import case, on_ranks
+from tests.reference import TINY, both, everyones, local_if, mean_over_ranks, pair, run_backward
 
 EMBEDDINGS = ("words.weight", "bag.weight")
 
@@ -35,14 +34,6 @@ def dense_means(plain: nn.Module) -> dict[str, Tensor | None]:
     return mean_over_ranks(plain)
 
 
-def assert_same_bits_on_all_ranks(name: str, grad: Tensor) -> None:
-    parts = (grad.indices(), grad.values()) if grad.is_sparse else (grad,)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, parts)
-    for other in everyone:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts, other, strict=True)), name
-
-
 def assert_means(
     module: nn.Module, expected: dict[str, Tensor | None], dense: tuple[str, ...] = (), **tolerance: float
 ) -> None:
@@ -58,7 +49,9 @@ def assert_means(
                 assert grad.is_coalesced()
                 assert grad.indices().shape[1] < ROWS, "all rows travelled"
             torch.testing.assert_close(grad.to_dense(), mean, **tolerance)
-            assert_same_bits_on_all_ranks(name, grad)
+            parts = (grad.indices(), grad.values()) if grad.is_sparse else (grad,)
+            for other in everyones(parts):
+                assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts, other, strict=True))
 
 
 @on_ranks(2, 3, cases=[(torch.optim.SGD, "mean", 3), (torch.optim.SparseAdam, "sum", 1)])
@@ -69,7 +62,7 @@ def test_gradients_and_weights_are_those_of_torch_ddp(kind: Any, mode: str, accu
         for model in (ours, reference):
             model.zero_grad()
             for micro in range(accumulate):
-                with nullcontext() if micro == accumulate - 1 else model.no_sync():
+                with local_if(model, micro < accumulate - 1):
                     step_of((model,), 10 * step + micro, zero=False)
             kind([model.module.get_parameter(name) for name in EMBEDDINGS], lr=0.1).step()
         with case(step):
@@ -91,11 +84,9 @@ def test_ranks_may_use_different_embeddings() -> None:
         with case(step):
             assert_means(ours.module, dense_means(plain))
     for step in range(2):  # rank 0 uses one in a local pass only
-        for model in (plain, ours):
-            model.zero_grad()
-            with ours.no_sync():
-                step_of((model,), 2 * step, zero=False, use_words=rank == 0)
-            step_of((model,), 2 * step + 1, zero=False, use_words=False)
+        with ours.no_sync():
+            step_of((plain, ours), 2 * step, use_words=rank == 0)
+        step_of((plain, ours), 2 * step + 1, zero=False, use_words=False)
         assert_means(ours.module, dense_means(plain))
     with ours.no_sync():
         step_of((ours,), 0)
@@ -121,9 +112,6 @@ def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     step_of((plain, ours), 1, zero=False, use_words=rank == 1)
     torch.testing.assert_close(weight.grad.to_dense(), dense_means(plain)["words.weight"] + mean)
     assert weight.grad.is_coalesced()
-    published = weight.grad
-    step_of((ours,), 2, zero=False, use_words=False)
-    assert weight.grad is published
 
 
 @on_ranks(2)
@@ -147,20 +135,16 @@ def test_a_frozen_embedding_sends_nothing() -> None:
 
 @on_ranks(2, 3)
 def test_one_dense_gradient_makes_all_ranks_dense() -> None:
-    """Rank 1 alone uses the embedding as an output layer, in every other step."""
+    """Rank 1 alone uses the embedding as an output layer, in every other step; at last ranks use no rows."""
     plain, ours = pair(Lookup, TINY)
+    rank = dist.get_rank()
     for step in range(4):
         tied = step % 2 == 1
-        step_of((plain, ours), step, tied=tied and dist.get_rank() == 1)
+        step_of((plain, ours), step, tied=tied and rank == 1)
         assert_means(ours.module, dense_means(plain), dense=("words.weight",) if tied else ())
-
-
-@on_ranks(2)
-def test_a_gradient_may_have_no_rows() -> None:
-    plain, ours = pair(Lookup, TINY)
-    for step, everywhere in enumerate((True, False)):
-        words, bag = tokens(step, dist.get_rank())
-        both((plain, ours), words[:, :0] if dist.get_rank() == 0 or everywhere else words, bag)
+    for everywhere in (True, False):
+        words, bag = tokens(0, rank)
+        both((plain, ours), words[:, :0] if rank == 0 or everywhere else words, bag)
         assert_means(ours.module, dense_means(plain))
         assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
 
@@ -197,8 +181,7 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.ones(ROWS, 4))
-        self.other_name = self.table
+        self.table = self.other_name = nn.Parameter(torch.ones(ROWS, 4))
         self.head = nn.Linear(4, 4)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -227,45 +210,31 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt("enough")
 
 
-def fails_on_rank_1(how: str, guarded: bool) -> str:
+FAILURES: dict[str, list[Any]] = {  # guarded, errors by rank; rank 1 fails
+    "raised": [False, "rank 0: pass 1 cannot be completed: rank 1", ArithmeticError, "no gradient today"],
+    "odd": [True, "RuntimeError in backward: the gradient of", RuntimeError, "'words.weight' cannot be reduced"],
+    "interrupted": [True, "rank 1 raised KeyboardInterrupt in backward: enough", KeyboardInterrupt, "enough"],
+    "unsound": [True, "rank 1: found ", GradientError, "gradient of parameter 'words.weight'"],
+}
+
+
+@on_ranks(2, cases={how: [how, *expected] for how, expected in FAILURES.items()}, fresh=True)
+def test_a_failure_on_one_rank_is_one_on_all(how: str, guarded: bool, others: str, error: Any, mine: str) -> None:
     _, ours = pair(Lookup, TINY, max_abs_grad=1e3)
-    rank = dist.get_rank()
+    rank, words = dist.get_rank(), ours.module.words
     run_backward(ours, ours(*tokens(0, rank)).square().mean(), guarded)
     ours.zero_grad()
-    if rank == 1:
-        words = ours.module.words
-        if how == "raised":
-            words.register_forward_hook(raising)
-        elif how == "interrupted":  # when the others have seen its control vector
-            upkeep_of(ours)._parts.sparse.settle = interrupt
-        elif how == "odd":  # sparse in both dimensions
-            words.weight.register_hook(lambda grad: grad.to_dense().to_sparse())
-        elif how == "unsound":
-            words.weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises((RuntimeError, ArithmeticError, KeyboardInterrupt)) as error:
-        run_backward(ours, ours(*tokens(9, rank)).square().mean(), guarded)
-    assert rank == 1 or isinstance(error.value, PeerFailureError)
-    assert how != "unsound" or isinstance(error.value, GradientError | PeerFailureError)
+    if rank == 1 and how == "raised":
+        words.register_forward_hook(raising)
+    elif rank == 1 and how == "interrupted":  # when the others have seen its control vector
+        upkeep_of(ours)._parts.sparse.settle = interrupt
+    elif rank == 1:  # sparse in both dimensions, or infinite
+        words.weight.register_hook(lambda grad: grad.to_dense().to_sparse() if how == "odd" else grad * math.inf)
+    loss = ours(*tokens(9, rank)).square().mean()
+    with pytest.raises([PeerFailureError, error][rank], match=[others, mine][rank]):
+        run_backward(ours, loss, guarded)
     with pytest.raises(PeerFailureError):
         ours(*tokens(0, rank))
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "guarded", "mine", "others"),
-    [
-        ("raised", False, "no gradient today", "rank 0: pass 1 cannot be completed: rank 1"),
-        ("odd", True, "'words.weight' cannot be reduced", "RuntimeError in backward: the gradient of parameter 'words"),
-        ("interrupted", True, "enough", "rank 1 raised KeyboardInterrupt in backward: enough"),
-        ("unsound", True, "gradient of parameter 'words.weight'", "rank 1: found "),
-    ],
-)
-def test_a_failure_on_one_rank_is_one_on_all(
-    run_ranks: RunRanks, how: str, guarded: bool, mine: str, others: str
-) -> None:
-    first, second = run_ranks(2, fails_on_rank_1, how, guarded, fresh=True)
-    assert mine in second
-    assert others in first
 
 
 @on_ranks(2, cases=(True, False))
@@ -284,34 +253,31 @@ def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
         assert_means(ours.module, dense_means(plain))
 
 
-@on_ranks(2)
-def test_sparse_gradients_are_divided_like_dense_ones() -> None:
+@on_ranks(2, cases=(3, "tokens"))
+def test_sparse_gradients_are_divided_like_dense_ones(divide_by: Any) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    for divide_by in (3, "tokens"):
-        plain, ours = pair(Lookup, gradient_divide_by=divide_by)
-        for step in range(2):
-            plain.zero_grad()
-            ours.zero_grad()
-            for micro in range(2):
-                if divide_by == "tokens":
-                    ours.count_tokens(rank + 1)
-                with ours.no_sync() if micro == 0 else nullcontext():
-                    step_of((plain, ours), 2 * step + micro, zero=False)
-            divisor = world * (world + 1) if divide_by == "tokens" else divide_by
-            assert_means(ours.module, {name: mean * world / divisor for name, mean in dense_means(plain).items()})
-        if divide_by == "tokens":
-            ours.count_tokens(1)
-        with pytest.raises(RuntimeError, match="expected cleared gradients"):
-            step_of((ours,), 9, zero=False)
-        ours.close()
+    plain, ours = pair(Lookup, gradient_divide_by=divide_by)
+    for step in range(2):
+        plain.zero_grad()
+        ours.zero_grad()
+        for micro in range(2):
+            if divide_by == "tokens":
+                ours.count_tokens(rank + 1)
+            with local_if(ours, micro == 0):
+                step_of((plain, ours), 2 * step + micro, zero=False)
+        divisor = world * (world + 1) if divide_by == "tokens" else divide_by
+        assert_means(ours.module, {name: mean * world / divisor for name, mean in dense_means(plain).items()})
+    if divide_by == "tokens":
+        ours.count_tokens(1)
+    with pytest.raises(RuntimeError, match="expected cleared gradients"):
+        step_of((ours,), 9, zero=False)
 
 
 @on_ranks(2)
 def test_sparse_gradients_may_be_reduced_by_hand() -> None:
     plain, ours = pair(Lookup)
-    for model in (plain, ours):
-        with ours.no_sync():
-            step_of((model,), 0, use_bag=dist.get_rank() == 0)
+    with ours.no_sync():
+        step_of((plain, ours), 0, use_bag=dist.get_rank() == 0)
     ours.allreduce_gradients()
     means = dense_means(plain)
     assert_means(ours.module, means)

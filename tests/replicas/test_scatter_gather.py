@@ -16,6 +16,7 @@ from lightning_bucketddp.replicas.replicas import Replicas, gather, scatter
 from lightning_bucketddp.replicas.scatter_gather import as_device
 
 PACKED = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+ONE, TWO = torch.ones(1), ["cpu"] * 2
 
 
 class Pair(NamedTuple):
@@ -84,43 +85,32 @@ def test_replicas_may_change_their_parts_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "options", "message"),
+    ("call", "given", "message"),
     [
-        ((torch.ones(4, 3), torch.ones(1, 2)), {}, r"\(1, 2\) and \(4, 3\), which make 1 and 2 chunks for 2 devices"),
-        (torch.ones(4), {"dim": 1}, r"dimension 1, found one of shape \(4,\)"),
-        (([PACKED],), {}, "found a PackedSequence, whose samples lie interleaved"),
-        (torch.ones(4), {"devices": []}, "at least one device, found none; pass some"),
-        (torch.ones(4), {"devices": ["moon"]}, "expected devices to name devices, found 'moon': "),
+        (scatter, [(torch.ones(4, 3), ONE), TWO], r"\(1,\) and \(4, 3\), which make 1 and 2 chunks for 2 devices"),
+        (scatter, [torch.ones(4), TWO, 1], r"dimension 1, found one of shape \(4,\)"),
+        (scatter, [([PACKED],), TWO], "found a PackedSequence, whose samples lie interleaved"),
+        (scatter, [torch.ones(4), []], "at least one device, found none; pass some"),
+        (scatter, [torch.ones(4), ["moon"]], "expected devices to name devices, found 'moon': "),
+        (gather, [[{"a": ONE}, {"b": ONE}], "cpu"], r"output: expected the same set of keys .*'a'.*'b'"),
+        (gather, [[[ONE], [ONE] * 2], "cpu"], "same length from every replica, found 1 in replica 0 and 2 in rep"),
+        (gather, [[{"a": (1,)}, {"a": (2,)}], "cpu"], r"output\['a'\]\[0\]: expected the same value .*found 1 in repl"),
+        (gather, [[ONE, None], "cpu"], "same type"),
+        (gather, [[PACKED, PACKED.to("meta")], "cpu"], "same value"),
+        (gather, [[ONE, ONE.double()], "cpu"], r"dtype .*torch.float32 in replica 0 and torch.float64 in replica 1"),
+        (gather, [[torch.ones(2, 3), torch.ones(2, 4)], "cpu"], r"but for dimension 0 .*\(-1, 3\) .*0 and \(-1, 4\)"),
+        (gather, [[], "cpu"], "at least one output"),
     ],
 )
-def test_batches_that_cannot_be_split_are_an_error(value: Any, options: dict[str, Any], message: str) -> None:
+def test_batches_and_outputs_that_do_not_fit_are_an_error(call: Any, given: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        scatter(value, **{"devices": ["cpu"] * 2, **options})
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], r"output: expected the same set of keys .*'a'.*'b'"),
-        ([[torch.ones(1)], [torch.ones(1)] * 2], "same length from every replica, found 1 in replica 0 and 2 in rep"),
-        ([{"a": (1,)}, {"a": (2,)}], r"output\['a'\]\[0\]: expected the same value .*found 1 in replica 0 and 2"),
-        ([torch.ones(1), None], "same type"),
-        ([PACKED, PACKED.to("meta")], "same value"),
-        ([torch.ones(2), torch.ones(2).double()], r"dtype .*torch.float32 in replica 0 and torch.float64 in replica 1"),
-        ([torch.ones(2, 3), torch.ones(2, 4)], r"shape but for dimension 0 .*\(-1, 3\) in replica 0 and \(-1, 4\)"),
-        ([], "at least one output"),
-    ],
-)
-def test_outputs_that_do_not_fit_together_are_an_error(outputs: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gather(outputs, "cpu")
+        call(*given)
 
 
 def test_devices_compare_equal_to_those_of_tensors() -> None:
     assert as_device("cpu:0") == as_device(torch.device("cpu")) == torch.ones(1).device
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        assert kind is not None
         assert as_device(kind.type) == as_device(0) == torch.ones(1, device=kind).device
 
 
@@ -134,10 +124,8 @@ class Transfers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         copies = func is torch.ops.aten.copy_.default
-        if not copies and func is not torch.ops.aten._to_copy.default:
-            return func(*args, **kwargs)
-        source, target = (args[1], args[0].device) if copies else (args[0], kwargs.get("device", args[0].device))
-        if source.device == target:
+        source, target = (args[1], args[0].device) if copies else (args[0], kwargs.get("device"))
+        if not (copies or func is torch.ops.aten._to_copy.default) or target in (None, source.device):
             return func(*args, **kwargs)
         goes_on = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         self.found.add((target.type, "goes on" if goes_on else "waits"))

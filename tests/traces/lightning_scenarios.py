@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,26 +19,15 @@ from tests.reference import TINY
 from tests.traces.recorder import mark
 from tests.traces.scenarios import SCENARIOS, Scenario, adamw, mse, sgd
 
-
-class Marks(pl.Callback):
-    """Names the parts of a fit."""
-
-    def on_train_epoch_start(self, runs: pl.Trainer, module: pl.LightningModule) -> None:
-        mark(f"epoch {runs.current_epoch}")
-
-    def on_train_batch_start(self, runs: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
-        mark(f"epoch {runs.current_epoch}, batch {index}")
-
-    def on_validation_start(self, runs: pl.Trainer, module: pl.LightningModule) -> None:
-        mark("validation")
-
-    def on_train_end(self, runs: pl.Trainer, module: pl.LightningModule) -> None:
-        mark("end of fit")
+MARKS = LambdaCallback(
+    on_train_epoch_start=lambda runs, _: mark(f"epoch {runs.current_epoch}"),
+    on_train_batch_start=lambda runs, _, batch, index: mark(f"epoch {runs.current_epoch}, batch {index}"),
+    on_validation_start=lambda *_: mark("validation"),
+    on_train_end=lambda *_: mark("end of fit"),
+)
 
 
 class Model(pl.LightningModule):
-    """Two parts, so that one may be frozen, and a loss that is logged for all ranks in validation."""
-
     def __init__(self, build: Callable[[], nn.Module] = Mlp, optimizer: str = "sgd") -> None:
         super().__init__()
         self.backbone = build()
@@ -63,21 +52,16 @@ class Model(pl.LightningModule):
 
 
 class Skips(Model):
-    """Has no loss in one batch of each rank."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return None if batch_idx == dist.get_rank() else self.loss(batch)
 
 
 class BranchByRank(Model):
-    """Takes another branch on each rank."""
-
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.backbone(batch[0], ["left", "right"][dist.get_rank()]), batch[1])
 
 
 def uneven() -> DataLoader[Any]:
-    """Batches of which rank 1 has one more."""
     inputs = torch.ones(4 * (1 + dist.get_rank()), 8)
     return DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=4)
 
@@ -94,7 +78,7 @@ def fits(
 
     def run() -> None:
         mark("start of fit")
-        runs = trainer(ours(**(options or {})), callbacks=[Marks(), *callbacks()], **settings)
+        runs = trainer(ours(**(options or {})), callbacks=[MARKS, *callbacks()], **settings)
         runs.fit(build(), train_data(), data(batches=1) if settings.get("limit_val_batches") else None)
 
     SCENARIOS[f"trainer_{name}"] = Scenario(run)

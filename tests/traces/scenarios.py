@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,8 +19,7 @@ from tests.reference import TINY
 from tests.traces.recorder import mark
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """A function that is recorded, on how many ranks, and whether their processes cannot be used afterwards."""
 
     run: Callable[[], object]
@@ -31,14 +30,8 @@ class Scenario:
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(ranks: int = 2, fresh: bool = False) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Adds a function to the table."""
-
-    def add_one(run: Callable[[], None]) -> Callable[[], None]:
-        SCENARIOS[run.__name__] = Scenario(run, ranks, fresh)
-        return run
-
-    return add_one
+def scenario(run: Callable[[], object], ranks: int = 2, fresh: bool = False) -> None:
+    SCENARIOS[run.__name__] = Scenario(run, ranks, fresh)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -109,9 +102,6 @@ def trains(
     SCENARIOS[name] = Scenario(run, ranks)
 
 
-# -- passes ------------------------------------------------------------------------------------------
-
-
 def one_backward_more(net: nn.Module, step: int) -> Tensor:
     mse(net, step).backward()
     return mse(net, step + 9)
@@ -129,46 +119,42 @@ trains("mixed_dtypes", models.MixedDtypes)
 trains("compiled", lambda: torch.compile(Mlp(), backend="eager"))
 
 
-@scenario()
+@scenario
 def accumulation_from_the_second_step() -> None:
     net = wrap(Mlp())
     train(net, steps=1)
     train(net, micro=2)
 
 
-@scenario()
+@scenario
 def gradients_by_autograd_grad() -> None:
     net = wrap(Mlp())
     torch.autograd.grad(mse(net), list(net.parameters()))
     train(net)
 
 
-# -- what is trained, and what gets a gradient -------------------------------------------------------
-
-
-def gan(generator: nn.Module, critic: nn.Module, params: tuple[nn.Module, nn.Module]) -> None:
+def gan(net: nn.Module, generator: nn.Module, critic: nn.Module) -> None:
     for step in range(3):
-        for at, name in enumerate(("critic", "generator")):
+        for name in ("critic", "generator"):
             mark(f"step {step}, {name}")
-            for index, module in enumerate(params):
-                module.requires_grad_(index == 1 - at).zero_grad()
-            inputs, _ = batch(step, dist.get_rank())
-            critic(generator(inputs)).mean().backward()
+            generator.requires_grad_(name == "generator").zero_grad()
+            critic.requires_grad_(name == "critic").zero_grad()
+            net(batch(step, dist.get_rank())[0]).mean().backward()
 
 
-@scenario()
+@scenario
 def gan_with_two_wrappers() -> None:
     generator, critic = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), wrap(nn.Linear(8, 4))
-    gan(generator, critic, (generator, critic))
+    gan(nn.Sequential(generator, critic), generator, critic)
 
 
-@scenario()
+@scenario
 def gan_in_one_wrapper() -> None:
-    both = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    gan(nn.Identity(), wrap(both), (both[0], both[1]))
+    net = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+    gan(net, net.module[0], net.module[1])
 
 
-@scenario()
+@scenario
 def two_wrappers_in_one_backward() -> None:
     nets = [wrap(Branches()), wrap(Mlp())]
     for step in range(3):
@@ -189,14 +175,14 @@ trains("freezing", between=lambda net: net.module.layers[0].requires_grad_(False
 trains("replaced_head", between=lambda net: setattr(net.module, "head", nn.Linear(16, 4)))
 
 
-@scenario()
+@scenario
 def wrapped_again() -> None:
     net = wrap(Mlp())
     train(net)
     train(wrap(net.module))
 
 
-@scenario()
+@scenario
 def loss_that_reaches_nothing_on_one_rank() -> None:
     net = wrap(Mlp())
     for step in range(3):
@@ -217,8 +203,6 @@ trains("sparse_mean_with_accumulation", lambda: Lookup("mean"), loss=lookup, mic
 tied_once: dict[str, Any] = {"call": lambda step, rank: {"tied": step == rank == 1}}
 trains("sparse_on_one_rank_dense_on_the_other", Lookup, loss=lookup, **tied_once)
 trains("sparse_unused_on_one_rank", Lookup, loss=lookup, call=lambda step, rank: {"use_words": step != rank})
-
-# -- how gradients travel ----------------------------------------------------------------------------
 
 
 def counted(net: BucketDDP, step: int) -> Tensor:
@@ -245,7 +229,7 @@ def two_stages(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
-@scenario()
+@scenario
 def hook_of_ones_own() -> None:
     net = wrap(Mlp())
     train(net, steps=1)
@@ -253,13 +237,13 @@ def hook_of_ones_own() -> None:
     train(net)
 
 
-@scenario()
+@scenario
 def hook_powersgd() -> None:
     state = PowerSGDState(None, 1, start_powerSGD_iter=2)
     train(wrap(Mlp(width=12), comm_hook="powersgd", comm_hook_state=state), steps=4)
 
 
-@scenario()
+@scenario
 def megatron_calls() -> None:
     net = wrap(Mlp())
     for step in range(2):
@@ -270,9 +254,6 @@ def megatron_calls() -> None:
         net.zero_grad_buffer()
     mark("broadcast_params")
     net.broadcast_params()
-
-
-# -- a sharded optimizer -----------------------------------------------------------------------------
 
 
 SHARDED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
@@ -291,7 +272,7 @@ for name, (build, options, settings) in SHARDED.items():
     trains(name, build, {"shard_optimizer": True, **options}, optimizer=adamw, **settings)
 
 
-@scenario()
+@scenario
 def sharded_freezing_and_questions() -> None:
     net = wrap(Mlp(), shard_optimizer=True)
     optimizer = adamw(net)
@@ -302,9 +283,6 @@ def sharded_freezing_and_questions() -> None:
     net.optimizer_state_dict(optimizer)
 
 
-# -- ranks that end or fail, and module buffers ------------------------------------------------------
-
-
 def join(build: Callable[[], nn.Module], by_initial: bool) -> None:
     net = wrap(build())
     with net.join(divide_by_initial_world_size=by_initial):
@@ -313,12 +291,12 @@ def join(build: Callable[[], nn.Module], by_initial: bool) -> None:
     train(net, steps=1)
 
 
-SCENARIOS["join_by_initial_world_size"] = Scenario(lambda: join(Mlp, True))
-SCENARIOS["join_with_module_buffers"] = Scenario(lambda: join(ConvBatchNorm, True))
-SCENARIOS["join_by_ranks_with_data"] = Scenario(lambda: join(Mlp, False), ranks=3)
+SCENARIOS["join_by_initial_world_size"] = Scenario(partial(join, Mlp, True))
+SCENARIOS["join_with_module_buffers"] = Scenario(partial(join, ConvBatchNorm, True))
+SCENARIOS["join_by_ranks_with_data"] = Scenario(partial(join, Mlp, False), ranks=3)
 
 
-@scenario(fresh=True)
+@partial(scenario, fresh=True)
 def failure_on_one_rank() -> None:
     net = wrap(models.Fragile(), bucket_cap_mb=0.0001)
     train(net)
@@ -352,7 +330,7 @@ trains("no_first_synchronisation", ConvBatchNorm, {"init_sync": False})
 trains("two_replicas_in_each_process", Mlp, {"device_ids": ["cpu", "cpu"]})
 
 
-@scenario(ranks=3)
+@partial(scenario, ranks=3)
 def subgroup() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:

@@ -1,7 +1,7 @@
 """``torch.compile`` with the wrapper and with a Trainer: parity, no tracing of hooks, graphs cut at buckets."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,21 +16,38 @@ from torch._dynamo.utils import counters
 
 from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import Blocks, ConvBatchNorm, batch, loss_of
+from tests.models import ConvBatchNorm, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, grads, largest_difference_between_ranks, mean_over_ranks
+from tests.reference import TINY, assert_grads, backward, grads, local_if, mean_over_ranks
+from tests.reference import largest_difference_between_ranks as largest_difference
 
 EAGER = "aot_eager"
 
 
 @contextmanager
 def fresh_compiler(**config: Any) -> Iterator[None]:
-    """Nothing compiled before and nothing left behind, in processes that are kept."""
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(**{"error_on_recompile": False, **config}):
         yield
     torch._dynamo.reset()
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
@@ -42,25 +59,21 @@ def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)
     with fresh_compiler():
-        if where == "module.compile()":
-            original.compile(backend=EAGER)
-        if where == "blocks":
-            for block in original.blocks:
-                block.compile(backend=EAGER)
+        for module in {"module.compile()": [original], "blocks": original.blocks}.get(where, []):
+            module.compile(backend=EAGER)
         inner = torch.compile(original, backend=EAGER) if where == "module" else original
         wrapper = BucketDDP(inner, bucket_cap_mb=TINY)
         model = torch.compile(wrapper, backend=EAGER) if where == "wrapper" else wrapper
         step = torch.compile(train, backend=EAGER) if where == "step" else train
-        for number in range(4):
-            plain.zero_grad()
-            model.zero_grad()
-            if number == 2:  # an accumulated batch
-                train(plain, *batch(10, dist.get_rank()))
-                with wrapper.no_sync():
-                    step(model, *batch(10, dist.get_rank()))
+        for number, local in enumerate((False, False, True, False)):  # the third batch is accumulated
+            if number < 3:
+                plain.zero_grad()
+                model.zero_grad()
             train(plain, *batch(number, dist.get_rank()))
-            step(model, *batch(number, dist.get_rank()))
-            assert_grads(original, mean_over_ranks(plain))
+            with local_if(wrapper, local):
+                step(model, *batch(number, dist.get_rank()))
+            if not local:
+                assert_grads(original, mean_over_ranks(plain))
             if number == 1:
                 torch._dynamo.config.error_on_recompile = True  # taken back with the patch
         graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
@@ -88,34 +101,24 @@ def events_of_a_pass(**options: Any) -> list[str]:
     """In which order the compiled pieces of a backward run and reductions are started."""
     events: list[str] = []
 
-    def compile_backward(graph: torch.fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(lambda *args: (events.append("compute"), graph(*args))[1])
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (events.append(what), call(*args, **kwargs))[1]
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        events.append("reduce")
-        return reduce(*args, **kwargs)
-
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=compile_backward)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph),
+        bw_compiler=lambda graph, _: make_boxed_func(noting("compute", graph)),
+    )
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each: torch cuts no smaller pieces
     model = BucketDDP(torch.compile(module, backend=backend), bucket_cap_mb=1, **options)
-    reduce = dist.ProcessGroup.allreduce
-    with patch.object(dist.ProcessGroup, "allreduce", all_reduce):
+    with patch.object(dist.ProcessGroup, "allreduce", noting("reduce", dist.ProcessGroup.allreduce)):
         for _ in range(3):  # the first pass learns the order
             events.clear()
             model(torch.ones(1, 512)).sum().backward()
-    model.close()
-    assert torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
+    assert nn.parallel.DistributedDataParallel._active_ddp_module is None
     return events
 
 
-CUTS: dict[str, list[Any]] = {  # of the compiler, of the wrapper, pieces of backward
-    "default": [{}, {}, 3],
-    "no overlap": [{}, {"overlap": False}, 1],
-    "switched off": [{"optimize_ddp": False}, {}, 1],
-}
-
-
-@on_ranks(2, cases=CUTS)
+@on_ranks(2, cases=[({}, {}, 3), ({}, {"overlap": False}, 1), ({"optimize_ddp": False}, {}, 1)])
 def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: dict[str, Any], pieces: int) -> None:
     with fresh_compiler(**config):
         events = events_of_a_pass(**options)
@@ -134,4 +137,4 @@ def test_a_trainer_takes_a_compiled_module() -> None:
         assert counters["stats"]["unique_graphs"] > 0
     close_to(compiled, eager)
     assert runs.strategy.model is compiled, "unwrapped after fit"
-    assert largest_difference_between_ranks(compiled) == 0
+    assert largest_difference(compiled) == 0

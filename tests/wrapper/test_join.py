@@ -2,8 +2,6 @@
 
 import copy
 import warnings
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, grads, largest_difference_between_ranks
+from tests.reference import TINY, assert_grads, backward, grads, largest_difference_between_ranks, local_if, taking
 
 BATCHES = [3, 6, 4]  # by rank
 
 
 def same_values(module: nn.Module, other: nn.Module) -> None:
-    torch.testing.assert_close(dict(module.state_dict()), dict(other.state_dict()))
+    torch.testing.assert_close(module.state_dict(), other.state_dict())
+
+
+def evaluate(ours: BucketDDP) -> None:
+    with torch.no_grad():
+        ours.eval()(batch(9, 0)[0])
+    ours.train()
 
 
 @on_ranks(3)
@@ -35,19 +39,15 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
         with wrapped.join():
             for step in range(BATCHES[rank]):
                 if wrapped is ours:
-                    with torch.no_grad():  # asks nothing of ranks that have joined
-                        ours.eval()(batch(step, rank)[0])
-                    ours.train()
+                    evaluate(ours)
                 optimizer.zero_grad()
                 backward(wrapped, step)
                 optimizer.step()
     same_values(module, reference.module)
     assert ours.passes == max(BATCHES)
     assert largest_difference_between_ranks(module) == 0
-    if rank == 0:  # outside of join a forward is nobody else's business
-        with torch.no_grad():
-            ours.eval()(batch(9, 0)[0])
-            ours.train()
+    if rank == 0:
+        evaluate(ours)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for wrapped in (ours, reference):  # and on as before
@@ -58,7 +58,6 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
 
 @on_ranks(3, cases=(True, False))
 def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
-    """Accumulation, a branch that only some ranks take, and unused parameters."""
     module = Branches()
     alone = copy.deepcopy(module)
     rank, takes = dist.get_rank(), ["left", "right", "none"]
@@ -66,8 +65,8 @@ def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
     optimizer, full = (torch.optim.SGD(it.parameters(), lr=0.05, momentum=0.9) for it in (module, alone))
     with ours.join(divide_by_initial_world_size=by_initial):
         for step in range(BATCHES[rank]):
-            with ours.no_sync() if step % 2 == 0 else nullcontext():
-                ours(batch(step, rank)[0], take=takes[rank]).square().mean().backward()
+            with local_if(ours, step % 2 == 0):
+                taking(step, takes[rank])(ours).backward()
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -96,11 +95,11 @@ def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
             ours.zero_grad()
     full = torch.optim.SGD(alone.parameters(), lr=0.05 / 3)
     for step in range(max(BATCHES)):
-        full.zero_grad()
         for r in range(3):
             if step < BATCHES[r]:
                 backward(alone, step, rank=r)
         full.step()
+        full.zero_grad()
     same_values(module, alone)
 
 
@@ -133,32 +132,25 @@ def test_module_buffers_are_the_mean_of_ranks_with_data() -> None:
             module.norm.running_mean.fill_([100.0, 1.0, 3.0][rank])
             backward(ours, step)
             seen.append(float(module.norm.running_mean[0]))
-    ours.close()
     assert seen == [pytest.approx(104 / 3), 2.0, 2.0][: len(seen)], "only ranks with data count"
-
-
-def gradients_around_two_joins(make: Any, cleared: bool) -> list[Any]:
-    torch.manual_seed(1)
-    module = nn.Linear(1, 1, bias=False)
-    wrapped = make(module)
-    rank = dist.get_rank()
-    seen: list[Any] = []
-    for batches in ([2, 4], [1, 1]):
-        with wrapped.join():
-            for step in range(batches[rank]):
-                wrapped(torch.full((1, 1), 10.0 * (rank + 1) + step)).sum().backward()
-                last = module.weight.grad.item()
-                if cleared:
-                    wrapped.zero_grad()
-        seen += [last, None if module.weight.grad is None else module.weight.grad.item()]
-    return seen
 
 
 @on_ranks(2, cases=(True, False))
 def test_a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
-    ours = gradients_around_two_joins(BucketDDP, cleared)
-    assert dist.get_rank() == 1 or ours[1] == (None if cleared else ours[0])
-    assert ours == gradients_around_two_joins(DistributedDataParallel, cleared)
+    rank, seen = dist.get_rank(), []
+    for make in (BucketDDP, DistributedDataParallel):
+        wrapped = make(nn.Linear(1, 1, bias=False))
+        weight = wrapped.module.weight
+        for batches in ([2, 4], [1, 1]):
+            with wrapped.join():
+                for step in range(batches[rank]):
+                    wrapped(torch.full((1, 1), 10.0 * (rank + 1) + step)).sum().backward()
+                    seen.append(weight.grad.item())
+                    if cleared:
+                        wrapped.zero_grad()
+            seen.append(None if weight.grad is None else weight.grad.item())
+    assert rank == 1 or seen[2] == (None if cleared else seen[1])
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
 @on_ranks(2)
@@ -169,10 +161,8 @@ def test_tokens_of_a_joined_rank_do_not_count() -> None:
     ours = BucketDDP(module, gradient_divide_by="tokens")
     inputs, target = batch(0, 1)
     with ours.join():
-        if dist.get_rank() == 0:
-            ours.count_tokens(1000)
-        else:
-            ours.count_tokens(4)
+        ours.count_tokens(4 if dist.get_rank() else 1000)
+        if dist.get_rank() == 1:
             (ours(inputs) - target).square().sum().backward()
     (alone(inputs) - target).square().sum().div(4).backward()
     assert_grads(module, grads(alone) if dist.get_rank() else dict.fromkeys(grads(alone)))

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,24 +13,11 @@ from lightning_bucketddp import BucketDDP, GradientError, Options, PeerFailureEr
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
 from tests.pool import on_ranks
-from tests.reference import (
-    TINY,
-    Twins,
-    assert_grads,
-    backward,
-    grads,
-    largest_difference_between_ranks,
-    mean_over_ranks,
-)
+from tests.reference import TINY, Twins, assert_grads, backward, grads, local_if, mean_over_ranks, run_backward, taking
+from tests.reference import largest_difference_between_ranks as largest_difference
 
-BF16 = torch.bfloat16
-FP32 = torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 COALESCED = {"use_contiguous_buffers": False}
-TAKES = ["left", "right", "both"]
-
-
-def local_if(ours: BucketDDP, local: bool) -> Any:
-    return ours.no_sync() if local else nullcontext()
 
 
 def assert_means(module: nn.Module, plain: nn.Module) -> None:
@@ -53,17 +39,16 @@ def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> Non
     for step in range(3):
         plain.zero_grad()
         ours.zero_grad()
-        if step == 2:
-            for param in module.parameters():
-                param.grad_dtype = BF16  # whatever loses it, it is set again
+        for param in module.parameters() if step == 2 else ():
+            param.grad_dtype = BF16  # whatever loses it, it is set again
         for micro in range(3):
-            backward(plain, 3 * step + micro, BF16)
             with local_if(ours, micro < 2):
-                backward(ours, 3 * step + micro, BF16)
+                for model in (plain, ours):
+                    backward(model, 3 * step + micro, BF16)
         assert_grads(module, mean_over_ranks(plain))
-        for name, param in module.named_parameters():
+        for param in module.parameters():
             assert (param.dtype, param.grad.dtype, param.grad_dtype) == (BF16, FP32, FP32)
-            assert param.main_grad is param.grad, name
+            assert param.main_grad is param.grad
     assert [buffer.dtype for buffer in ours.layout.buffers] == [FP32]
     ours.close()
     assert not any(hasattr(param, "main_grad") for param in module.parameters())
@@ -79,6 +64,8 @@ def test_gradient_dtypes_may_be_given_by_name() -> None:
     expected = {"layers.0.weight": torch.float64, "layers.0.bias": BF16, "head.weight": FP32, "head.bias": BF16}
     assert found == expected
     assert len(ours.layout.buffers) == 3
+    ours = BucketDDP(Mlp().to(BF16), grad_dtype=FP32, master_params=False)
+    assert ours.prepare_optimizer(torch.optim.AdamW(ours.parameters())) is None
 
 
 @on_ranks(2, cases={"no overlap": ["mlp", {"overlap": False}], "coalesced": ["mixed_dtypes", COALESCED]})
@@ -88,29 +75,24 @@ def test_buffers_are_reduced_whole(model: str, options: dict[str, Any]) -> None:
     backward(ours)
     assert ours.last_pass().early_launches == 0
     assert len(ours.layout.buckets) == len(ours.layout.buffers) == (2 if model == "mixed_dtypes" else 1)
-    if not options.get("overlap", True):  # packed before the end: gradients do not pile up outside of a large bucket
-        seen: list[bool] = []
-        views = views_of(ours)
-        module.layers[0].weight.register_hook(lambda _: seen.append(module.head.weight.grad is views["head.weight"]))
+    if "overlap" in options:  # packed before the end: gradients do not pile up outside of a large bucket
+        seen: list[Tensor | None] = []
+        module.layers[0].weight.register_hook(lambda _: seen.append(module.head.weight.grad))
         ours.zero_grad()
         backward(ours, 1)
-        assert seen == [True]
+        assert seen == [views_of(ours)["head.weight"]]
 
 
 @on_ranks(2)
 def test_coalesced_gradients_stay_where_they_are() -> None:
-    module = Branches()
-    ours = BucketDDP(module, **COALESCED)
-    rank = dist.get_rank()
+    twins = Twins(Branches(), **COALESCED)
+    ours, module = twins.ours, twins.ours.module
     held: dict[str, Any] = {}
     for step, takes in enumerate([("both", "both"), ("left", "right"), ("left", "left"), ("none", "none")]):
-        for param in module.parameters():
-            if param.grad is not None:
-                param.grad.zero_()
-        plain = copy.deepcopy(module)
-        for model in (plain, ours):
-            model(batch(step, rank)[0], take=takes[rank]).square().mean().backward()
-        assert_means(module, plain)
+        for model in twins.modules:
+            model.zero_grad(set_to_none=False)
+        twins.backward(taking(step, takes[dist.get_rank()]))
+        assert_means(module, twins.plain)
         held = held or {name: param.grad for name, param in module.named_parameters()}
         assert all(param.grad is held[name] for name, param in module.named_parameters())
     assert module.idle.grad is None
@@ -120,12 +102,12 @@ def test_coalesced_gradients_stay_where_they_are() -> None:
 @on_ranks(2, cases={"default": [{}], "no overlap": [{"overlap": False}], "coalesced": [COALESCED]})
 def test_gradients_may_be_reduced_by_hand(options: dict[str, Any]) -> None:
     twins = Twins(Branches(), **options)
-    ours, module, rank = twins.ours, twins.ours.module, dist.get_rank()
+    ours, module = twins.ours, twins.ours.module
     for step in range(2):
         twins.plain.zero_grad()
         ours.zero_grad_buffer()
         for _ in range(2):
-            twins.backward(lambda net, s=step: net(batch(s, rank)[0], TAKES[rank]).square().mean(), local=True)
+            twins.backward(taking(step, ["left", "right"][dist.get_rank()]), local=True)
         ours.start_grad_sync()
         ours.finish_grad_sync()
         assert_means(module, twins.plain)
@@ -162,7 +144,7 @@ def test_parameters_are_broadcast_and_checkpoints_are_megatrons() -> None:
     backward(ours, 0, BF16)
     optimizer.step()
     assert abs(float(module.head.bias[0]) - 3) < 0.1, "the step went on from the master of before"
-    assert largest_difference_between_ranks(module) == 0
+    assert largest_difference(module) == 0
     assert ours.state_dict_for_save_checkpoint(prefix="p.").keys() == module.state_dict(prefix="p.").keys()
     ours.close()
     own = BucketDDP(MegatronModule(depth=1))
@@ -174,14 +156,14 @@ def test_zeroing_reaches_frozen_gradients_and_makes_none() -> None:
     module = Mlp(depth=2)
     ours = BucketDDP(module)
     backward(ours)
-    module.layers[0].requires_grad_(False)
-    module.layers[0].bias.grad = None
-    held = module.layers[0].weight.grad = module.layers[0].weight.grad.clone()
+    frozen = module.layers[0].requires_grad_(False)
+    frozen.bias.grad = None
+    held = frozen.weight.grad = frozen.weight.grad.clone()
     ours.zero_grad_buffer()
-    assert module.layers[0].weight.grad is held
+    assert frozen.weight.grad is held
     assert not held.any()
-    assert module.layers[0].bias.grad is None, "an optimizer would decay a frozen parameter"
     assert not module.head.weight.grad.any()
+    assert frozen.bias.grad is None, "an optimizer would decay a frozen parameter"
 
 
 @on_ranks(3, cases={"counted by number": [False, False], "by tensor": [True, True]})
@@ -200,9 +182,7 @@ def test_a_loss_that_sums_over_tokens_is_divided_by_tokens(as_tensor: bool, guar
             inputs, target = micro_batch(step, micro, rank)
             ours.count_tokens(torch.tensor(len(inputs)) if as_tensor else len(inputs))
             with local_if(ours, micro < 2):
-                loss = (ours(inputs) - target).square().sum()
-                with ours.backward_pass(loss) if guarded else nullcontext():
-                    loss.backward()
+                run_backward(ours, (ours(inputs) - target).square().sum(), guarded)
         everything = [micro_batch(step, micro, r) for micro in range(3) for r in range(3)]
         inputs, target = (torch.cat(parts) for parts in zip(*everything, strict=True))
         ((alone(inputs) - target).square().sum() / len(inputs)).backward()
@@ -220,28 +200,23 @@ def test_a_divisor_that_cannot_be_honoured_is_an_error() -> None:
         backward(ours)
     with pytest.raises(ValueError, match="expected a whole number of tokens, found -1"):
         ours.count_tokens(-1)
-    ours = BucketDDP(Mlp(depth=1), gradient_divide_by=1)
+    cleared, ours = (BucketDDP(Mlp(depth=1), gradient_divide_by=1) for _ in range(2))
     with pytest.raises(RuntimeError, match='expected gradient_divide_by="tokens"'):
         ours.count_tokens(1)
-    backward(ours)
+    for model in (ours, cleared):
+        backward(model)
     with pytest.raises(RuntimeError, match=r"expected cleared gradients .* found '.*' with the gradient of an earlier"):
         backward(ours)
-    ours = BucketDDP(Mlp(depth=1), gradient_divide_by=1)
-    backward(ours)
-    ours.zero_grad()
+    cleared.zero_grad()
     with pytest.raises(RuntimeError, match="expected a backward from an output of forward"):
-        backward(ours.module)
+        backward(cleared.module)
 
 
-UNSOUND: dict[str, list[Any]] = {
-    "nan": [math.nan, math.inf, "NaN", False],
-    "inf": [-math.inf, math.inf, "Inf", True],
-    "large": [-50.0, 10.0, "50 in absolute value", False],
-}
+UNSOUND = [(math.nan, math.inf, "NaN"), (-math.inf, math.inf, "Inf"), (-50.0, 10.0, "50 in absolute value")]
 
 
 @on_ranks(2, cases=UNSOUND, fresh=True)
-def test_an_unsound_gradient_is_named_on_every_rank(value: float, limit: float, words: str, guarded: bool) -> None:
+def test_an_unsound_gradient_is_named_on_every_rank(value: float, limit: float, words: str) -> None:
     module, rank = Mlp(depth=2), dist.get_rank()
     ours = BucketDDP(module, bucket_cap_mb=TINY, max_abs_grad=limit)
     backward(ours)
@@ -249,35 +224,22 @@ def test_an_unsound_gradient_is_named_on_every_rank(value: float, limit: float, 
     if rank == 1:
         module.layers[0].bias.register_hook(lambda grad: torch.full_like(grad, value))
     loss = ours(batch(1, 0)[0]).square().mean()
-    words = f"rank 1: found {words} in the gradient of parameter 'layers.0.bias'"
-    with pytest.raises([PeerFailureError, GradientError][rank], match=words):
-        with ours.backward_pass(loss) if guarded else nullcontext():
-            loss.backward()
+    named = f"rank 1: found {words} in the gradient of parameter 'layers.0.bias'"
+    with pytest.raises([PeerFailureError, GradientError][rank], match=named):
+        run_backward(ours, loss, guarded=words == "Inf")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+IN_FP32 = {"accumulate_allreduce_grads_in_fp32": True}
+
+
+def test_contradictory_options_are_refused() -> None:
+    for options, words in [
         ({**COALESCED, "grad_dtype": FP32}, "cannot be combined with use_contiguous_buffers"),
-        ({**COALESCED, "accumulate_allreduce_grads_in_fp32": True}, "cannot be combined with use_contiguous_buffers"),
-        ({"accumulate_allreduce_grads_in_fp32": True, "grad_dtype": torch.float64}, "one choice for the gradients'"),
+        ({**COALESCED, **IN_FP32}, "cannot be combined with use_contiguous_buffers"),
+        ({**IN_FP32, "grad_dtype": torch.float64}, "one choice for the gradients'"),
         ({"master_params": True}, "give grad_dtype=torch.float32"),
-    ],
-    ids=str,
-)
-def test_contradictory_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        Options(**options)
+    ]:
+        with pytest.raises((TypeError, ValueError), match=words):
+            Options(**options)
     with pytest.raises(ValueError, match=r"less precise than parameter 'head\.weight'"):
         Options(grad_dtype={"*": BF16}).grad_dtype_of("head.weight", FP32)
-
-
-@on_ranks(2)
-def test_masters_can_be_switched_off() -> None:
-    module = Mlp(depth=1).to(BF16)
-    ours = BucketDDP(module, grad_dtype=FP32, master_params=False)
-    optimizer = torch.optim.AdamW(module.parameters())
-    assert ours.prepare_optimizer(optimizer) is None
-    backward(ours, 0, BF16)
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        optimizer.step()
