@@ -89,7 +89,7 @@ def _run_lightning_cli() -> int:
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise
-        return _refuse(f"the LightningCLI needs another package: {error}. pip install 'lightning_bucketddp[cli]'")
+        return _refuse(f"the LightningCLI needs a package: {error}. pip install 'jsonargparse[signatures]>=4.39,<5'")
     return 0
 
 

@@ -480,7 +480,15 @@ class BucketDDP(nn.Module, Joinable):
         Args:
             optimizer: An optimizer that holds parameters of the module.
             state_dict: The same on every rank.
+
+        Raises:
+            TypeError: If this rank has no state.
         """
+        if state_dict is None:
+            raise TypeError(
+                f"rank {self.rank}: expected the whole state on every rank, found None. optimizer_state_dict() gives "
+                "it to rank 0 alone: call it with every_rank=True, or read the state from a file on each rank"
+            )
         self.prepare_optimizer(optimizer)
         optimizer.load_state_dict(dict(state_dict))
 

@@ -351,3 +351,18 @@ def go_on(kind: str) -> None:
 )
 def test_training_goes_on_from_a_checkpoint_of_0_1_0(run_ranks: RunRanks, kind: str, ranks: int) -> None:
     run_ranks(ranks, go_on, kind)
+
+
+@on_ranks(2)
+def test_a_rank_without_the_whole_state_is_told() -> None:
+    ours = BucketDDP(nn.Linear(4, 2), shard_optimizer=True)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    ours(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = ours.optimizer_state_dict(optimizer)
+    if dist.get_rank() == 0:
+        ours.load_optimizer_state_dict(optimizer, state)
+    else:
+        with pytest.raises(TypeError, match="rank 1: expected the whole state on every rank"):
+            ours.load_optimizer_state_dict(optimizer, state)
+    ours.close()
