@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.comm import wire
-from lightning_bucketddp.comm.work import Handle, Work
+from lightning_bucketddp.comm.work import Handle, Handles, Work
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -184,8 +185,8 @@ class Collectives:
         flat = wire.real(flat)
         if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
             sent = wire.padded(flat, self._shard_length(flat) * self.world_size, wire_dtype)
-            received = torch.empty_like(sent)
-            handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            received, exchanges = self._exchanges(sent, with_own=True)
+            handle = Handles([*starmap(self._all_to_all, exchanges)])
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
         return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
@@ -207,8 +208,7 @@ class Collectives:
             received.record_stream(torch.accelerator.current_stream(received.device))
         wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
         second = self.second or self
-        handle = dist.all_gather_single(sent, shard, group=second.group, async_op=True)
-        return second._started(handle, lambda: flat.copy_(sent[: flat.numel()]), flat)
+        return second._started(second._gather(sent), lambda: flat.copy_(sent[: flat.numel()]), flat)
 
     # -- shards --------------------------------------------------------------------------------------
 
@@ -245,16 +245,15 @@ class Collectives:
             handle = dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True)
             return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
-        if dtype is whole.dtype is torch.float32 and fits:
-            sent, counts = wire.parts_for_others(whole, self.rank, self.world_size)
-            received = torch.empty_like(sent)
-            handle = dist.all_to_all_single(received, sent, counts, counts, group=self.group, async_op=True)
+        exact = dtype is whole.dtype is torch.float32 and fits
+        sent = whole if exact else wire.padded(whole, numel, dtype)
+        received, exchanges = self._exchanges(sent, with_own=not exact)
+        handle = Handles([*starmap(self._all_to_all, exchanges)])
+        if exact:
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
-            return self._started(handle, finish, flat)
-        sent = wire.padded(whole, numel, dtype)
-        received = torch.empty_like(sent)
-        handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return self._started(handle, partial(wire.mean_of_parts, received, self.world_size, shard), flat)
+        else:
+            finish = partial(wire.mean_of_parts, received, self.world_size, shard)
+        return self._started(handle, finish, flat)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
@@ -265,8 +264,29 @@ class Collectives:
         if self._nothing_to_do(flat):
             return Work()
         values = flat.view(torch.uint8) if flat.device.type == "cpu" else wire.real(flat)
-        handle = dist.all_gather_single(values, self.shard(values), group=self.group, async_op=True)
-        return self._started(handle, None, flat)
+        return self._started(self._gather(values), None, flat)
+
+    def _gather(self, flat: Tensor) -> Handle:
+        """Start filling ``flat`` with every rank's shard, where all shards have one length."""
+        mine = self.shard(flat)
+        if not self._cuts(flat):
+            return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
+        parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
+        start = partial(dist.all_gather, group=self.group, async_op=True)
+        return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
+
+    def _cuts(self, flat: Tensor) -> bool:
+        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.PIECE_BYTES`."""
+        long = flat.nbytes > self.world_size * wire.PIECE_BYTES
+        return long and flat.device.type == "cpu" and "cpu" in self._on_gloo
+
+    def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
+        way = wire.in_pieces if self._cuts(sent) else wire.in_one
+        return way(sent, self.rank, self.world_size, with_own)
+
+    @property
+    def _all_to_all(self) -> Callable[..., Handle]:
+        return partial(dist.all_to_all_single, group=self.group, async_op=True)
 
     # -- sums and copies -----------------------------------------------------------------------------
 

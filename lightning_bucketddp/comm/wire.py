@@ -14,6 +14,16 @@ from torch import Tensor
 _CACHED_NUMEL = 65536
 """Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
 
+PIECE_BYTES = 512 * 1024
+"""Most that goes from one rank to another in one collective on gloo.
+
+gloo's one thread per device reads a message to its end before it writes again. So of two long messages that ranks send
+each other, one may wait for the other. In pieces, both directions of the link are in use.
+"""
+
+Exchange = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[int], list[int]]
+"""Output and input of an all-to-all, and how much of each belongs to each rank."""
+
 
 def real(flat: Tensor) -> Tensor:
     """The memory of a 1-D tensor as a real 1-D tensor."""
@@ -48,17 +58,47 @@ def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
     out.copy_(total.mul_(1.0 / world_size))
 
 
-def parts_for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[int]]:
-    """The tensor to send without this rank's own part, and how much of it each rank gets.
+def in_one(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tuple[Tensor, list[Exchange]]:
+    """The all-to-all by which each rank gets its part of all ranks' tensors.
 
-    A rank sends one piece of memory. So only the first and the last rank can leave their own part out.
+    Args:
+        sent: A part for each rank, one after the other.
+        rank: This rank.
+        world_size: The number of ranks.
+        with_own: Whether a rank needs its own part among those that it gets.
+
+    Returns:
+        Memory for the parts that arrive, by rank, and the arguments of the all-to-all.
     """
-    length = flat.numel() // world_size
+    if with_own:
+        received = torch.empty_like(sent)
+        return received, [(received, sent)]
+    length = sent.numel() // world_size
     counts = [length] * world_size
-    if rank in (0, world_size - 1):
+    if rank in (0, world_size - 1):  # a rank sends one piece of memory: the others cannot leave their own part out
         counts[rank] = 0
-        flat = flat[length:] if rank == 0 else flat[:-length]
-    return flat, counts
+        sent = sent[length:] if rank == 0 else sent[:-length]
+    received = torch.empty_like(sent)
+    return received, [(received, sent, counts, counts)]
+
+
+def in_pieces(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tuple[Tensor, list[Exchange]]:
+    """As :func:`in_one`, by several all-to-alls. In each a rank sends one piece, and receives one from another rank."""
+    targets = sent.view(world_size, -1)
+    received = sent.new_empty(targets[0 if with_own else 1 :].numel())
+    sources = list(received.view(-1, targets.shape[1]))
+    if with_own:
+        sources[rank].copy_(targets[rank])
+    else:
+        sources.insert(rank, targets[rank])
+    step = PIECE_BYTES // sent.element_size()
+    exchanges: list[Exchange] = []
+    for shift in range(1, world_size):
+        target, source = (rank + shift) % world_size, (rank - shift) % world_size
+        for piece, into in zip(targets[target].split(step), sources[source].split(step), strict=True):
+            counts = [[len(piece) * (it == other) for it in range(world_size)] for other in (source, target)]
+            exchanges.append((into, piece, *counts))
+    return received, exchanges
 
 
 def average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: int) -> None:
@@ -66,7 +106,7 @@ def average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: 
 
     Args:
         shard: 1-D.
-        received: The parts that arrived, perhaps with the rank's own; see :func:`parts_for_others`.
+        received: The parts that arrived, perhaps with the rank's own; see :func:`in_one`.
         rank: The rank.
         world_size: The number of ranks.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -19,6 +19,26 @@ class Handle(Protocol):
 
     def wait(self, timeout: timedelta = ..., /) -> object:
         """Wait; raise ``RuntimeError`` if the collective failed or the time is up."""
+
+
+class Handles:
+    """Several collectives as one :class:`Handle`.
+
+    Args:
+        handles: What torch returned for each.
+    """
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def is_completed(self) -> bool:
+        """Whether all have completed."""
+        return all(handle.is_completed() for handle in self._handles)
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """Wait for all; each may take as long as ``timeout``."""
+        for handle in self._handles:
+            handle.wait() if timeout is None else handle.wait(timeout)
 
 
 class Work:

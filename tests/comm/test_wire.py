@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
@@ -62,6 +63,25 @@ def test_a_sum_in_fp16_does_not_overflow() -> None:
     flat = torch.full((9,), 60000.0, dtype=torch.float16)
     collectives.all_reduce_mean(flat).wait()
     assert flat.tolist() == pytest.approx([60000.0] * 9, rel=2**-9)
+
+
+@on_ranks(2, 3)
+def test_pieces_give_the_same_bits() -> None:
+    collectives = Collectives(None)
+    world, rank = collectives.world_size, collectives.rank
+    for dtype, wire_dtype, numel in itertools.product(DTYPES, [None, torch.bfloat16], (96, 1000, 1003)):
+        found, longest = [], []
+        for piece in (wire.PIECE_BYTES, 64):
+            values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+            reduced, scattered, gathered = values.clone(), values.clone(), values.repeat(world)
+            with patch.object(wire, "PIECE_BYTES", piece), recorded() as calls:
+                collectives.all_reduce_mean(reduced, wire_dtype).wait()
+                collectives.reduce_scatter_mean(scattered, wire_dtype).wait()
+                collectives.all_gather_shards(gathered).wait()
+            found.append([reduced, collectives.shard(scattered), gathered])
+            longest.append(max(nbytes for name, nbytes in calls if name != "allreduce"))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+        assert longest[1] <= 64 * (world - 1) < longest[0]
 
 
 def reduced_in(wire_dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float, dict[str, Tensor | None]]:
@@ -113,14 +133,18 @@ def test_a_low_wire_is_summed_in_fp32(run_ranks: RunRanks, world_size: int) -> N
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[str, Tensor]]]:
-    """The name of each collective and the first tensor that it is given."""
-    calls: list[tuple[str, Tensor]] = []
+def recorded() -> Iterator[list[tuple[str, float]]]:
+    """The name of each collective, and the bytes that this rank gets from others."""
+    calls: list[tuple[str, float]] = []
+    world = dist.get_world_size()
+    trips = {"allreduce": 2.0}  # in an all-reduce everything travels twice
 
     def recording(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[1][0] if name == "allreduce" else args[0]
-            calls.append((name, tensor))
+            given = args[1] if name == "allreduce" else args[0]
+            nbytes = sum(tensor.nbytes for tensor in (given if isinstance(given, list) else [given]))
+            in_pieces = name == "all_to_all_single" and len(args) > 2  # nothing is this rank's own
+            calls.append((name, nbytes if in_pieces else nbytes * trips.get(name, 1.0) * (world - 1) / world))
             return original(*args, **kwargs)
 
         return call
@@ -131,6 +155,7 @@ def recorded() -> Iterator[list[tuple[str, Tensor]]]:
             (dist, "all_to_all_single"),
             (dist, "all_gather_into_tensor"),
             (dist, "all_gather_single"),
+            (dist, "all_gather"),
         ):
             if (original := getattr(owner, name, None)) is not None:
                 patches.enter_context(patch.object(owner, name, recording(name, original)))
@@ -159,9 +184,7 @@ def bytes_of_a_pass(options: dict[str, Any]) -> tuple[float, int]:
         loss.backward()
     really = written() - before
     ours.close()
-    world = dist.get_world_size()
-    trips = {"allreduce": 2.0}  # in an all-reduce everything travels twice
-    return sum(tensor.nbytes * trips.get(name, 1.0) * (world - 1) / world for name, tensor in calls), really
+    return sum(nbytes for _, nbytes in calls), really
 
 
 def written() -> int:
