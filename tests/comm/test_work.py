@@ -1,20 +1,26 @@
-"""A collective as a sequence of stages: what starts when, what is waited for, and how it ends with an error."""
+"""A collective as a sequence of stages, and the thread that carries collectives on while backward runs."""
 
+import gc
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from lightning_bucketddp.comm import work
+from lightning_bucketddp.comm.stage_thread import StageThread
 from lightning_bucketddp.comm.work import Work
 
 
 class Handle:
     """A collective that completes when the test says so, or in a wait without a timeout."""
 
-    def __init__(self, name: str, log: list[str], error: str | None) -> None:
-        self.name, self.log, self.error = name, log, error
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.error: str | None = None
         self.completed = False
 
     def is_completed(self) -> bool:
@@ -33,11 +39,19 @@ class Handle:
 class Chain:
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.handles: dict[str, Handle] = {}
+        self._handles: dict[str, Handle] = {}
+
+    def _handle(self, name: str) -> Handle:
+        return self._handles.setdefault(name, Handle(name, self.log))
+
+    def complete(self, *names: str) -> None:
+        for name in names:
+            self._handle(name).completed = True
 
     def start(self, name: str, error: str | None = None, **options: Any) -> Work:
         self.log.append(f"started {name}")
-        handle = self.handles[name] = Handle(name, self.log, error)
+        handle = self._handle(name)
+        handle.error = error
         options = {"on_host": True, "left_behind": lambda why: self.log.append(f"left {name} behind: {why}"), **options}
         return Work(handle, lambda: self.log.append(f"finished {name}"), **options)
 
@@ -48,13 +62,18 @@ class Chain:
             first.then(lambda name=name: self.start(name))
         return first
 
-    def started(self) -> list[str]:
-        return [line.removeprefix("started ") for line in self.log if line.startswith("started")]
+    def names(self, what: str = "started") -> list[str]:
+        return [line.removeprefix(f"{what} ") for line in self.log if line.startswith(what)]
 
 
 @pytest.fixture
-def chain() -> Chain:
+def chain(monkeypatch: pytest.MonkeyPatch) -> Chain:
+    monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
     return Chain()
+
+
+def give_up() -> None:
+    raise KeyError("rank 1 failed")
 
 
 def test_a_wait_runs_all_stages_once(chain: Chain) -> None:
@@ -66,34 +85,36 @@ def test_a_wait_runs_all_stages_once(chain: Chain) -> None:
         assert three.done()
 
 
+def test_stages_start_one_by_one(chain: Chain) -> None:
+    two = chain.of("a", "b")
+    assert two.start_next()
+    assert chain.names() == ["a", "b"]
+    assert not two.start_next()
+
+
 def test_proceed_does_not_wait_for_the_last_stage(chain: Chain) -> None:
     three = chain.of("a", "b", "c")
     three.proceed()
     assert chain.log[-1] == "started c"
     assert not three.done()
-    chain.handles["c"].completed = True
+    chain.complete("c")
     assert three.done()
-
-
-def test_stages_start_one_by_one(chain: Chain) -> None:
-    two = chain.of("a", "b")
-    assert two.start_next()
-    assert chain.started() == ["a", "b"]
-    assert not two.start_next()
 
 
 def test_stages_of_a_stage_come_before_the_next(chain: Chain) -> None:
     chain.start("a").then(lambda: chain.of("b", "c")).then(lambda: chain.start("d")).wait()
-    assert chain.started() == list("abcd")
+    assert chain.names() == list("abcd")
 
 
 def test_settle_finishes_completed_stages_on_the_host_alone(chain: Chain) -> None:
-    on_host, on_device, several = chain.start("h"), chain.start("d", on_host=False), chain.of("a", "b")
-    assert not any(each.settle() for each in (on_host, on_device, several))
-    for name in "hda":
-        chain.handles[name].completed = True
-    assert [each.settle() for each in (on_host, on_device, several)] == [True, False, False]
-    assert chain.log[3:] == ["waited for h", "finished h"], "settle starts nothing"
+    works = [chain.start("h"), chain.start("d", on_host=False), chain.of("a", "b"), chain.start("e", "broken")]
+    assert not any(each.settle() for each in works)
+    chain.complete(*"hdae")
+    assert [each.settle() for each in works] == [True, False, False, False]
+    assert chain.names("finished") == ["h"]
+    assert chain.names() == list("hdae"), "settle starts nothing"
+    with pytest.raises(RuntimeError, match="broken"):
+        works[-1].wait()
 
 
 def test_proceed_waits_for_a_hook_that_sends_more(chain: Chain) -> None:
@@ -106,22 +127,69 @@ def test_a_failed_stage_leaves_its_own_group_behind(chain: Chain) -> None:
     for _ in range(2):  # raised anew by every wait
         with pytest.raises(RuntimeError, match="broken"):
             three.wait()
-    assert [line for line in chain.log if "behind" in line] == ["left b behind: broken"] * 2
-    assert "finished b" not in chain.log
-    assert chain.started() == ["a", "b"]
+    assert chain.names("left") == ["b behind: broken"] * 2
+    assert chain.names("finished") == ["a"]
+    assert chain.names() == ["a", "b"]
 
 
-def test_a_wait_polls_on_the_host_alone(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
-    polls: list[int] = []
-
-    def poll() -> None:
-        polls.append(1)
-        if len(polls) == 3:
-            raise KeyError("rank 1 failed")
-
-    chain.start("d", on_host=False).wait(poll)
-    assert not polls
+def test_a_wait_polls_on_the_host_alone(chain: Chain) -> None:
+    chain.start("d", on_host=False).wait(give_up)
     with pytest.raises(KeyError, match="rank 1 failed"):
-        chain.start("h").wait(poll)
-    assert chain.log[-1] == "left h behind: 'rank 1 failed'"
+        chain.start("h").wait(Mock(side_effect=[None, None, KeyError("rank 1 failed")]))
+    assert chain.names("left") == ["h behind: 'rank 1 failed'"]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "bucketddp-stages"}
+
+
+def test_the_thread_starts_stages_in_order_and_ends_them(chain: Chain) -> None:
+    stages = StageThread()
+    taken = [stages.take(it) for it in (chain.of("a1", "a2"), chain.of("b1", "b2"), chain.start("c"))]
+    chain.complete("b1")
+    time.sleep(0.05)
+    assert chain.names() == ["a1", "b1", "c"], "b waits for its turn"
+    chain.complete("a1", "a2")
+    eventually(lambda: "finished a2" in chain.log and "started b2" in chain.log)
+    assert chain.names() == ["a1", "b1", "c", "a2", "b2"]
+    assert not any(each.done() for each in taken)
+    chain.complete("b2", "c")
+    eventually(lambda: "finished c" in chain.log)
+    for each in taken:
+        each.wait()
+        assert each.done()
+    assert sorted(chain.names("finished")) == ["a1", "a2", "b1", "b2", "c"]
+
+
+@pytest.mark.parametrize("errors", [("broken", None), (None, "broken")])
+def test_an_error_in_the_thread_is_raised_by_the_wait(chain: Chain, errors: tuple[str | None, str | None]) -> None:
+    stages = StageThread()
+    taken = stages.take(chain.start("a", errors[0]).then(lambda: chain.start("b", errors[1])))
+    chain.complete("a", "b")
+    with pytest.raises(RuntimeError, match="broken"):
+        taken.wait()
+
+
+def test_a_wait_for_the_thread_that_is_given_up_leaves_the_group_behind(chain: Chain) -> None:
+    stages = StageThread()
+    with pytest.raises(KeyError, match="rank 1 failed"):
+        stages.take(chain.start("a")).wait(give_up)
+    assert chain.names("left") == ["a behind: 'rank 1 failed'"]
+
+
+def test_the_thread_ends_with_its_owner(chain: Chain) -> None:
+    before, stages = threads(), StageThread()
+    taken = stages.take(chain.of("a", "b"))
+    (own,) = threads() - before
+    del stages
+    gc.collect()
+    eventually(lambda: own not in threads())
+    with pytest.raises(RuntimeError, match="closed"):
+        taken.wait()

@@ -1,4 +1,4 @@
-"""Gradient buffers without a process group: views, packing, scaling, refusals."""
+"""Gradient buffers, and the layouts that follow what a planner learns, without a process group."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.checks import GradientError, require_sound
 from lightning_bucketddp.grads.contiguous import Contiguous
-from lightning_bucketddp.grads.planner import LayoutPlanner
+from lightning_bucketddp.grads.planner import MAX_GROUPING_SETS, LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout, ParamSpec, plan
@@ -27,33 +27,22 @@ def layout_of(params: list[nn.Parameter]) -> Layout:
     return plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(params)], range(len(params)), 100)
 
 
-@pytest.mark.parametrize("large_bytes", [1, 10**6], ids=["one by one", "together"])
-@pytest.mark.parametrize("inside", [True, False], ids=["in the buffer", "elsewhere"])
+@pytest.mark.parametrize(("large_bytes", "inside"), [(1, True), (1, False), (10**6, True), (10**6, False)])
 def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes: int, inside: bool) -> None:
-    monkeypatch.setattr(buffers, "LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(buffers, "LARGE_BYTES", large_bytes)  # above it gradients are packed one by one
     params = some_params()
     layout = layout_of(params)
     made = GradBuffers(layout)
     for bucket in layout.buckets:
-        slots = bucket.slots
-        expected = [torch.randn_like(params[slot]) for slot in slots]
-        grads = [made.views[slot].copy_(grad) if inside else grad for slot, grad in zip(slots, expected, strict=True)]
-        made.pack(slots, [grad.clone() if not inside else grad for grad in grads], 0.5, made.bucket_flat(bucket))
-        for slot, grad in zip(slots, expected, strict=True):
+        expected = [torch.randn_like(params[slot]) for slot in bucket.slots]
+        grads = [grad.clone() for grad in expected]
+        if inside:
+            grads = [made.views[slot].copy_(grad) for slot, grad in zip(bucket.slots, expected, strict=True)]
+        made.pack(bucket.slots, grads, 0.5, made.bucket_flat(bucket))
+        for slot, grad in zip(bucket.slots, expected, strict=True):
             torch.testing.assert_close(made.views[slot], grad * 0.5)
             assert made.views[slot].stride() == params[slot].stride()
             assert made.holds(slot, made.views[slot])
-
-
-def test_a_view_that_was_moved_is_no_gradient_of_the_buffer() -> None:
-    made = GradBuffers(layout_of(some_params()))
-    moved = made.views[1]
-    moved.data = torch.full((7,), 3.0)  # as module.to(dtype) does
-    assert not made.holds(1, moved)
-    made.pack([1], [moved])
-    assert made.views[1] is not moved
-    assert made.holds(1, made.views[1])
-    assert made.flats[0].sum() == 21.0
 
 
 @pytest.mark.parametrize(
@@ -73,37 +62,22 @@ def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], mes
     assert not made.flats[0].any(), "nothing was copied"
 
 
-def test_a_lost_gradient_dtype_comes_back() -> None:
-    param = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
-    param.grad_dtype = torch.float32
-    made = GradBuffers(layout_of([param]))
-    param.grad_dtype = torch.bfloat16
-    made.bind(0, param)
-    assert param.grad is made.views[0]
-    assert param.grad.dtype is torch.float32
-
-
 def test_another_layout_takes_gradients_along() -> None:
     params = some_params()
     table = SlotTable([(f"p{at}", param) for at, param in enumerate(params)])
     planner = LayoutPlanner(table, Options(bucket_cap_mb=0.0001), world_size=2, one_machine=True)
     buckets = Buckets(table, planner)
     storage = Contiguous(table, buckets, planner.plan())
-    before = storage.layout
     params[0].grad, own = storage.views[3].fill_(5.0), torch.ones(2, 5)
-    params[2].grad = own
-    params[3].grad = storage.views[0].fill_(6.0)
+    params[2].grad, params[3].grad = own, storage.views[0].fill_(6.0)
     planner.learn([2.0, 1.0, None, 0.0], [1])
     assert storage.lay_out(planner.plan())
-    assert storage.layout != before
-    assert params[0].grad is storage.views[3]
-    assert params[3].grad is storage.views[0]
-    assert params[0].grad.eq(5.0).all()
-    assert params[3].grad.eq(6.0).all()
+    for slot, view, value in ((0, 3, 5.0), (3, 0, 6.0)):
+        assert params[slot].grad is storage.views[view]
+        assert params[slot].grad.eq(value).all()
     assert params[2].grad is own
-    assert [bucket.held_back for bucket in buckets.all] == [
-        any(table.specs[slot].name in ("p1", "p2") for slot in bucket.slots) for bucket in buckets.all
-    ]
+    for bucket in buckets.all:
+        assert bucket.held_back == any(table.specs[slot].name in ("p1", "p2") for slot in bucket.slots)
     storage.release()
     assert params[0].grad.eq(5.0).all()
     assert params[0].grad.untyped_storage().nbytes() == params[0].nbytes, "a plain tensor"
@@ -114,3 +88,52 @@ def test_unsound_gradients_are_named() -> None:
     for largest, limit, found in [(2.5, 2.0, "2.5"), (math.nan, 2.0, "NaN"), (math.inf, math.inf, "Inf")]:
         with pytest.raises(GradientError, match=f"rank 3: found {found} .*gradient of parameter 'p'.*={limit}"):
             require_sound(largest, limit, 3, "p")
+
+
+def planner_of(count: int, **options: object) -> tuple[SlotTable, LayoutPlanner]:
+    table = SlotTable([(f"p{at}", nn.Parameter(torch.ones(16))) for at in range(count)], ["p0"])
+    return table, LayoutPlanner(table, Options(**options), world_size=3, one_machine=True)
+
+
+def names(table: SlotTable, planner: LayoutPlanner) -> list[str]:
+    return [" ".join(table.specs[slot].name for slot in bucket.slots) for bucket in planner.plan().buckets]
+
+
+def test_buckets_follow_what_was_learned() -> None:
+    table, planner = planner_of(7)
+    assert names(table, planner) == ["p6 p5 p4 p3 p2 p1"], "the reverse of registration, without sparse ones"
+    assert not planner.due
+    p5, p4, p3, p2 = range(1, 5)
+    planner.learn([3.0, 2.0, 1.0, None, 0.5, 4.0], [p4])
+    assert names(table, planner) == ["p2 p5 p6 p1", "p3", "p4"], "in order; never seen; repeated"
+    assert not planner.holds_back([p2, p5])
+    assert planner.holds_back([p3, p2])
+    assert planner.holds_back([p4])
+    assert planner.unseen((True,) * 7)
+    planner.learn([1.0, 2.0, 3.0, 4.0, None, None], [])
+    assert names(table, planner) == ["p6 p5 p3 p2 p1", "p4"], "repeated for good; seen once is enough"
+    assert not planner.unseen((True,) * 7)
+
+
+def test_parameters_that_train_apart_share_no_bucket() -> None:
+    table, planner = planner_of(5)
+    assert planner.knows((True,) * 5)
+    first_two, sparse_only = (True, True, True, False, False), (True, False, False, False, False)
+    assert not planner.knows(first_two)
+    planner.add(first_two)
+    assert planner.due
+    assert planner.knows(first_two)
+    assert names(table, planner) == ["p4 p3", "p2 p1"]
+    for at in range(MAX_GROUPING_SETS):
+        planner.add((True, *(at >> bit & 1 == 1 for bit in range(4))))
+    assert planner.knows(sparse_only), "later sets move nothing"
+
+
+def test_options_shape_buckets() -> None:
+    assert all(bucket.numel % 100 == 0 for bucket in planner_of(5, pad_buckets_to=100)[1].plan().buckets)
+    sharded = planner_of(5, shard_optimizer=True, pad_buckets_to=10, bucket_cap_mb=0.0001)[1].plan()
+    assert {bucket.numel % (3 * 16) for bucket in sharded.buckets} == {0}, "each shard starts on a cache line"
+    assert {bucket.numel % 10 for bucket in sharded.buckets} == {0}
+    whole = planner_of(5, overlap=False, bucket_cap_mb=0)[1]
+    assert len(whole.plan().buckets) == 1
+    assert whole.holds_back([])

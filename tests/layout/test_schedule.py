@@ -67,13 +67,9 @@ def test_latency_wants_one_bucket_and_bandwidth_many() -> None:
     assert simulate(ready, nbytes, planned, BANDWIDTH_ONLY).finish == 16.0
     timeline = simulate([5.0, 1.0], [1.0, 1.0], (1, 2), BANDWIDTH_ONLY)
     assert [bucket.ready for bucket in timeline.buckets] == [5.0, 5.0], "a gradient waits for those before it"
-
-
-def test_twenty_thousand_parameters_are_planned_quickly() -> None:
-    count = 20_000
+    count = 20_000  # are planned quickly
     boundaries = plan_boundaries([at / count for at in range(count)], [1000.0] * count, CollectiveCost(1e-4, 1e-8))
-    assert boundaries[-1] == count
-    assert 1 < len(boundaries) < count
+    assert boundaries[-1] == count > len(boundaries) > 1
 
 
 def test_wrong_arguments_are_refused() -> None:

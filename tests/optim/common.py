@@ -33,7 +33,7 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 def mse(model: nn.Module, step: int, *args: Any) -> Tensor:
     inputs, target = batch(step, dist.get_rank())
-    return loss_of(model(inputs, *args), target)
+    return loss_of(model(inputs.to(next(model.parameters()).dtype), *args), target)
 
 
 def backward(*models: nn.Module, step: int = 0) -> None:

@@ -2,11 +2,10 @@
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm import wire
-from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
 from tests.optim.common import TINY, average, backward, mse, values
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks, seeded
+from tests.reference import everyones, largest_difference_between_ranks, seeded
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
@@ -39,12 +36,9 @@ def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
 
 LOOKS: dict[str, Callable[[Tensor], object]] = {
     "norm": lambda grad: grad.norm(),
-    "print": lambda grad: f"{grad:}" and grad.sum(),
     "clone": lambda grad: grad.clone(),
     "data": lambda grad: grad.data,
     "item": lambda grad: grad.flatten()[0].item(),
-    "foreach_norm": lambda grad: torch._foreach_norm([grad]),
-    "stack": lambda grad: torch.stack([grad, grad]),
     "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),
     "deepcopy": copy.deepcopy,
 }
@@ -56,7 +50,6 @@ def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     param = ours.module.head.weight
     assert isinstance(param.grad, ShardedGrad)
     assert "head.weight" in repr(param.grad)
-    assert param.grad.shape == param.shape
     for name, look in LOOKS.items():
         with pytest.raises(RuntimeError, match=r"the gradient of parameter 'head.weight' is sharded.*full_grad"):
             pytest.fail(f"{name}: {look(param.grad)}")
@@ -95,7 +88,6 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     assert_full(ours, plain)
     if dist.get_rank() == 0:  # of one rank's shard, yet every rank must know
         next(param.grad.own_part for param in ours.parameters() if len(param.grad.own_part))[0] = math.nan
-    assert ours.grad_norm().isnan()
     with pytest.raises(RuntimeError, match="is non-finite"):
         ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
@@ -115,86 +107,58 @@ def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
     assert_full(ours, plain)
 
 
-@pytest.mark.parametrize("alone", ["clear", "local"])
 @on_ranks(2, fresh=True)
-def test_all_ranks_rebuild_when_all_have_cleared_gradients(alone: str) -> None:
-    """A rebuild is due and waits until all ranks have cleared; one clears alone, or runs a local backward alone."""
-    ours, plain = pair()
-    if alone == "clear":
-        backward(ours, plain, step=1)  # in the learned order
-        if dist.get_rank() == 0:
-            ours.zero_grad()
+def test_all_ranks_rebuild_when_all_have_cleared_gradients() -> None:
+    """A rebuild is due, and waits until all ranks have cleared; one clears alone."""
+    ours, _ = pair()
+    backward(ours, step=1)  # in the learned order
+    if dist.get_rank() == 0:
+        ours.zero_grad()
     before = ours.layout
-    for model in (ours.module, plain):
-        model.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
-    backward(ours, plain, step=1)
-    if alone == "local":
-        with ours.no_sync():
-            if dist.get_rank() == 0:
-                backward(ours, plain, step=2)
-    backward(ours, plain, step=3)
+    ours.module.layers[1].weight.requires_grad_(False)  # shares no bucket with the others any more
+    for step in (1, 3):
+        backward(ours, step=step)
     assert ours.layout == before
-    if alone == "local":
-        average(plain)  # the mean of sums is the sum of means
-        assert_full(ours, plain)
-    assert_same_on_ranks([ours.full_grad(param) for param in ours.parameters()])
+    full = [ours.full_grad(param) for param in ours.parameters()]
+    assert all(map(torch.equal, full, everyones(full)[0]))
     ours.zero_grad()
     backward(ours, step=3)
     assert ours.layout != before
-
-
-def assert_same_on_ranks(tensors: list[Tensor | None]) -> None:
-    for tensor in tensors:
-        first = tensor.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, tensor)
-
-
-@pytest.mark.parametrize("clears", [True, False])
-@on_ranks(2, fresh=True)
-def test_unfreezing_wants_cleared_sharded_gradients(clears: bool) -> None:
-    """A parameter becomes trainable while rank 1 still holds accumulated shards."""
-    plain = seeded(Mlp)
-    plain.layers[1].weight.requires_grad_(False)
-    ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY)
-    backward(ours)
-    if clears or dist.get_rank() == 0:
-        ours.zero_grad()
-    for model in (ours.module, plain):
-        model.layers[1].weight.requires_grad_(True)
-    if not clears:
-        with pytest.raises(RuntimeError, match=r"expected cleared gradients where further parameters.*zero_grad\(\)"):
-            backward(ours, step=1)
-        return
-    backward(ours, plain, step=1)
-    average(plain)
-    assert_full(ours, plain)
-
-
-@on_ranks(2, fresh=True)
-def test_reduced_gradients_outlive_a_backward_that_raises() -> None:
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError
-
-    for local, early in [(True, False), (True, True), (False, True), (False, False)]:
-        ours, plain = pair()
-        inputs, target = batch(1, dist.get_rank())
-        with ours.no_sync() if local else nullcontext():
-            output = ours(inputs.requires_grad_())
-        (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
-        with pytest.raises(ArithmeticError):
-            nn.functional.mse_loss(output, target).backward()
-        if local or early:
-            assert_full(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
-        backward(ours, plain, step=2)
-        average(plain)
-        assert_full(ours, plain)
-        ours.close()
-    ours, _ = pair()
     with pytest.raises(RuntimeError, match=r"added to the sharded gradient.*clear gradients"):
         ours.module.head.weight.sum().backward()  # past forward
+
+
+@on_ranks(2, fresh=True)
+def test_unfreezing_wants_cleared_sharded_gradients() -> None:
+    """A parameter becomes trainable while rank 1 still holds accumulated shards."""
+    module = seeded(Mlp)
+    module.layers[1].weight.requires_grad_(False)
+    ours = BucketDDP(module, shard_optimizer=True, bucket_cap_mb=TINY)
+    backward(ours)
+    if dist.get_rank() == 0:
+        ours.zero_grad()
+    module.layers[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"expected cleared gradients where further parameters.*zero_grad\(\)"):
+        backward(ours, step=1)
+
+
+@on_ranks(2, cases=[(True, False), (True, True), (False, True), (False, False)])
+def test_reduced_gradients_outlive_a_backward_that_raises(local: bool, early: bool) -> None:
+    ours, plain = pair()
+    inputs, target = batch(1, dist.get_rank())
+    with ours.no_sync() if local else nullcontext():
+        output = ours(inputs.requires_grad_())
+    fail = Mock(side_effect=ArithmeticError)
+    (output if early else inputs).register_hook(fail)  # before the first gradient, or after the last
+    with pytest.raises(ArithmeticError):
+        nn.functional.mse_loss(output, target).backward()
+    if local or early:
+        assert_full(ours, plain)
+    ours.zero_grad()
+    plain.zero_grad()
+    backward(ours, plain, step=2)
+    average(plain)
+    assert_full(ours, plain)
 
 
 @on_ranks(4, cases=({}, {"shard_group_size": 2}, {"scatter_every_pass": True}))
@@ -218,31 +182,3 @@ def test_an_overflow_in_one_part_concerns_all(options: dict[str, Any]) -> None:
         scales.append(scaler.get_scale())
     assert scales == [64, 64, 32, 32, 32, 64]
     assert largest_difference_between_ranks(ours.module) == 0
-
-
-@on_ranks(2)
-def test_shards_are_summed_as_they_arrive() -> None:
-    ours = BucketDDP(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), shard_optimizer=True, bucket_cap_mb=0.001)
-    ours(torch.ones(2, 32)).sum().backward()  # launches nothing early
-    ours.zero_grad()
-    with patch.object(wire, "average_with_others", Mock(wraps=wire.average_with_others)) as average:
-
-        def until_a_shard_is_summed(_: Tensor) -> None:
-            deadline = time.monotonic() + 60
-            while not average.called and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert average.called
-
-        ours.module[0].register_forward_hook(lambda *it: it[-1].register_hook(until_a_shard_is_summed) and None)
-        ours(torch.ones(2, 32)).sum().backward()
-    torch.testing.assert_close(ours.full_grad(ours.module[3].bias), torch.full((32,), 2.0))
-
-
-def test_a_reduction_that_failed_is_left_to_backwards_end() -> None:
-    done: list[int] = []
-    handle = Mock(is_completed=lambda: True, wait=Mock(side_effect=RuntimeError("broken")))
-    work = Work(handle, lambda: done.append(1), on_host=True)
-    assert not work.settle()
-    with pytest.raises(RuntimeError, match="broken"):
-        work.wait()
-    assert not done

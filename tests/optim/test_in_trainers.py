@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
-from tests.lightning_models import PoolEnvironment, Regression, close_to, data, trainer
+from tests.fixtures.checkpoints import At
+from tests.lightning_models import Gan, PoolEnvironment, Regression, close_to, data, trainer
 from tests.models import Mlp
-from tests.optim.common import assert_equal, mse
+from tests.optim.common import assert_close, assert_equal, mse, stepped, values
 from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks, seeded
 
@@ -58,27 +59,8 @@ class Clipping(Quiet):
         assert self.found[-1] < self.found[-2], "it was clipped"
 
 
-class ByHand(Clipping):
-    """Two optimizers, toggled as in a GAN, each clipped in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.rest = nn.Linear(4, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for limit, kind, optimizer in zip((0.002, 0.01), ("value", "norm"), self.optimizers(), strict=True):
-            self.toggle_optimizer(optimizer)
-            loss = nn.functional.mse_loss(self.rest(self.net(batch[0])), batch[1])
-            assert all(type(param) is nn.Parameter for param in self.parameters()), "they were waited for"
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=kind)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [AdamW(self.net.parameters(), lr=1e-2), torch.optim.SGD(self.rest.parameters(), lr=0.1, momentum=0.9)]
+class ShardedGan(Gan):
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 
 
 class Evaluated(Quiet):
@@ -87,6 +69,11 @@ class Evaluated(Quiet):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.found.append(torch.cat([param.flatten() for param in self.parameters()]).sum().detach())
@@ -108,49 +95,35 @@ class Relay(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=0.005)
 
 
-def scaled() -> dict[str, Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
-
-
-def pruned() -> dict[str, Any]:
-    return {"callbacks": [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)]}
+def scaler() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5))
 
 
 RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "accumulated and clipped": (Quiet, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "bf16-mixed": (Quiet, lambda: {"precision": "bf16-mixed"}),
     "clipped values": (Clipping, lambda: {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}),
-    "scaled": (Clipping, lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, **scaled()}),
-    "toggled": (ByHand, dict),
+    "scaled": (Clipping, lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, "plugins": [scaler()]}),
+    "toggled": (ShardedGan, dict),
     "averaged": (Evaluated, lambda: {"val_check_interval": 2, "callbacks": [EMAWeightAveraging()]}),
-    "pruned": (Quiet, pruned),
     "fine-tuned": (Quiet, lambda: {"callbacks": [Relay()]}),
 }
 AS_DDP = ["accumulated and clipped", "bf16-mixed"]  # others are compared with this strategy, without shards
 
 
-def fit_both_ways(names: list[str]) -> None:
-    for name in names:
-        build, options = RUNS[name]
-        models = []
-        for strategy in (lightning_models.ddp() if name in AS_DDP else lightning_models.ours(), sharded()):
-            model = build()
-            runs = trainer(strategy, **{"max_epochs": 2, **options()})
-            before = set(vars(runs.strategy.precision_plugin))
-            runs.fit(model, data(), data() if isinstance(model, Evaluated) else None)
-            assert set(vars(runs.strategy.precision_plugin)) == before, "clipping was given back"
-            models.append(model)
-        close_to(*models)
-        torch.testing.assert_close(
-            *(getattr(model, "found", []) for model in models), msg=lambda m, n=name: f"{n}: {m}"
-        )
-        assert largest_difference_between_ranks(models[1]) == 0, name
-
-
-@pytest.mark.parametrize("part", range(2))
-def test_a_trainer_trains_as_without_shards(run_ranks: RunRanks, part: int) -> None:
-    run_ranks(2, fit_both_ways, list(RUNS)[part::2])
+@on_ranks(2, cases={name: [name, *RUNS[name]] for name in RUNS})
+def test_a_trainer_trains_as_without_shards(name: str, build: Callable[[], Any], options: Any) -> None:
+    models = []
+    for strategy in (lightning_models.ddp() if name in AS_DDP else lightning_models.ours(), sharded()):
+        model = build()
+        runs = trainer(strategy, **{"max_epochs": 2, **options()})
+        before = set(vars(runs.strategy.precision_plugin))
+        runs.fit(model, data(), data() if isinstance(model, Evaluated) else None)
+        assert set(vars(runs.strategy.precision_plugin)) == before, "clipping was given back"
+        models.append(model)
+    close_to(*models)
+    torch.testing.assert_close(*(getattr(model, "found", []) for model in models))
+    assert largest_difference_between_ranks(models[1]) == 0
 
 
 class Whole(Quiet):
@@ -175,8 +148,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
     model = Whole()
     strategy = STRATEGIES[kind](**({"grad_dtype": "float32"} if low else {}))
-    runs = trainer(strategy, max_epochs=epochs, precision="bf16-true" if low else None)
-    runs.callbacks += [Relay()] if tuned else []
+    runs = trainer(strategy, max_epochs=epochs, precision="bf16-true" if low else None, callbacks=[Relay()] * tuned)
     runs.fit(model, data(2), ckpt_path=load)
     if save:
         runs.save_checkpoint(save)
@@ -189,13 +161,11 @@ def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, 
     [
         ("sharded", "ddp", (3, 2), False, False),
         ("ddp", "sharded", (1, 3), False, False),
-        ("ours", "sharded", (2, 3), True, False),
         ("sharded in parts", "ours", (3, 2), True, False),
-        ("ours in parts", "sharded in parts", (1, 2), False, False),
+        ("ours in parts", "sharded in parts", (1, 2), False, True),
         ("sharded", "ours", (2, 1), True, True),
-        ("sharded in parts", "sharded", (2, 3), False, True),
     ],
-    ids=lambda it: str(it),
+    ids=str,
 )
 def test_training_goes_on_from_a_checkpoint(
     run_ranks: RunRanks, first: str, second: str, worlds: tuple[int, int], low: bool, tuned: bool, tmp_path: Path
@@ -206,8 +176,7 @@ def test_training_goes_on_from_a_checkpoint(
     resumed = run_ranks(worlds[1], whole_run, second, low, tuned, 4, str(path), None)[0]
     tolerance = 2e-2 if low else 1e-5
     torch.testing.assert_close(resumed, undisturbed, rtol=tolerance, atol=tolerance)
-    assert path.is_dir() == ("parts" in first)
-    if path.is_dir():
+    if "parts" in first:
         dcp_to_torch_save(path, tmp_path / "one.pt")
         saved = torch.load(tmp_path / "one.pt", weights_only=False)
         Whole().load_state_dict(saved["model"])
@@ -225,90 +194,63 @@ class Adds(pl.Callback):
         checkpoint["state_dict"] = {key: value + 1 for key, value in checkpoint["state_dict"].items()}
 
 
-class Scored(Evaluated):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, sync_dist=True)
-        return loss
+@on_ranks(2, fresh=True)
+def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Path) -> None:
+    saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", "loss", every_n_train_steps=1, save_last=True)
+    model, last, scores = Evaluated(), tmp_path / "last.ckpt", []
 
+    def fit(module: Evaluated, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+        runs = trainer(parts(), callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
+        runs.fit(module, data(), **options)
+        return runs
 
-def kept_and_evaluated(folder: str) -> tuple[list[str], list[float]]:
-    saves = pl.callbacks.ModelCheckpoint(folder, "{step}", "loss", every_n_train_steps=1, save_last=True)
-    runs = trainer(parts(), callbacks=[saves], enable_checkpointing=True)
-    model, last, scores = Scored(), f"{folder}/last.ckpt", []
-    runs.fit(model, data(6))
+    runs = fit(model, saves)
     for strategy in (parts(), lightning_models.ours()):
-        again = Scored()
+        again = Evaluated()
         (logged,) = trainer(strategy).validate(again, data(), ckpt_path=last, verbose=False)
         close_to(again, model)
         scores.append(logged["score"])
-
-    def fit(*callbacks: pl.Callback, **options: Any) -> None:
-        runs = trainer(parts(), callbacks=[*callbacks], enable_checkpointing=bool(callbacks))
-        runs.fit(Scored(), data(), **options)
-
-    with pytest.raises(ValueError, match=r"another tensor as 'net\."):
-        fit(Adds(), pl.callbacks.ModelCheckpoint(f"{folder}/changed", every_n_train_steps=1))
-    with pytest.raises(ValueError, match="weights_only"):
-        fit(ckpt_path=last, weights_only=True)
-    with pytest.raises(TypeError, match="storage_options"):
-        runs.save_checkpoint(f"{folder}/other", storage_options={"any": 1})
-    runs.save_checkpoint(f"{folder}/weights", weights_only=True)
-    with pytest.raises(KeyError, match="only the model"):
-        fit(ckpt_path=f"{folder}/weights")
-    searched = Scored()
-    searched.lr, before = 0.01, copy.deepcopy(searched.state_dict())
-    tuner = Tuner(trainer(parts(), default_root_dir=folder))
-    tuner.lr_find(searched, data(), num_training=4, update_attr=False)
-    assert_equal(searched.state_dict(), before, "a search leaves no trace")
-    kept = {path.name for path in Path(folder).iterdir() if path.is_dir()}
-    return sorted(kept - {Path(saves.best_model_path).name}), scores
-
-
-def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(run_ranks: RunRanks, tmp_path: Path) -> None:
-    both = run_ranks(2, kept_and_evaluated, str(tmp_path), fresh=True)
-    assert both[0] == both[1]
-    kept, scores = both[0]
-    assert kept == ["last.ckpt", "weights"], "others were removed"
     assert scores[0] == pytest.approx(scores[1])
+    with pytest.raises(ValueError, match=r"another tensor as 'net\."):
+        fit(Evaluated(), Adds(), pl.callbacks.ModelCheckpoint(tmp_path / "changed", every_n_train_steps=1))
+    with pytest.raises(ValueError, match="weights_only"):
+        fit(Evaluated(), ckpt_path=last, weights_only=True)
+    with pytest.raises(TypeError, match="storage_options"):
+        runs.save_checkpoint(tmp_path / "other", storage_options={"any": 1})
+    runs.save_checkpoint(tmp_path / "weights", weights_only=True)
+    with pytest.raises(KeyError, match="only the model"):
+        fit(Evaluated(), ckpt_path=tmp_path / "weights")
+    model.lr, before = 0.01, copy.deepcopy(model.state_dict())
+    tuner = Tuner(trainer(parts(), default_root_dir=tmp_path))
+    tuner.lr_find(model, data(), num_training=4, update_attr=False)
+    assert_equal(model.state_dict(), before, "a search leaves no trace")
+    kept = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert kept == {"last.ckpt", "weights", Path(saves.best_model_path).name}, "others were removed"
 
 
-class Fails(Quiet):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3 and self.global_rank == 0:
+@on_ranks(2, fresh=True)
+def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(tmp_path: Path) -> None:
+    first, path = dist.get_rank() == 0, tmp_path / "failed.ckpt"
+
+    def fail(runs: pl.Trainer) -> None:
+        if first and runs.global_step == 3:
             raise ArithmeticError("no batch today")
-        return super().training_step(batch, batch_idx)
 
-
-class SaveOnException(pl.Callback):
-    def on_exception(self, runs: pl.Trainer, module: Any, exception: BaseException) -> None:
-        if runs.global_rank == 0:
-            runs.save_checkpoint(f"{runs.default_root_dir}/failed.ckpt")
-
-
-def interrupted(folder: str) -> None:
-    first = dist.get_rank() == 0
+    save = At("on_exception", lambda runs: runs.save_checkpoint(path) if first else None)
     with pytest.warns(match="while an exception is handled") if first else nullcontext():
         with pytest.raises(ArithmeticError if first else PeerFailureError):
-            trainer(sharded(), callbacks=[SaveOnException()], default_root_dir=folder).fit(Fails(), data())
+            trainer(sharded(), callbacks=[At("on_train_batch_start", fail), save]).fit(Quiet(), data())
+    if first:
+        saved = torch.load(path, weights_only=True)
+        Quiet().load_state_dict(saved["state_dict"])
+        optimizer = AdamW(Quiet().parameters())
+        optimizer.load_state_dict(saved["optimizer_states"][0])
+        assert any(state["exp_avg"].ndim != param.ndim for param, state in optimizer.state.items())
 
 
-def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, interrupted, str(tmp_path), fresh=True)
-    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
-    Quiet().load_state_dict(saved["state_dict"])
-    optimizer = AdamW(Quiet().parameters())
-    optimizer.load_state_dict(saved["optimizer_states"][0])
-    assert any(state["exp_avg"].ndim != param.ndim for param, state in optimizer.state.items())
-
-
-def fabric_run(folder: Path, shard: bool, low: bool, steps: range, load: bool = False, save: bool = False) -> Any:
-    options = {"grad_dtype": "float32"} if low else {}
-    strategy = BucketDDPFabricStrategy(
-        cluster_environment=PoolEnvironment(), bucket_cap_mb=0.0003, shard_optimizer=shard, **options
-    )
-    precision: Any = "bf16-true" if low else None
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size(), precision=precision)
+def fabric_run(folder: Path, shard: bool, steps: range, load: bool = False, save: bool = False) -> Any:
+    options = {"cluster_environment": PoolEnvironment(), "bucket_cap_mb": 0.0003, "shard_optimizer": shard}
+    fabric = Fabric(accelerator="cpu", strategy=BucketDDPFabricStrategy(**options), devices=dist.get_world_size())
     fabric.launch()
     plain = seeded(Mlp)
     model, optimizer = fabric.setup(plain, AdamW(plain.parameters(), lr=1e-2))
@@ -321,34 +263,27 @@ def fabric_run(folder: Path, shard: bool, low: bool, steps: range, load: bool = 
         if step % 3 != 1:
             limit = {"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}
             fabric.clip_gradients(model, optimizer, **limit)
-            optimizer.step()
-            optimizer.zero_grad()
-    if shard and not low:
+            stepped(optimizer)
+    if shard:
         fabric.backward(mse(model, 50))
         norm = fabric.strategy.grad_norm(model)
         torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0), norm)
-        head = fabric.strategy.wrapper_of(model).full_grad(plain.head.weight)
-        assert 0 < head.norm() < norm
-        with pytest.raises(RuntimeError, match=r"'head.weight' is sharded: this rank holds only its own part"):
-            plain.head.weight.grad.sum()
+        assert 0 < fabric.strategy.wrapper_of(model).full_grad(plain.head.weight).norm() < norm
         optimizer.zero_grad()
     if save:
         fabric.save(f"{folder}/fabric.ckpt", state)
         only = {"model": lambda key, _: key.startswith("head"), "optimizer": lambda key, _: key == "param_groups"}
         fabric.save(f"{folder}/part.ckpt", state, filter=only)
+        assert list(torch.load(f"{folder}/part.ckpt", weights_only=True)["model"]) == ["head.weight", "head.bias"]
     fabric.strategy.teardown()
     return plain
 
 
 @on_ranks(2)
 def test_fabric_trains_and_resumes_as_without_shards(tmp_path: Path) -> None:
-    for low in (False, True):
-        runs = [fabric_run(tmp_path, shard, low, range(9)) for shard in (False, True)]
-        fabric_run(tmp_path, True, low, range(6), save=True)
-        saved = torch.load(f"{tmp_path}/part.ckpt", weights_only=True)
-        assert list(saved["model"]) == ["head.weight", "head.bias"]
-        runs += [fabric_run(tmp_path, shard, low, range(6, 9), load=True) for shard in (False, True)]
-        for run in runs[1:]:
-            assert largest_difference_between_ranks(run) == 0
-            for mine, theirs in zip(run.parameters(), runs[0].parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=2e-2 if low else 1e-5, atol=2e-2 if low else 1e-5)
+    runs = [fabric_run(tmp_path, shard, range(9)) for shard in (False, True)]
+    fabric_run(tmp_path, True, range(6), save=True)
+    runs += [fabric_run(tmp_path, shard, range(6, 9), load=True) for shard in (False, True)]
+    for run in runs[1:]:
+        assert largest_difference_between_ranks(run) == 0
+        assert_close(values(run), values(runs[0]))

@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.optim.common import TINY, assert_equal
-from tests.pool import RunRanks, on_ranks
+from tests.pool import on_ranks
 
 OPTIONS = {
     "default": {},
-    "on the CPU": {"cpu_offload": True},
     "full": {"full_state_dict": True},
     "full on the CPU": {"full_state_dict": True, "cpu_offload": True},
     "from rank 0": {"full_state_dict": True, "broadcast_from_rank0": True},
@@ -65,18 +64,6 @@ def bucket_ddp(module: nn.Module, **options: Any) -> BucketDDP:
     return BucketDDP(module, bucket_cap_mb=TINY, **options)
 
 
-def plainly(module: nn.Module, wrap: Callable[..., nn.Module]) -> nn.Module:
-    return wrap(module)
-
-
-def nested(module: nn.Module, wrap: Callable[..., nn.Module]) -> nn.Module:
-    return nn.Sequential(wrap(module), nn.Tanh())
-
-
-def compiled(module: nn.Module, wrap: Callable[..., nn.Module]) -> Any:
-    return torch.compile(wrap(module), backend="eager")
-
-
 def got(model: nn.Module, optimizers: Any, **options: Any) -> list[Any]:
     """Copies: setting takes things out of what it is given."""
     return copy.deepcopy(list(get_state_dict(model, optimizers, options=StateDictOptions(**options))))
@@ -87,36 +74,36 @@ def set_(model: nn.Module, optimizers: Any, given: Any, **options: Any) -> None:
     set_state_dict(model, optimizers, **state, options=StateDictOptions(**options))
 
 
-def as_torchs(
-    option: str, build: Callable[[], nn.Module], around: Callable[..., Any] = lambda module, wrap: wrap(module)
-) -> None:
-    wrap, torchs_wrap = partial(around, wrap=bucket_ddp), partial(around, wrap=DistributedDataParallel)
+AROUND: dict[str, Callable[[nn.Module], Any]] = {
+    "bare": lambda wrapped: wrapped,
+    "nested": lambda wrapped: nn.Sequential(wrapped, nn.Tanh()),
+    "compiled": lambda wrapped: torch.compile(wrapped, backend="eager"),
+}
+
+
+def wrapping(wrap: Callable[..., nn.Module], around: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: AROUND[around](wrap(module))
+
+
+CASES = [*((option, Own, "bare") for option in OPTIONS), ("default", Mlp, "nested"), ("default", Mlp, "compiled")]
+
+
+@on_ranks(2, cases=CASES)
+def test_states_are_got_and_set_as_with_torch_ddp(option: str, build: Callable[[], nn.Module], around: str) -> None:
+    assert dcp._StateDictInfo.dsd_fqn_modifiers == BucketDDP._fqn_modifiers.__name__, "private to torch"
+    wrap, torchs_wrap = wrapping(bucket_ddp, around), wrapping(DistributedDataParallel, around)
     options = OPTIONS[option]
     model, optimizer = made(wrap, build, 2)
     expected = got(*made(torchs_wrap, build, 2), **options)
-    assert_equal(got(model, optimizer, **options), expected, option)
+    assert_equal(got(model, optimizer, **options), expected)
     assert expected[0] or (option == "full on the CPU" and dist.get_rank() == 1)
-    others = [made(wrap, build, 0), made(wrap, build, 1)]
+    others = [made(wrap, build, 1)]
     if option != "from rank 0":  # which torch's own DDP fails at (torch 2.13): other ranks' keys keep their prefix
         others.append(made(torchs_wrap, build, 0))
-    for other, other_optimizer in others:
+    for other in others:
         given = got(model, optimizer, **options)
-        if not given[0]:  # what rank 0 has got is to be given to all
-            given = got(model, optimizer)
-        set_(other, other_optimizer, given, **options)
-        assert_equal(got(other, other_optimizer, **options), expected, option)
-
-
-def all_options() -> None:
-    for option in OPTIONS:
-        as_torchs(option, Own)
-    for around in (nested, compiled):
-        as_torchs("default", Mlp, around)
-
-
-def test_states_are_got_and_set_as_with_torch_ddp(run_ranks: RunRanks) -> None:
-    assert dcp._StateDictInfo.dsd_fqn_modifiers == BucketDDP._fqn_modifiers.__name__, "private to torch"
-    run_ranks(2, all_options)
+        set_(*other, given if given[0] else got(model, optimizer), **options)  # what rank 0 has got is for all
+        assert_equal(got(*other, **options), expected)
 
 
 @on_ranks(2)
@@ -126,7 +113,7 @@ def test_parameters_have_the_names_of_the_state_dict() -> None:
         name for name in model.state_dict() if not name.endswith("_extra_state")
     }
     assert list(model.modules()) == [model, *model.module.modules()]
-    outer = nested(ConvBatchNorm(), bucket_ddp)
+    outer = nn.Sequential(bucket_ddp(ConvBatchNorm()), nn.Tanh())
     assert dict(outer.named_parameters()).keys() <= outer.state_dict().keys()
     for name, param in outer.named_parameters():
         assert outer.get_parameter(name) is param, name
