@@ -152,7 +152,7 @@ def _raise_workers() -> None:
         print(exit_codes[pid], flush=True)
 
 
-def _close_wrappers() -> None:
+def close_wrappers() -> None:
     from lightning_bucketddp.wrapper import bucket_ddp
 
     for wrapper in list(bucket_ddp._open_wrappers):
@@ -183,7 +183,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
                 )
             answer = (True, job(*args))
             if not fresh:
-                _close_wrappers()
+                close_wrappers()
                 dist.barrier()
                 dist.destroy_process_group()
         except BaseException:
@@ -218,7 +218,7 @@ def on_ranks(
                 given = cases[name] if isinstance(cases[name], list | tuple) else [cases[name]]
                 with case(name, *given):
                     job(*given)
-                _close_wrappers()
+                close_wrappers()
 
         @functools.wraps(job)
         def test(run_ranks: RunRanks, world_size: int, **arguments: Any) -> None:

@@ -125,7 +125,6 @@ READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
     "average": averaged,
     "data": each(lambda p: p.data),
     "detach": each(lambda p: p.detach()),
-    "numpy": each(lambda p: torch.from_numpy(p.detach().numpy().copy())),
     "stack": each(lambda p: torch.stack([p, p])[1]),
 }
 

@@ -19,10 +19,10 @@ from torch.optim import SGD, Optimizer
 from lightning_bucketddp import BucketDDP, RankMismatchError
 from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
-from tests.inside import open_wrappers, reducer_of, upkeep_of
+from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, backward, mse, stepped, two_groups, values
-from tests.pool import on_ranks
+from tests.pool import close_wrappers, on_ranks
 from tests.reference import everyones, largest_difference_between_ranks, seeded
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -325,8 +325,7 @@ def both_ways(name: str, extra: dict[str, Any]) -> None:
     for wrap in (partial(BucketDDP, bucket_cap_mb=TINY), partial(sharded, **extra)):
         module = TRAININGS[name](wrap)
         results.append(values(module))
-        for ours in open_wrappers():
-            ours.close()
+        close_wrappers()
         if name != "sparse_and_ignored":
             assert largest_difference_between_ranks(module) == 0
     assert_close(*results, tolerance=ROUGH.get(name, 1e-5))
