@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 SHOWN = (
     "examples/*.py",
+    "examples/*.ipynb",
     "examples/*.yaml",
     "examples/launch/*",
     "benchmarks/results/*.png",

@@ -1,9 +1,9 @@
 """Fine-tunes a language model in bf16 with fp32 gradients, all of its weights or low-rank adapters alone.
 
-By default a small transformer of bytes first learns the standard library's source, then the prose of Python's help
-pages. With ``--model`` a Hugging Face model takes its place (needs ``transformers``). The parameters are bf16.
-Gradients are accumulated and averaged in fp32, and the optimizer steps on fp32 masters, so that updates too small for
-bf16 are not lost. With ``--lora`` the base stays frozen, and only the adapters have gradients to send.
+By default a small GPT-2 of bytes first learns the standard library's source, then the prose of Python's help pages.
+``--model`` takes a pretrained Hugging Face model in its place. The parameters are bf16. Gradients are accumulated and
+averaged in fp32, and the optimizer steps on fp32 masters, so that updates too small for bf16 are not lost. With
+``--lora`` (needs ``peft``) the base stays frozen, and only the adapters have gradients to send.
 
     python examples/finetune_language_model.py
     python examples/finetune_language_model.py --lora
@@ -16,68 +16,23 @@ import argparse
 import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.nn.utils import parametrize
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lightning_bucketddp import BucketDDPStrategy
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward net, each behind a LayerNorm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        split = self.query_key_value(self.norms[0](hidden)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in split)
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        return hidden + self.feed_forward(self.norms[1](hidden))
-
-
-class ByteTransformer(nn.Module):
-    """Predicts the next byte: (batch, length) of int64 to logits (batch, length, 256)."""
-
-    def __init__(self, width: int = 96, heads: int = 4, layers: int = 3, length: int = 256) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(256, width), nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(text) + self.position[: text.shape[1]])))
-
-
-class LowRank(nn.Module):
-    """Adds a product of two thin matrices, zero at first, to a frozen weight (LoRA, Hu et al., 2021)."""
-
-    def __init__(self, weight: Tensor, rank: int) -> None:
-        super().__init__()
-        self.left = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
-        self.right = nn.Parameter(torch.randn(rank, weight.shape[1]).to(weight) * weight.shape[1] ** -0.5)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + 2 * self.left @ self.right
-
-
-def add_adapters(net: nn.Module, rank: int) -> None:
-    """Freeze the net and give each of its matrices an adapter; GPT-2's ``Conv1D`` holds matrices too."""
-    net.requires_grad_(False)
-    for module in list(net.modules()):
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
+def small_model() -> nn.Module:
+    """A GPT-2 of 400,000 random weights, from its configuration alone; its tokens are bytes."""
+    no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    bytes_alone = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(n_positions=256, n_embd=96, n_layer=3, n_head=4, **bytes_alone, **no_dropout))
 
 
 class LanguageModel(pl.LightningModule):
@@ -87,8 +42,7 @@ class LanguageModel(pl.LightningModule):
         self.lr = lr
 
     def loss(self, text: Tensor) -> Tensor:
-        output = self.net(text[:, :-1])
-        logits = getattr(output, "logits", output)
+        logits = self.net(text[:, :-1], use_cache=False).logits
         return cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -103,7 +57,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """Prints the held-out loss during training, and at the end the bytes sent in each step."""
+    """Prints the held-out loss during training, and at the end the bytes of gradients and of optimizer state."""
 
     def on_validation_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         if trainer.is_global_zero:
@@ -117,36 +71,40 @@ class Report(pl.Callback):
             dist.broadcast(of_rank_0, src=0)
             worst = torch.maximum(worst, (of_rank_0 - param.detach()).abs().max().float())
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        state = [0] * trainer.world_size
+        dist.all_gather_object(state, state_nbytes(trainer.optimizers[0]))
         if not trainer.is_global_zero:
             return
         trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
         print(f"  {trained:,} of {sum(param.numel() for param in module.parameters()):,} parameters trained")
         print(f"  largest difference of a weight between ranks   {worst.item():g}")
+        by_rank = ", ".join(f"{nbytes:,} bytes on rank {rank}" for rank, nbytes in enumerate(state))
+        print(f"  optimizer state   {by_rank}")
         if (wrapper := getattr(trainer.strategy, "bucket_ddp", None)) is not None:
             sent = wrapper.last_pass()
             dtypes = ", ".join(sorted({str(bucket.dtype).removeprefix("torch.") for bucket in sent.buckets}))
             print(f"  {sent.grad_nbytes:,} bytes of {dtypes} gradients a step, in {len(sent.buckets)} buckets")
 
 
-def load_hugging_face(name: str) -> tuple[nn.Module, Any]:
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise SystemExit(f"--model {name} needs Hugging Face's library: pip install transformers") from error
-    return AutoModelForCausalLM.from_pretrained(name).train(), AutoTokenizer.from_pretrained(name)
+def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state on this rank: AdamW's two averages, and fp32 masters where there are any."""
+    state = optimizer.state_dict()
+    tensors = [value for entry in state["state"].values() for value in entry.values()]
+    return sum(tensor.nbytes for tensor in [*tensors, *state.get("master_params", {}).values()])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="bucketddp", help="any Lightning strategy, e.g. ddp")
     parser.add_argument("--devices", type=int, help="default: all accelerators, or two CPU ranks")
-    parser.add_argument("--model", help="a Hugging Face model's name or folder instead of the small transformer")
+    parser.add_argument("--model", help="a Hugging Face model's name or folder instead of the small GPT-2")
     parser.add_argument("--text", type=Path, help="a text file to fine-tune on; default: Python's help pages")
     parser.add_argument("--lora", action="store_true", help="train low-rank adapters of a frozen base")
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapters' matrices")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=150, help="steps of fine-tuning")
-    parser.add_argument("--base-steps", type=int, default=200, help="steps of the small transformer before that")
+    parser.add_argument("--base-steps", type=int, default=200, help="steps of the small GPT-2 before that")
+    parser.add_argument("--precision", default="bf16-true", help="the Trainer's, e.g. 32-true")
     args = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
@@ -170,7 +128,7 @@ def main() -> None:
             strategy=ours.get(args.strategy, args.strategy),
             accelerator="auto" if on_accelerator else "cpu",
             devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
-            precision="bf16-true",
+            precision=args.precision,
             max_steps=steps,
             val_check_interval=min(50, steps),
             check_val_every_n_epoch=None,
@@ -184,14 +142,20 @@ def main() -> None:
         trainer.fit(model, train, held_out)
         return trainer
 
-    net, tokenizer = load_hugging_face(args.model) if args.model else (ByteTransformer(), None)
-    if not args.model:
+    if args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        net = AutoModelForCausalLM.from_pretrained(args.model).train()
+    else:
+        net, tokenizer = small_model(), None
         source = Path(sysconfig.get_path("stdlib")).glob("*.py")
         text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(source))
         say("a base model of Python source, all weights")
         fit(LanguageModel(net, lr=2e-3), encode(text), args.base_steps)
     if args.lora:
-        add_adapters(net, args.rank)
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        net = get_peft_model(net, config)
     text = args.text.read_text(encoding="utf-8") if args.text else "\n\n".join(topics.values())
     say(f"fine-tuning, {'adapters alone' if args.lora else 'all weights'}")
     fit(LanguageModel(net, args.lr), encode(text), args.steps)

@@ -1,6 +1,7 @@
 """Ways to start programs: scripts in the pool's ranks, elastic agents, and two networks on this machine."""
 
 import io
+import json
 import os
 import re
 import runpy
@@ -36,6 +37,20 @@ def run_script(path: str, *arguments: str) -> str:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
     return printed.getvalue()
+
+
+def run_notebook(path: str) -> list[str]:
+    """Run a notebook's code cells one after the other; what each prints."""
+    printed, names = [], {"__name__": "__main__"}
+    for cell in code_cells(path):
+        with redirect_stdout(io.StringIO()) as output:
+            exec(compile("".join(cell["source"]), path, "exec"), names)
+        printed.append(output.getvalue())
+    return printed
+
+
+def code_cells(path: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads((ROOT / path).read_text())["cells"] if cell["cell_type"] == "code"]
 
 
 def run_as_torchrun(port: int, path: str, *arguments: str) -> str:
