@@ -276,8 +276,8 @@ class Collectives:
         return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
 
     def _cuts(self, flat: Tensor) -> bool:
-        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.PIECE_BYTES`."""
-        long = flat.nbytes > self.world_size * wire.PIECE_BYTES
+        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
+        long = flat.nbytes > self.world_size * wire.LONG_BYTES
         return long and flat.device.type == "cpu" and "cpu" in self._on_gloo
 
     def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:

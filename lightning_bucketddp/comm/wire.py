@@ -14,12 +14,15 @@ from torch import Tensor
 _CACHED_NUMEL = 65536
 """Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
 
-PIECE_BYTES = 512 * 1024
-"""Most that goes from one rank to another in one collective on gloo.
+LONG_BYTES = 2 * 1024 * 1024
+"""Longer messages from one rank to another travel in pieces on gloo.
 
 gloo's one thread per device reads a message to its end before it writes again. So of two long messages that ranks send
-each other, one may wait for the other. In pieces, both directions of the link are in use.
+each other, one may wait for the other. In pieces, both directions of the link are in use. Shorter messages fit into the
+sockets' buffers, and pieces would cost more than they bring.
 """
+PIECE_BYTES = 512 * 1024
+"""Length of a piece."""
 
 Exchange = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[int], list[int]]
 """Output and input of an all-to-all, and how much of each belongs to each rank."""

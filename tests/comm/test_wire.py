@@ -59,11 +59,11 @@ def test_pieces_give_the_same_bits() -> None:
     world, rank = collectives.world_size, collectives.rank
     for dtype, wire_dtype, numel in itertools.product(DTYPES, [None, torch.bfloat16], (480, 1000, 1003)):
         found, calls = [], []
-        for piece in (wire.PIECE_BYTES, 64):
+        for piece in (wire.LONG_BYTES, 64):
             values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
             reduced, scattered, gathered = values.clone(), values.clone(), values.repeat(world)
             with (
-                patch.object(wire, "PIECE_BYTES", piece),
+                patch.multiple(wire, LONG_BYTES=piece, PIECE_BYTES=piece),
                 patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as exchange,
                 patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather,
             ):
