@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -184,9 +183,8 @@ class Collectives:
             return Work()
         flat = wire.real(flat)
         if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
-            sent = wire.padded(flat, self._shard_length(flat) * self.world_size, wire_dtype)
-            received, exchanges = self._exchanges(sent, with_own=True)
-            handle = Handles([*starmap(self._all_to_all, exchanges)])
+            sent = wire.padded(flat, _shard_length(flat, self.world_size) * self.world_size, wire_dtype)
+            received, handle = self._exchange(sent, with_own=True)
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
         return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
@@ -217,11 +215,8 @@ class Collectives:
 
         Shards have ``numel / world_size`` elements, rounded up. The last shards may be shorter or empty.
         """
-        length = self._shard_length(flat)
+        length = _shard_length(flat, self.world_size)
         return flat[self.rank * length : (self.rank + 1) * length]
-
-    def _shard_length(self, flat: Tensor) -> int:
-        return -(-flat.numel() // self.world_size)
 
     def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
         """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
@@ -235,7 +230,7 @@ class Collectives:
         if self._nothing_to_do(flat):
             return Work()
         shard, whole = wire.real(self.shard(flat)), wire.real(flat)
-        numel = self._shard_length(flat) * self.world_size * (whole.numel() // flat.numel())
+        numel = _shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
         fits = whole.numel() == numel
         dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
         if dtype is whole.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
@@ -247,8 +242,7 @@ class Collectives:
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
         exact = dtype is whole.dtype is torch.float32 and fits
         sent = whole if exact else wire.padded(whole, numel, dtype)
-        received, exchanges = self._exchanges(sent, with_own=not exact)
-        handle = Handles([*starmap(self._all_to_all, exchanges)])
+        received, handle = self._exchange(sent, with_own=not exact)
         if exact:
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
         else:
@@ -269,24 +263,18 @@ class Collectives:
     def _gather(self, flat: Tensor) -> Handle:
         """Start filling ``flat`` with every rank's shard, where all shards have one length."""
         mine = self.shard(flat)
-        if not self._cuts(flat):
+        if not _in_pieces(flat, self.world_size, self._on_gloo):
             return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
         parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
         start = partial(dist.all_gather, group=self.group, async_op=True)
         return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
 
-    def _cuts(self, flat: Tensor) -> bool:
-        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
-        long = flat.nbytes > self.world_size * wire.LONG_BYTES
-        return long and flat.device.type == "cpu" and "cpu" in self._on_gloo
-
-    def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
-        way = wire.in_pieces if self._cuts(sent) else wire.in_one
-        return way(sent, self.rank, self.world_size, with_own)
-
-    @property
-    def _all_to_all(self) -> Callable[..., Handle]:
-        return partial(dist.all_to_all_single, group=self.group, async_op=True)
+    def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
+        """Start sending each rank its part of ``sent``; memory for the parts that arrive, and the handle."""
+        way = wire.in_pieces if _in_pieces(sent, self.world_size, self._on_gloo) else wire.in_one
+        received, exchanges = way(sent, self.rank, self.world_size, with_own)
+        start = partial(dist.all_to_all_single, group=self.group, async_op=True)
+        return received, Handles([start(*exchange) for exchange in exchanges])
 
     # -- sums and copies -----------------------------------------------------------------------------
 
@@ -342,6 +330,16 @@ class Collectives:
 
     def _started(self, handle: Handle | None, finish: Callable[[], object] | None, tensor: Tensor) -> Work:
         return Work(handle, finish, tensor.device.type == "cpu", self.leave_behind)
+
+
+def _shard_length(flat: Tensor, world_size: int) -> int:
+    return -(-flat.numel() // world_size)
+
+
+def _in_pieces(flat: Tensor, world_size: int, on_gloo: Container[str]) -> bool:
+    """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
+    long = flat.nbytes > world_size * wire.LONG_BYTES
+    return long and flat.device.type == "cpu" and "cpu" in on_gloo
 
 
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:

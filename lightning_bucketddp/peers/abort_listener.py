@@ -134,7 +134,7 @@ class AbortListener:
         self._group = weakref.ref(collectives.group)
         name = collectives.name
         store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
-        self.store, self._serves = TimedStore(store, STORE_SECONDS), _serves(store)
+        self.store = TimedStore(store, STORE_SECONDS)
         _made[name] += 1
         self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
         self.roll_call.report_after = report_after
@@ -270,7 +270,7 @@ class AbortListener:
     def _tell_end(self) -> None:
         self.roll_call.end()
         self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
-        if self.roll_call.rank or not self._serves:
+        if self.roll_call.rank or not _serves(self.store.store):
             self.store.set(f"wake/{self.roll_call.rank}", "")
         else:  # the store may end with this process: nobody may be in the middle of a call
             self.store.set("end", "")

@@ -18,18 +18,21 @@ class TimedStore:
     Args:
         store: The store.
         seconds: The longest wait. As long as a request that took longer is under way, others raise at once.
+
+    Attributes:
+        store: The store.
     """
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
+        self.store, self._seconds = store, seconds
         self._late: threading.Lock | None = None
 
     def limited(self, seconds: float) -> TimedStore:
         """The same store with another limit."""
-        return TimedStore(self._store, seconds)
+        return TimedStore(self.store, seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._request, getattr(self._store, name))
+        return partial(self._request, getattr(self.store, name))
 
     def _request(self, call: Callable[..., Any], *args: Any) -> Any:
         if self._late is not None and self._late.locked():
