@@ -12,7 +12,7 @@ from tests.pool import RunRanks
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [package for package in packages if find_spec(package) is None]
-    reason = f'{", ".join(missing)}: pip install -e ".[examples]"'
+    reason = f'{", ".join(missing)}: pip install -e ".[hugging-face]"'
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
