@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -184,7 +185,9 @@ class Collectives:
         flat = wire.real(flat)
         if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
             sent = wire.padded(flat, _shard_length(flat, self.world_size) * self.world_size, wire_dtype)
-            received, handle = self._exchange(sent, with_own=True)
+            received, exchanges = self._exchanges(sent, with_own=True)
+            start = partial(dist.all_to_all_single, group=self.group, async_op=True)
+            handle = Handles([*starmap(start, exchanges)])
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
         return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
@@ -242,7 +245,9 @@ class Collectives:
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
         exact = dtype is whole.dtype is torch.float32 and fits
         sent = whole if exact else wire.padded(whole, numel, dtype)
-        received, handle = self._exchange(sent, with_own=not exact)
+        received, exchanges = self._exchanges(sent, with_own=not exact)
+        start = partial(dist.all_to_all_single, group=self.group, async_op=True)
+        handle = Handles([*starmap(start, exchanges)])
         if exact:
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
         else:
@@ -269,12 +274,9 @@ class Collectives:
         start = partial(dist.all_gather, group=self.group, async_op=True)
         return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
 
-    def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
-        """Start sending each rank its part of ``sent``; memory for the parts that arrive, and the handle."""
+    def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
         way = wire.in_pieces if _in_pieces(sent, self.world_size, self._on_gloo) else wire.in_one
-        received, exchanges = way(sent, self.rank, self.world_size, with_own)
-        start = partial(dist.all_to_all_single, group=self.group, async_op=True)
-        return received, Handles([start(*exchange) for exchange in exchanges])
+        return way(sent, self.rank, self.world_size, with_own)
 
     # -- sums and copies -----------------------------------------------------------------------------
 
