@@ -2,7 +2,7 @@
 
     python benchmarks/bf16_masters.py [--seeds 3] [--steps 400] [--lr 2e-4]
 
-The small transformer of ``examples/finetune_language_model.py`` learns the standard library's source text on two CPU
+A small transformer learns the standard library's source text on two CPU
 ranks, through a Trainer. Every run has the same initial weights and batches: in fp32 by ddp, in
 ``precision="bf16-true"`` by ddp, and in ``"bf16-true"`` with fp32 gradients and sharded fp32 masters
 (``grad_dtype="float32", shard_optimizer=True``). The learning rate is small: most updates are less than half of the
@@ -22,11 +22,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lightning.pytorch as pl
 import torch
-from finetune_language_model import ByteTransformer, LanguageModel
+from byte_model import ByteTransformer, LanguageModel
 from lightning.pytorch.strategies import DDPStrategy
 from peers import StartedRanks
 from ranks import prepare, run_ranks
