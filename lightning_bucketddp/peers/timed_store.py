@@ -48,7 +48,10 @@ class TimedStore:
             under_way.release()
 
         under_way.acquire()
-        threading.Thread(target=ask, name="bucketddp-asks", daemon=True).start()
+        try:
+            threading.Thread(target=ask, name="bucketddp-asks", daemon=True).start()
+        except RuntimeError:  # no threads any more: the interpreter ends (Python 3.12 and later)
+            ask()
         if not under_way.acquire(timeout=self._seconds):
             self._late = under_way
             raise RuntimeError(STORE_SILENT)
