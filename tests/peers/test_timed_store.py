@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 from torch.distributed import HashStore
@@ -40,3 +41,10 @@ def test_a_request_raises_if_the_server_is_stopped() -> None:
     store._late.acquire(timeout=20)
     store._late.release()
     assert store.check(["key"]), "it runs again"
+
+
+def test_requests_work_while_the_interpreter_ends() -> None:
+    store = TimedStore(HashStore(), 5)
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't create new thread")):
+        store.set("key", "value")
+        assert store.get("key") == b"value"
