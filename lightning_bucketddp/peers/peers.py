@@ -19,7 +19,6 @@ from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
-from lightning_bucketddp.peers.timed_store import TimedStore
 
 _PROBLEM = "problem: "
 
@@ -88,10 +87,13 @@ class Peers:
             store.set(keys[self.rank], mine)
             if store.add(counter, 1) == self.world_size:
                 store.set(complete, "")
-            deadline = time.monotonic() + self._timeout
-            while not _wait_for(store, complete):
-                self.poll()
-                if time.monotonic() > deadline:
+            began = time.monotonic()
+            while not store.check([complete]):  # wait() keeps the connection from other threads; torch logs each end
+                waited = time.monotonic() - began
+                time.sleep(min(max(waited / 10, 0.001), POLL_SECONDS))
+                if waited > (self._polls + 1) * POLL_SECONDS:
+                    self.poll()
+                if waited > self._timeout:
                     silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RuntimeError(
                         f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
@@ -304,12 +306,3 @@ class GivingUp:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._peers.give_up_on(error)
-
-
-def _wait_for(store: TimedStore, key: str) -> bool:
-    """Wait half a second for a key. Return whether it is there."""
-    try:
-        store.wait([key], timedelta(seconds=POLL_SECONDS))
-    except RuntimeError:  # a time-out, which each store words differently; a store that is gone raises here again
-        return store.check([key])
-    return True

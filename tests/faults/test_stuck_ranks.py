@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers import roll_call
+from lightning_bucketddp.peers import abort_listener, roll_call
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.control import ControlChecks
 from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.timed_store import STORE_SILENT
 from tests.launchers import free_port
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Mlp
@@ -182,25 +184,57 @@ def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: s
             assert re.search(f"rank {words}", error), error
 
 
-def store_stops(port: int) -> list[str]:
-    """Rank 0 stops, and with it the store. Rank 1 wakes it up."""
-    pids = again(init_method=f"tcp://127.0.0.1:{port}")
-    with reports(lambda text: os.kill(pids[0], signal.SIGCONT)) as said:
-        model = BucketDDP(Mlp(), report_after=0.5)
-        for step in range(3):
-            if (step, dist.get_rank()) == (1, 0):
+def store_stops(port: int) -> tuple[list[str], str]:
+    """Rank 0 stops twice, and with it the store. Rank 1 wakes it up once. Return what it logs, and its error."""
+    soon = timedelta(seconds=5)
+    pids = again(init_method=f"tcp://127.0.0.1:{port}", timeout=soon)
+    with (
+        patch.object(abort_listener, "STORE_SECONDS", 1),
+        reports(lambda text: os.kill(pids[0], signal.SIGCONT) if len(said) == 1 else None) as said,
+    ):
+        model = BucketDDP(Mlp(), report_after=0.5, timeout=soon)
+        model(inputs_of(0)).sum().backward()
+
+        def stop_and_step() -> None:
+            if dist.get_rank() == 0:
                 stop_process()
-            model(inputs_of(step)).sum().backward()
-        dist.barrier()
-    return said
+            model(inputs_of(1)).sum().backward()
+
+        stop_and_step()
+        with pytest.raises(PeerFailureError) as caught:
+            stop_and_step()
+        os.kill(pids[0], signal.SIGKILL)
+    return said, str(caught.value)
 
 
-def test_a_rank_reports_alone_when_the_store_is_silent(run_ranks: RunRanks) -> None:
-    _, said = run_ranks(2, store_stops, free_port(), fresh=True)
+def test_a_rank_reports_alone_when_the_store_is_silent_and_raises_at_the_timeout(run_ranks: RunRanks) -> None:
+    _, (said, error) = run_ranks(2, store_stops, free_port(), fresh=True, may_exit=[0])
     first, *later = said[0].splitlines()
-    assert first.startswith("rank 1 has waited for 1 s: the process that serves the store, rank 0's or the launcher's")
+    waited = f"1 has waited for [01] s: {STORE_SILENT}"
+    assert re.match(f"rank {waited}", first)
     assert later[0].startswith("  rank 1: waiting for the gradients of 'head.bias'")
-    assert later[-1].endswith("in store_stops: model(inputs_of(step)).sum().backward()")
+    assert later[-1].endswith("in stop_and_step: model(inputs_of(1)).sum().backward()")
+    for words in ("1: waiting for the gradients of", f"in pass 2: {STORE_SILENT}", waited):
+        assert re.search(words, error), error
+
+
+def requests_in_an_agreement(port: int) -> int:
+    """Rank 1 comes late to an agreement. Return how many requests rank 0 can make meanwhile."""
+    again(init_method=f"tcp://127.0.0.1:{port}")
+    collectives = Collectives(None)
+    peers, store, requests = Peers(collectives), listen(collectives).store, 0
+    with ThreadPoolExecutor(1) as pool:
+        agreed = pool.submit(lambda: (time.sleep(1.5 * dist.get_rank()), peers.exchange("weather", "fine")))
+        while not agreed.done():
+            store.check(["key"])
+            requests += 1
+            time.sleep(0.01)
+    assert agreed.result()[1] == ["fine", "fine"]
+    return requests
+
+
+def test_an_agreement_does_not_keep_the_store_from_the_thread_that_reports(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, requests_in_an_agreement, free_port(), fresh=True)[0] > 10
 
 
 @on_ranks(2)
