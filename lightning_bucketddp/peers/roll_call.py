@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
+from types import FrameType
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
@@ -138,7 +140,7 @@ class RollCall:
 
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first."""
-        frame = sys._current_frames().get(self._thread)
+        frame = _frame_of(self._thread)
         frames = traceback.walk_stack(frame) if frame is not None else ()
         found = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
         del frame  # it may be this function's own, and would keep its callers' variables alive
@@ -211,6 +213,17 @@ class RollCall:
         """Have all ranks log a report."""
         self._store.set(f"report/{self._store.add('reports', 1) - 1}", report)
         self.wake()
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """The frame that a thread is in, by the thread's identifier."""
+    collects = gc.isenabled()
+    gc.disable()  # a finalizer might need the lock that Python holds here, for ever (3.10, 3.11; python/cpython#106883)
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _failed_in(written: str) -> dict[str, FailedPass]:

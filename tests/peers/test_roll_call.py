@@ -1,5 +1,6 @@
 """What a rank says of itself."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from typing import Any
 from torch.distributed import HashStore
 
 from lightning_bucketddp.peers.roll_call import RollCall
+from tests.pool import on_ranks
 
 
 def test_records_show_the_thread_that_trains() -> None:
@@ -25,3 +27,27 @@ def test_records_show_the_thread_that_trains() -> None:
         while "trains" not in (functions := [function for _, _, function in roll_call.records()[0].stack]):
             assert time.monotonic() < deadline, functions
         waits.set()
+
+
+class Garbage:
+    """Starts a thread when it is collected, as a group's end does."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        threading.Thread(target=int).start()
+
+
+@on_ranks(1, timeout=30)
+def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
+    store: Any = HashStore()
+    roll_call = RollCall(store, 0, 1)
+    before = gc.get_threshold()
+    for number in range(400):
+        gc.disable()
+        Garbage()
+        gc.set_threshold(number % 40 + 1)
+        gc.enable()
+        roll_call.stack()
+    gc.set_threshold(*before)
