@@ -47,7 +47,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.diagnose import Failure, diagnose, silent
+from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
 from lightning_bucketddp.peers.roll_call import RollCall, read
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
@@ -65,6 +65,7 @@ _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 _STORE_LOST = "the process that serves the store, rank 0's or the launcher's, has ended without a word"
+_STORE_ENDED = f"rank 0, which serves the store, has ended training; {LOOK_FOR_BATCHES}"
 _WAIT = timedelta(days=365)
 _THREADS = "bucketddp-"
 """Names of this package's threads begin so."""
@@ -197,7 +198,7 @@ class AbortListener:
             self.failure = self.failure or Failure(*json.loads(first))
             self.roll_call.wake()
         except RuntimeError:  # the store is gone
-            self.failure = self.failure or (Failure(_STORE_LOST) if self._store_lost else failure)
+            self.failure = self.failure or (Failure(self._lost()) if self._store_lost else failure)
             return False
         return first == mine
 
@@ -241,9 +242,12 @@ class AbortListener:
         try:
             statuses = self.roll_call.ask(wrapper)
         except RuntimeError as error:
-            return STORE_SILENT if STORE_SILENT in str(error) else _STORE_LOST
+            return STORE_SILENT if STORE_SILENT in str(error) else self._lost()
         found = diagnose(statuses, names)
         return found.text if found is not None else silent(statuses)
+
+    def _lost(self) -> str:
+        return _STORE_ENDED if self._closed.is_set() else _STORE_LOST  # it has closed this listener before
 
     def _wait_until_all(self, key: str) -> None:
         """Wait until all ranks have set a key of theirs, or the time is up, or the store is gone."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lightning_bucketddp.peers.status import Phase, Status
 
+LOOK_FOR_BATCHES = 'look for ranks with different numbers of batches, which need uneven_inputs="world_size"'
 LOOK_FOR_STEPS = (
     "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
     "ranks are no longer the same; restart from a checkpoint"
@@ -93,9 +94,7 @@ def _ended(waiting: Status, other: Status, _: Sequence[str]) -> str:
     """``other`` has ended training."""
     if not other.ended or waiting.ended:  # all ranks that have ended training run what follows it
         return ""
-    hint = 'look for ranks with different numbers of batches, which need uneven_inputs="world_size"'
-    if waiting.phase is Phase.UPDATE:
-        hint = LOOK_FOR_STEPS
+    hint = LOOK_FOR_STEPS if waiting.phase is Phase.UPDATE else LOOK_FOR_BATCHES
     passes = other.position.pass_number
     return f"rank {other.rank} has ended training after {passes} passes, while {_describe(waiting)}; {hint}"
 

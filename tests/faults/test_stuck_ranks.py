@@ -218,6 +218,24 @@ def test_a_rank_reports_alone_when_the_store_is_silent_and_raises_at_the_timeout
         assert re.search(words, error), error
 
 
+def store_ends(port: int) -> str:
+    """Rank 0 ends before rank 1, and with it the store. Return rank 1's error."""
+    again(init_method=f"tcp://127.0.0.1:{port}")
+    model = BucketDDP(Mlp())
+    model(inputs_of(0)).sum().backward()
+    if dist.get_rank() == 0:
+        listen(Collectives(None)).close()  # as at the end of a script
+        os._exit(0)
+    with pytest.raises(PeerFailureError) as caught:
+        model(inputs_of(1)).sum().backward()
+    return str(caught.value)
+
+
+def test_the_end_of_the_rank_that_serves_the_store_is_told(run_ranks: RunRanks) -> None:
+    _, error = run_ranks(2, store_ends, free_port(), fresh=True, may_exit=[0])
+    assert "failed in pass 1: rank 0, which serves the store, has ended training; look for ranks with dif" in error
+
+
 def requests_in_an_agreement(port: int) -> int:
     """Rank 1 comes late to an agreement. Return how many requests rank 0 can make meanwhile."""
     again(init_method=f"tcp://127.0.0.1:{port}")
