@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.reductions import HookReduce
 from lightning_bucketddp.reducer.upkeep import Upkeep
 
 
@@ -25,9 +23,3 @@ def reducer_of(net: BucketDDP) -> Reducer:
 def views_of(net: BucketDDP) -> dict[str, Tensor]:
     reducer = reducer_of(net)
     return {spec.name: view for spec, view in zip(reducer.table.specs, reducer.storage.views, strict=False)}
-
-
-def comm_hook_of(net: BucketDDP) -> CommHook:
-    reduction = reducer_of(net).reduction
-    assert isinstance(reduction, HookReduce)
-    return reduction._hook

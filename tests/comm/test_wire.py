@@ -160,19 +160,11 @@ def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(6, generator=generator)
-    return [
-        values > 0,
-        values.to(torch.bfloat16),
-        torch.tensor(rank),
-        torch.empty(0),
-        values.double().view(2, 3).t(),
-        values[::2],
-        torch.complex(values, -values),
-        values.view(1, 2, 3, 1).contiguous(memory_format=torch.channels_last),
-        (values * 100).to(torch.int8)[:5],
-    ]
+    values = torch.randn(6, generator=torch.Generator().manual_seed(rank))
+    small = [values > 0, values.to(torch.bfloat16), torch.tensor(rank), torch.empty(0)]
+    strided = [values.double().view(2, 3).t(), values[::2], torch.complex(values, -values)]
+    channels_last = values.view(1, 2, 3, 1).contiguous(memory_format=torch.channels_last)
+    return [*small, *strided, channels_last, (values * 100).to(torch.int8)[:5]]
 
 
 @on_ranks(2, cases=[(1 << 20, 1), (40, 5)])
