@@ -112,15 +112,6 @@ def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -
         loss.backward(**options)
 
 
-def warm_up(plain: nn.Module, ours: BucketDDP) -> None:
-    """Two passes, after which the order of gradients is known."""
-    for step in (100, 101):
-        both([plain, ours], inputs_of(step))
-        assert_grads(ours.module, mean_over_ranks(plain))
-    plain.zero_grad()
-    ours.zero_grad()
-
-
 @contextmanager
 def raises_soon(
     *errors: type[BaseException], match: str | None = None, within: float = 8

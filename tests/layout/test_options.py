@@ -26,7 +26,11 @@ def test_spellings_agree_or_are_refused() -> None:
     assert not Options(broadcast_buffers=False).init_sync_module_buffers
     assert Options(accumulate_allreduce_grads_in_fp32=True) == Options(grad_dtype=torch.float32)
     assert Options(broadcast_buffers=True, wire_dtype="bf16") == Options(wire_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="found module_buffers='mean' and broadcast_buffers=False"):
-        Options(broadcast_buffers=False, module_buffers="mean")
-    with pytest.raises(ValueError, match=r"found accumulate_.*=True and grad_dtype=torch.float64"):
-        Options(accumulate_allreduce_grads_in_fp32=True, grad_dtype="fp64")
+    for options, words in [
+        ({"broadcast_buffers": False, "module_buffers": "mean"}, "module_buffers='mean' and broadcast_buffers=False"),
+        ({"accumulate_allreduce_grads_in_fp32": True, "grad_dtype": "fp64"}, "=True and grad_dtype=torch.float64"),
+        ({"use_contiguous_buffers": False, "grad_dtype": "fp32"}, "cannot be combined with use_contiguous_buffers"),
+        ({"master_params": True}, "give grad_dtype=torch.float32"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=words):
+            Options(**options)

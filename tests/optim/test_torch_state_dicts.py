@@ -1,7 +1,7 @@
 """``torch.distributed.checkpoint.state_dict`` on a wrapper, as on torch's DDP."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,34 @@ def test_states_are_got_and_set_as_with_torch_ddp(option: str, build: Callable[[
         given = got(model, optimizer, **options)
         set_(*other, given if given[0] else got(model, optimizer), **options)  # what rank 0 has got is for all
         assert_equal(got(*other, **options), expected)
+
+
+def assert_loads(model: nn.Module, names: Iterable[str], expected: Iterable[str]) -> None:
+    """Asserts that other values under ``names`` arrive, under ``expected``."""
+    values = [value + 1 for value in model.state_dict().values()]
+    model.load_state_dict(dict(zip(names, values, strict=True)))
+    loaded = model.state_dict()
+    assert list(loaded) == list(expected)
+    assert all(map(torch.equal, loaded.values(), values))
+
+
+@on_ranks(2)
+def test_state_dicts_are_those_of_the_module() -> None:
+    names = list(Mlp().state_dict())
+    outer = nn.ModuleDict({"net": BucketDDP(Mlp()), "head": nn.Linear(8, 1)})
+    expected = [*(f"net.{name}" for name in names), "head.weight", "head.bias"]
+    for model in (outer, copy.deepcopy(outer)):
+        assert_loads(model, expected, expected)
+    ours, torchs = BucketDDP(Mlp()), DistributedDataParallel(Mlp()).state_dict()
+    for given in (torchs, names):
+        assert_loads(ours, given, names)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        ours.load_state_dict({**torchs, "nonsense": torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
+    for names in (["module"], ["module", "head"]):  # a child that is called as the wrapper's is
+        model = nn.ModuleDict({name: nn.Linear(8, 4) for name in names})
+        assert_loads(BucketDDP(model), list(model.state_dict()), list(model.state_dict()))
 
 
 @on_ranks(2)

@@ -4,20 +4,20 @@ import copy
 import inspect
 import pickle
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
-from tests.pool import RunRanks, on_ranks
+from tests.pool import on_ranks
 from tests.reference import TINY, assert_grads, backward, everyones, grads, mean_over_ranks
 
 VALUES = [None, None, 0, True, True, None, 0, True, True, False, True]
@@ -89,34 +89,14 @@ def test_wrappers_over_different_groups_in_one_graph() -> None:
         BucketDDP(Mlp(), process_group=groups[1 - rank // 2])
     trunk, head = Mlp(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     ours = BucketDDP(trunk, bucket_cap_mb=TINY), BucketDDP(head, process_group=group, bucket_cap_mb=TINY)
-    for step in range(3):
-        for module in ours:
-            module.zero_grad()
-        plain = copy.deepcopy(trunk), copy.deepcopy(head)
-        for first, second in (plain, ours):
-            inputs, target = batch(step, rank)
-            loss_of(second(first(inputs)), target).backward()
-        assert_grads(trunk, mean_over_ranks(plain[0]))
-        for param in plain[1].parameters():
-            dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
-        assert_grads(head, grads(plain[1]))
-    assert [wrapper.passes for wrapper in ours] == [3, 3]
-
-
-def name_of_group(ranks: list[int]) -> str:
-    group = dist.new_group(ranks)
-    if dist.get_rank() not in ranks:
-        return ""
-    ours = BucketDDP(Mlp(), process_group=group, timeout=timedelta(seconds=10))
-    backward(ours, rank=0)
-    assert ours.passes == 1
-    return group.group_name
-
-
-def test_groups_may_be_made_anew_with_other_members(run_ranks: RunRanks) -> None:
-    first = run_ranks(3, name_of_group, [0, 2])
-    second = run_ranks(3, name_of_group, [0, 1])  # in the same processes, after destroy_process_group()
-    assert first[0] == second[0] == second[1], "torch gives the groups other names now: nothing is tested here"
+    plain = copy.deepcopy(trunk), copy.deepcopy(head)
+    for first, second in (plain, ours):
+        inputs, target = batch(0, rank)
+        loss_of(second(first(inputs)), target).backward()
+    assert_grads(trunk, mean_over_ranks(plain[0]))
+    for param in plain[1].parameters():
+        dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
+    assert_grads(head, grads(plain[1]))
 
 
 def pickled(ours: BucketDDP) -> BucketDDP:
@@ -142,6 +122,12 @@ def test_copies_and_pickles_train(copied: Any) -> None:
     again = copied(ours)
     backward(again)  # closed: forwards only
     assert again.module.head.weight.grad is not None
+    ours = BucketDDP(Mlp())
+    ours.register_comm_hook(dist.group.WORLD, noop_hook)
+    other, plain = copied(ours), copy.deepcopy(ours.module)
+    for model in (plain, other):
+        backward(model)
+    assert_grads(other.module, grads(plain))  # this rank's own
     ours = BucketDDP(Mlp(), process_group=dist.new_group([0, 1]))
     with pytest.raises(RuntimeError, match="the default process group where a BucketDDP is copied or pickled"):
         copied(ours)
@@ -171,7 +157,6 @@ CHOICES: dict[str, list[Any]] = {  # arguments, of 10 times the rank: at first, 
     "default": [{}, 0, 0],
     "off in torch's words": [{"broadcast_buffers": False}, 10, 10],
     "off in forward, in torch's newer words": [{"forward_sync_buffers": False}, 0, 10],
-    "on, in torch's newer words": [{"forward_sync_buffers": True}, 0, 0],
     "off": [{"module_buffers": "off"}, 0, 10],
     "mean": [{"module_buffers": "mean"}, 0, 5],
     "not at first": [{"init_sync": False}, 10, 0],

@@ -14,9 +14,9 @@ from torch.func import functional_call
 from torch.optim import optimizer as optimizer_file
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
-from tests.models import Branches, Mlp, batch, loss_of
+from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, grads, mean_over_ranks, mse, taking
+from tests.reference import TINY, Twins, assert_grads, backward, grads, mean_over_ranks, mse
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 
@@ -81,16 +81,6 @@ def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], l
 
 
 @on_ranks(2)
-def test_a_change_keeps_the_gradients_of_local_passes() -> None:
-    twins = Twins(Branches())
-    twins.backward(taking(0, "left"), local=True)
-    for module in twins.modules:
-        module.extra = nn.Linear(2, 2)
-    twins.backward(taking(0, "right"))
-    twins.check()
-
-
-@on_ranks(2)
 def test_new_parameters_start_as_rank_0_has_them() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours)
@@ -131,14 +121,8 @@ def test_swapped_in_parameters_have_their_own_gradients(prefix: str) -> None:
     backward(reference, 1)
     torch.testing.assert_close({name: other.grad for name, other in others.items()}, grads(reference))
     assert all(param.grad is None for param in module.parameters())
-    mixed = {prefix + name: others[name] for name in ("head.weight", "head.bias")}
-    mixed |= {prefix + "layers.0.weight": module.layers[0].weight}  # the module's own counts as its own
-    loss_of(functional_call(ours, mixed, (inputs,)), target).backward()
-    means = mean_over_ranks(reference)
-    assert_grads(module, means | {"head.weight": None, "head.bias": None})
-    ours.zero_grad()
     backward(ours, 1)
-    assert_grads(module, means)
+    assert_grads(module, mean_over_ranks(reference))
     ours.close()
     layer = nn.Linear(8, 4)
     ours = BucketDDP(layer)
@@ -201,7 +185,6 @@ def test_the_last_wrapper_takes_over() -> None:
         assert wrapper.passes == 1
         cells.append(wrapper)
     old, inputs = cells[0], batch(0, dist.get_rank())[0]
-    assert list(old.state_dict()) == list(module.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(old(inputs), module(inputs))
     later = "found an earlier one: gradients are averaged by the later one"
@@ -212,8 +195,6 @@ def test_the_last_wrapper_takes_over() -> None:
     with pytest.raises(RuntimeError, match="after close"), old.backward_pass(torch.zeros((), requires_grad=True)):
         pass
     assert all(len(param._post_accumulate_grad_hooks) == 1 for param in module.parameters())
-    with pytest.raises(ValueError, match="pad_buckets_to"):
-        BucketDDP(module, pad_buckets_to=0)  # refused: takes nothing over
     plain = copy.deepcopy(module)
     for model in (plain, wrapper):
         model.zero_grad()

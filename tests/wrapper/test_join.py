@@ -1,7 +1,8 @@
 """Ranks with different numbers of batches: torch's join protocol."""
 
 import copy
-import warnings
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,16 +20,6 @@ from tests.reference import TINY, assert_grads, backward, grads, largest_differe
 BATCHES = [3, 6, 4]  # by rank
 
 
-def same_values(module: nn.Module, other: nn.Module) -> None:
-    torch.testing.assert_close(module.state_dict(), other.state_dict())
-
-
-def evaluate(ours: BucketDDP) -> None:
-    with torch.no_grad():
-        ours.eval()(batch(9, 0)[0])
-    ours.train()
-
-
 @on_ranks(3)
 def test_uneven_inputs_end_as_with_torch_ddp() -> None:
     module, rank = ConvBatchNorm(), dist.get_rank()
@@ -38,21 +29,19 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         with wrapped.join():
             for step in range(BATCHES[rank]):
-                if wrapped is ours:
-                    evaluate(ours)
                 optimizer.zero_grad()
                 backward(wrapped, step)
                 optimizer.step()
-    same_values(module, reference.module)
+    torch.testing.assert_close(module.state_dict(), reference.module.state_dict())
     assert ours.passes == max(BATCHES)
     assert largest_difference_between_ranks(module) == 0
-    if rank == 0:
-        evaluate(ours)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for wrapped in (ours, reference):  # and on as before
-            wrapped.zero_grad()
-            backward(wrapped, 9)
+    if rank == 0:  # which may evaluate alone
+        with torch.no_grad():
+            ours.eval()(batch(9, 0)[0])
+        ours.train()
+    for wrapped in (ours, reference):  # and on as before
+        wrapped.zero_grad()
+        backward(wrapped, 9)
     assert_grads(module, grads(reference.module))
 
 
@@ -78,7 +67,7 @@ def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
                 (loss / (3 if by_initial else len(active))).backward()
         full.step()
         full.zero_grad()
-    same_values(module, alone)
+    torch.testing.assert_close(module.state_dict(), alone.state_dict())
 
 
 @on_ranks(3)
@@ -100,24 +89,19 @@ def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
                 backward(alone, step, rank=r)
         full.step()
         full.zero_grad()
-    same_values(module, alone)
+    torch.testing.assert_close(module.state_dict(), alone.state_dict())
 
 
 @on_ranks(2)
 def test_masters_go_on_from_the_same_bits_on_all_ranks() -> None:
-    bf16 = torch.bfloat16
-    ours = BucketDDP(Mlp().to(bf16), grad_dtype=torch.float32)
+    ours = BucketDDP(Mlp().bfloat16(), grad_dtype=torch.float32)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
-
-    def train(steps: range) -> None:
-        for step in steps:
-            ours.zero_grad()
-            backward(ours, step, bf16)
-            optimizer.step()
-
-    with ours.join():
-        train(range(1 + 4 * dist.get_rank()))
-    train(range(10, 20))
+    for steps, context in ((range(1 + 4 * dist.get_rank()), ours.join()), (range(10, 20), nullcontext())):
+        with context:
+            for step in steps:
+                ours.zero_grad()
+                backward(ours, step, torch.bfloat16)
+                optimizer.step()
     assert largest_difference_between_ranks(ours) == 0
 
 
@@ -153,19 +137,16 @@ def test_a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
-@on_ranks(2)
-def test_tokens_of_a_joined_rank_do_not_count() -> None:
-    """Rank 0 counts a batch that it does not train on, and leaves its loop."""
-    module = Mlp()
-    alone = copy.deepcopy(module)
-    ours = BucketDDP(module, gradient_divide_by="tokens")
-    inputs, target = batch(0, 1)
-    with ours.join():
-        ours.count_tokens(4 if dist.get_rank() else 1000)
-        if dist.get_rank() == 1:
-            (ours(inputs) - target).square().sum().backward()
-    (alone(inputs) - target).square().sum().div(4).backward()
-    assert_grads(module, grads(alone) if dist.get_rank() else dict.fromkeys(grads(alone)))
+@on_ranks(2, fresh=True)
+def test_a_rank_raises_its_own_error_inside_join() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=2))  # for how long the other rank waits inside torch's Join
+    ours = BucketDDP(Mlp(), process_group=group, timeout=timedelta(seconds=20))
+    with pytest.raises(ValueError, match="no more of this") if rank == 1 else suppress(Exception), ours.join():
+        for step in range(2 + 3 * rank):
+            if step == 3:
+                raise ValueError("no more of this")
+            backward(ours, step)
 
 
 @on_ranks(2)
