@@ -1,6 +1,5 @@
 """``bucketddp_sharded`` in a Trainer and in Fabric trains as the strategies without shards do."""
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import AdamW, Optimizer
@@ -24,7 +22,7 @@ from tests import lightning_models
 from tests.fixtures.checkpoints import At
 from tests.lightning_models import Gan, PoolEnvironment, Regression, close_to, data, trainer
 from tests.models import Mlp
-from tests.optim.common import assert_close, assert_equal, mse, stepped, values
+from tests.optim.common import assert_close, mse, stepped, values
 from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks, seeded
 
@@ -33,9 +31,7 @@ parts = partial(sharded, state_dict_type="sharded")
 
 
 class Quiet(Regression):
-    def on_after_backward(self) -> None: ...
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+    records = False
 
     def configure_optimizers(self) -> Any:
         return AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
@@ -189,11 +185,6 @@ def test_training_goes_on_from_a_checkpoint(
         assert not low or len(state["master_params"]) == len(state["state"])
 
 
-class Adds(pl.Callback):
-    def on_save_checkpoint(self, runs: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {key: value + 1 for key, value in checkpoint["state_dict"].items()}
-
-
 @on_ranks(2, fresh=True)
 def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Path) -> None:
     saves = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", "loss", every_n_train_steps=1, save_last=True)
@@ -211,19 +202,11 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
         close_to(again, model)
         scores.append(logged["score"])
     assert scores[0] == pytest.approx(scores[1])
-    with pytest.raises(ValueError, match=r"another tensor as 'net\."):
-        fit(Evaluated(), Adds(), pl.callbacks.ModelCheckpoint(tmp_path / "changed", every_n_train_steps=1))
     with pytest.raises(ValueError, match="weights_only"):
         fit(Evaluated(), ckpt_path=last, weights_only=True)
-    with pytest.raises(TypeError, match="storage_options"):
-        runs.save_checkpoint(tmp_path / "other", storage_options={"any": 1})
     runs.save_checkpoint(tmp_path / "weights", weights_only=True)
     with pytest.raises(KeyError, match="only the model"):
         fit(Evaluated(), ckpt_path=tmp_path / "weights")
-    model.lr, before = 0.01, copy.deepcopy(model.state_dict())
-    tuner = Tuner(trainer(parts(), default_root_dir=tmp_path))
-    tuner.lr_find(model, data(), num_training=4, update_attr=False)
-    assert_equal(model.state_dict(), before, "a search leaves no trace")
     kept = {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert kept == {"last.ckpt", "weights", Path(saves.best_model_path).name}, "others were removed"
 
@@ -272,9 +255,6 @@ def fabric_run(folder: Path, shard: bool, steps: range, load: bool = False, save
         optimizer.zero_grad()
     if save:
         fabric.save(f"{folder}/fabric.ckpt", state)
-        only = {"model": lambda key, _: key.startswith("head"), "optimizer": lambda key, _: key == "param_groups"}
-        fabric.save(f"{folder}/part.ckpt", state, filter=only)
-        assert list(torch.load(f"{folder}/part.ckpt", weights_only=True)["model"]) == ["head.weight", "head.bias"]
     fabric.strategy.teardown()
     return plain
 

@@ -129,9 +129,8 @@ def test_state_dicts_are_those_of_the_module() -> None:
         ours.load_state_dict({**torchs, "nonsense": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
         ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
-    for names in (["module"], ["module", "head"]):  # a child that is called as the wrapper's is
-        model = nn.ModuleDict({name: nn.Linear(8, 4) for name in names})
-        assert_loads(BucketDDP(model), list(model.state_dict()), list(model.state_dict()))
+    inside = nn.ModuleDict({"module": nn.Linear(8, 4)})  # a child that is called as the wrapper's is
+    assert_loads(BucketDDP(inside), inside.state_dict(), inside.state_dict())
 
 
 @on_ranks(2)
