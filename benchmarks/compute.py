@@ -272,7 +272,7 @@ def plot(results: list[dict[str, Any]]) -> Any:
     panels = [(one, "step_s", BEST) for one in sorted({result["accumulation"] for result in results})]
     panels += [(accumulation, "local_pass_s", UNWRAPPED) for accumulation, _, _ in panels if accumulation > 2]
     height = 2.9 * len(panels)
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8.5, height), squeeze=False, constrained_layout=True)
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(12, height), squeeze=False, constrained_layout=True)
     for axis, (accumulation, kind, reference) in zip(axes[:, 0], panels, strict=True):
         chosen = [result for result in results if result["accumulation"] == accumulation]
         _bars(axis, chosen, kind, reference)
@@ -307,7 +307,8 @@ def _bars(axis: Any, results: list[dict[str, Any]], kind: str, reference: str) -
             top = max(top, min(high, 1.5 * ratio) + 0.1)
     axis.axhline(1, color=COLOURS[reference], lw=1.5, zorder=3.5, label=reference)
     axis.set_ylim(0, top)
-    axis.set_xticks(range(len(results)), [f"{one['model']}\n(ddp's best: {one['best_cap']})" for one in results])
+    axis.set_xticks(range(len(results)), [f"{one['model']} ({one['best_cap']})" for one in results])
+    axis.set_xlabel("model (ddp's best bucket size)")
 
 
 def main() -> None:
