@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.reference import TINY, assert_grads, backward, everyones, grads, mean_over_ranks
 
 VALUES = [None, None, 0, True, True, None, 0, True, True, False, True]
@@ -97,6 +98,19 @@ def test_wrappers_over_different_groups_in_one_graph() -> None:
     for param in plain[1].parameters():
         dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
     assert_grads(head, grads(plain[1]))
+
+
+def name_of_group(ranks: list[int]) -> str:
+    group = dist.new_group(ranks)
+    if dist.get_rank() in ranks:
+        backward(BucketDDP(Mlp(), process_group=group, timeout=timedelta(seconds=10)), rank=0)
+    return group.group_name if dist.get_rank() in ranks else ""
+
+
+def test_groups_may_be_made_anew_with_other_members(run_ranks: RunRanks) -> None:
+    first = run_ranks(3, name_of_group, [0, 2])
+    second = run_ranks(3, name_of_group, [0, 1])  # in the same processes, after destroy_process_group()
+    assert first[0] == second[0] == second[1], "torch gives the groups other names now: nothing is tested here"
 
 
 def pickled(ours: BucketDDP) -> BucketDDP:
