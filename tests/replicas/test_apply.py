@@ -1,10 +1,8 @@
 """Modules are called at the same time as if the caller had called them; errors reach the caller."""
 
 import contextvars
-import gc
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,46 +105,6 @@ def test_the_first_error_is_raised_when_all_have_ended(place: int) -> None:
     assert caught.value.__notes__ == [f"raised in replica {place} on cpu"]
 
 
-def test_an_interrupt_while_waiting_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    join, interrupted, may_end = threading.Thread.join, [], threading.Event()
-
-    def interrupted_once(self: threading.Thread, *args: Any) -> None:
-        if not interrupted:
-            interrupted.append(self.name)
-            raise KeyboardInterrupt
-        join(self, *args)
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted_once)
-    timer = threading.Timer(0.2, may_end.set)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        parallel_apply(each(3, lambda index: index == 0 or may_end.wait(30)), [0, 1, 2])
-    assert may_end.is_set()
-    join(timer)
-
-
-def test_a_call_that_failed_keeps_nothing_alive() -> None:
-    held: list[weakref.ref[Any]] = []
-
-    def one(index: int) -> Any:
-        mine = nn.Linear(1, 1)
-        held.append(weakref.ref(mine))
-        if index:
-            raise ArithmeticError
-        return mine
-
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(ArithmeticError) as caught:
-            parallel_apply(each(3, one), [0, 1, 2])
-        assert sum(ref() is not None for ref in held) == 1, "the one that raised keeps its own frame"
-        del caught
-        assert [ref() is None for ref in held] == [True] * 3
-    finally:
-        gc.enable()
-
-
 def test_devices_run_beside_each_other_and_their_modules_take_turns(other_device: None) -> None:
     beside = threading.Barrier(2, timeout=30)
     weight, saved = torch.ones(2, requires_grad=True), []
@@ -162,20 +120,6 @@ def test_devices_run_beside_each_other_and_their_modules_take_turns(other_device
     assert found == [(0, mine), (1, other), (2, mine), (3, other)]
     assert mine != other
     assert len(saved) == 2, "the caller's modes hold for its device"
-
-
-@pytest.mark.parametrize(("raising", "called"), [({0}, {0, 1, 3}), ({1}, {0, 1, 2}), ({2, 3}, {0, 1, 2, 3})])
-def test_a_module_that_raises_ends_its_device(raising: set[int], called: set[int], other_device: None) -> None:
-    seen: set[int] = set()
-
-    def run(index: int) -> None:
-        seen.add(index)
-        if index in raising:
-            raise ArithmeticError(f"in {index}")
-
-    with pytest.raises(ArithmeticError, match=f"in {min(raising)}"):
-        parallel_apply(each(4, run), [0, 1, 2, 3], devices=TWO_OF_EACH, thread_per_device=True)
-    assert seen == called
 
 
 @pytest.mark.parametrize("thread_per_device", [False, True])

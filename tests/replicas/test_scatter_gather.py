@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp.replicas.nested import move_to, tensors_in
 from lightning_bucketddp.replicas.replicas import Replicas, gather, scatter
-from lightning_bucketddp.replicas.scatter_gather import as_device
 
 PACKED = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
 ONE, TWO = torch.ones(1), ["cpu"] * 2
@@ -105,13 +104,6 @@ def test_replicas_may_change_their_parts_in_place() -> None:
 def test_batches_and_outputs_that_do_not_fit_are_an_error(call: Any, given: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(*given)
-
-
-def test_devices_compare_equal_to_those_of_tensors() -> None:
-    assert as_device("cpu:0") == as_device(torch.device("cpu")) == torch.ones(1).device
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert as_device(kind.type) == as_device(0) == torch.ones(1, device=kind).device
 
 
 class Transfers(TorchDispatchMode):
