@@ -1,6 +1,7 @@
 """What gradients should be, worked out one parameter at a time with the simplest collectives."""
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -120,6 +121,24 @@ def raises_soon(
     with pytest.raises(errors, match=match) as error:
         yield error
     assert time.monotonic() - begin < within
+
+
+@contextmanager
+def logged(name: str, heard: Callable[[str], object] = lambda text: None) -> Iterator[list[str]]:
+    """What a logger is told on this rank. ``heard`` is called with each text."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        heard(said[-1])
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def everyones(value: Any) -> list[Any]:

@@ -15,16 +15,8 @@ from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import (
-    TINY,
-    assert_grads,
-    inputs_of,
-    largest_difference_between_ranks,
-    mean_over_ranks,
-    pair,
-    raises_soon,
-    run_backward,
-)
+from tests.reference import TINY, assert_grads, inputs_of, mean_over_ranks, pair, raises_soon, run_backward
+from tests.reference import largest_difference_between_ranks as largest_difference
 
 
 def options_of(way: str) -> dict[str, Any]:
@@ -58,7 +50,7 @@ def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None
         means = mean_over_ranks(plain)
         if way != "powersgd" or step == 0:  # two passes: PowerSGD has not started
             assert_grads(ours.module, means, **({"rtol": 0.02, "atol": 0.01} if way == "wire" else {}))
-    assert largest_difference_between_ranks(ours.module) == 0
+    assert largest_difference(ours.module) == 0
     assert all(torch.isfinite(param.grad).all() for param in ours.parameters())
 
 

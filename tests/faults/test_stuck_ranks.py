@@ -1,6 +1,5 @@
 """A rank does not come: the others say so, and where it is. Training goes on when it comes back."""
 
-import logging
 import os
 import re
 import signal
@@ -29,7 +28,7 @@ from tests.launchers import free_port
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Mlp
 from tests.pool import RunRanks, on_ranks
-from tests.reference import everyones, inputs_of
+from tests.reference import everyones, inputs_of, logged
 
 SECONDS = 20.0
 """How long a stuck rank waits for reports at most."""
@@ -37,22 +36,8 @@ SECONDS = 20.0
 
 @contextmanager
 def reports(heard: Callable[[str], None] = lambda text: None) -> Iterator[list[str]]:
-    """What this rank logs. ``heard`` is called with each text."""
-    said: list[str] = []
-    handler = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        said.append(record.getMessage())
-        heard(said[-1])
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_bucketddp.peers")
-    logger.addHandler(handler)
-    with patch.object(roll_call, "ANSWER_SECONDS", 1):
-        try:
-            yield said
-        finally:
-            logger.removeHandler(handler)
+    with patch.object(roll_call, "ANSWER_SECONDS", 1), logged("lightning_bucketddp.peers", heard) as said:
+        yield said
 
 
 def sleep_until(said: list[str], count: int) -> None:

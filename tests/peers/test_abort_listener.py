@@ -1,7 +1,5 @@
 """Ranks hear of each other's failures outside of passes, and end."""
 
-import gc
-import logging
 import os
 import threading
 import time
@@ -10,13 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_bucketddp import BucketDDP, PeerFailureError
+from lightning_bucketddp import PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen
-from tests.models import Mlp
 from tests.pool import RunRanks, on_ranks
-from tests.reference import raises_soon
+from tests.reference import logged, raises_soon
 
 
 def begin(is_stopping: bool = False) -> AbortListener:
@@ -30,29 +27,24 @@ def begin(is_stopping: bool = False) -> AbortListener:
 def test_the_first_failure_is_told_to_the_others() -> None:
     """Four ends that follow each other; in the last two rank 1 fails first."""
     rank = dist.get_rank()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger(abort_listener.__name__).addHandler(handler)
     for fit, kind in enumerate(("none", "same", "different", "consequence"), 1):
-        said.clear()
-        listener = begin()
-        first_failed = kind in ("different", "consequence")
-        error: Exception = ValueError(f"seen by {rank}" if first_failed else "no such file")
-        if kind == "consequence" and rank == 0:
-            error = PeerFailureError("another rank ended")
-        if (kind, rank) in {("different", 0), ("consequence", 1)}:
-            time.sleep(0.2)
-        if kind != "none":
-            listener.failed(error)
-        if first_failed and rank == 1:
-            assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
-        assert (listener.failure is not None) == (kind != "none")
-        listener.end()
+        with logged(abort_listener.__name__) as said:
+            listener = begin()
+            first_failed = kind in ("different", "consequence")
+            error: Exception = ValueError(f"seen by {rank}" if first_failed else "no such file")
+            if kind == "consequence" and rank == 0:
+                error = PeerFailureError("another rank ended")
+            if (kind, rank) in {("different", 0), ("consequence", 1)}:
+                time.sleep(0.2)
+            if kind != "none":
+                listener.failed(error)
+            if first_failed and rank == 1:
+                assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
+            assert (listener.failure is not None) == (kind != "none")
+            listener.end()
         told = ["rank 0 stops because rank 1 raised ValueError: seen by 1"] if first_failed and rank == 0 else []
         assert said == getattr(error, "__notes__", []) == told, kind
         dist.barrier()
-    logging.getLogger(abort_listener.__name__).removeHandler(handler)
     listener.close()
     assert not listener._thread.is_alive()
 
@@ -103,20 +95,6 @@ def test_a_rank_blocked_in_a_collective_wakes() -> None:
     with raises_soon(RuntimeError, within=6):
         dist.broadcast(torch.zeros(1), src=0)
     assert dist.is_initialized()
-
-
-def many_wrappers() -> None:
-    gc.collect()  # wrappers that were dropped may hold their group, and so its listener, until then
-    wrappers = [BucketDDP(Mlp()) for _ in range(3)]
-    for _ in range(5):
-        BucketDDP(Mlp()).close()
-        wrappers[0] = BucketDDP(Mlp())
-    assert [thread.name for thread in threading.enumerate()].count("bucketddp-abort-listener") == 1
-
-
-def test_all_wrappers_of_a_group_have_one_listener(run_ranks: RunRanks) -> None:
-    for _ in range(2):  # those of groups that have ended are gone
-        run_ranks(2, many_wrappers)
 
 
 @on_ranks(2, fresh=True)

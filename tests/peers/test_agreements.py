@@ -14,7 +14,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.layout.plan import MIB
-from lightning_bucketddp.peers.machines import machine_name
 from tests.models import ConvBatchNorm, Mlp
 from tests.pool import case, on_ranks
 from tests.reference import both, inputs_of, raises_soon
@@ -103,13 +102,6 @@ def test_modules_that_cannot_be_wrapped_are_refused() -> None:
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         BucketDDP(Mlp())
-
-
-def test_a_launcher_of_fewer_ranks_knows_of_other_machines() -> None:
-    host = socket.gethostname()
-    assert machine_name(4, {}) == host
-    for started_here, machine in (("4", host), ("8", host), ("?", host), ("2", "")):
-        assert machine_name(4, {"LOCAL_WORLD_SIZE": started_here}) == machine
 
 
 @on_ranks(2)

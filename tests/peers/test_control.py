@@ -3,17 +3,9 @@
 import pytest
 import torch
 
-from lightning_bucketddp.peers.control import (
-    HEADER,
-    MAX_RANKS_IN_FP32,
-    Control,
-    ControlChecks,
-    ControlExchange,
-    Report,
-    write,
-)
+from lightning_bucketddp.peers.control import HEADER, Control, ControlChecks, ControlExchange, Report, write
+from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32 as MOST
 
-MOST = MAX_RANKS_IN_FP32
 both_dtypes = pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 
 

@@ -1,21 +1,17 @@
 """What ranks say of themselves in the store: several ranks in one process, without collectives."""
 
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from lightning_bucketddp import PeerFailureError, RankMismatchError
+from lightning_bucketddp import PeerFailureError
 from lightning_bucketddp.peers import peers as peers_file
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.peers.roll_call import FailedPass, RollCall
-from lightning_bucketddp.peers.status import Phase, Status
 
 MakeRanks = Callable[[int], list[Peers]]
 
@@ -72,45 +68,3 @@ def test_a_failure_is_known_until_the_next_pass_or_for_good(ranks: MakeRanks) ->
             first.raise_if_failed()
         first.here.end_pass()
     assert second.here.failure == "gave up"
-
-
-def poll(rank: Peers) -> None:
-    for _ in range(40):
-        time.sleep(0.05)
-        rank.poll()
-
-
-def test_a_rank_that_waits_in_vain_calls_the_roll(ranks: MakeRanks) -> None:
-    first, second = ranks(2)
-    for each in (first, second):
-        each.here.begin_step()
-    second.here.end_step()
-    words = "rank 1 ran no backward in step 1, in which rank 0 is in pass 0"
-    with first.here.waiting("the gradients", Phase.PASS):
-        for each in (first, second):
-            with pytest.raises(RankMismatchError, match=words):
-                poll(each)
-
-
-def test_silent_ranks_are_named(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bucketddp.peers.roll_call.ANSWER_SECONDS", 0.5)
-    first, second, _ = ranks(3)
-    assert first._listener.ask_why(first.number) == ""
-    second._listener._closed.set()
-    second._listener._thread.join(timeout=5)
-    assert first._listener.ask_why(first.number) == "nothing is heard of rank(s) 1"
-
-
-def test_many_wrappers_ask_the_store_no_more_than_one() -> None:
-    asked = []
-    for wrappers in (1, 100):
-        store = MagicMock(wraps=HashStore())
-        roll_call = RollCall(store, 0, 1)
-        for _ in range(wrappers):
-            roll_call.enter(Status(0))
-        roll_call.publish_failed(wrappers, FailedPass(3, False, "rank 0 raised"))
-        store.reset_mock()
-        roll_call.look(store)
-        assert roll_call.failed_pass(wrappers).text == "rank 0 raised"
-        asked.append(len(store.method_calls))
-    assert asked[0] == asked[1] > 0
