@@ -14,7 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, help="run this one case of tests/reducer/test_fuzz.py")
     parser.addoption("--fuzz-cases", type=int, help="run as many of its cases, on 2 and on 3 ranks")
     parser.addoption("--update-traces", action="store_true", help="write the files of tests/traces/golden anew")
-    parser.addoption("--torch-ddp", action="store_true", help="run torch's DDP tests with torch's own class too")
 
 
 @pytest.fixture(scope="session")
