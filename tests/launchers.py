@@ -76,17 +76,9 @@ def run_elastic(restarts: int, function: Callable[..., Any], *arguments: Any) ->
     # A torchrun that restarts must not share the store of its own rendezvous with the ranks: they would find the
     # addresses of the killed ones there.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id=str(os.getpid()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        monitor_interval=0.1,
-        start_method="fork",
-    )
+    ranks: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "max_restarts": restarts}
+    meets = {"run_id": str(os.getpid()), "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    agent = LaunchConfig(**ranks, **meets, monitor_interval=0.1, start_method="fork")
     try:
         elastic_launch(agent, function)(*arguments)
     except ChildFailedError:

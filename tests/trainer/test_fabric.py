@@ -1,7 +1,5 @@
 """``Fabric(strategy="bucketddp")``: like Fabric's ``ddp`` where that is right, and right where it is not."""
 
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -58,6 +56,8 @@ def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
     plugins = MixedPrecision("16-mixed", "cpu", scaler) if feature == "scaler" else None
     fabric = start(kind, "bf16-mixed" if feature == "bf16-mixed" else None, plugins)
     given = make(ConvBatchNorm, "adamw") if feature == "batchnorm, adamw" else make(WithLoss)
+    if feature == "compiled":
+        given = torch.compile(given[0], backend="eager"), given[1]
     model, optimizer = fabric.setup(*given)
     if feature == "marked":
         model.mark_forward_method("loss_here")
@@ -80,7 +80,7 @@ def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
 FEATURES = ["batchnorm, adamw", "accumulate", "clip norm", "clip value", "bf16-mixed", "scaler", "plain backward"]
 
 
-@on_ranks(2, cases=[*FEATURES, "marked"])
+@on_ranks(2, cases=[*FEATURES, "marked", "compiled"])
 def test_weights_are_those_of_ddp(feature: str) -> None:
     theirs, _ = train("ddp", feature)
     ours, fabric = train("bucketddp", feature)
@@ -226,23 +226,3 @@ def test_modules_are_set_up_again_or_wrongly() -> None:
         fabric.strategy._backward_sync_control.no_backward_sync(other, True)
     with pytest.raises(ValueError, match="found Mlp"):
         fabric.strategy.wrapper_of(Mlp())
-
-
-@on_ranks(2)
-def test_modules_may_be_compiled_before_they_are_set_up() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    fabric, (net, _) = start(), make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch.compile has to say about itself
-        compiled = fabric.setup(torch.compile(net, backend=backend))
-        for step in range(3):
-            fabric.backward(loss_of(compiled, step))
-            inputs, _ = batch(step, 0)
-            torch.testing.assert_close(compiled(inputs), net(inputs))
-    assert fabric.strategy.wrapper_of(compiled).passes == 3
-    assert len(graphs) == 1, "of the module's forward; the wrapper is not traced"

@@ -1,6 +1,5 @@
 """``Trainer(strategy="bucketddp").fit`` where ``ddp`` hangs, raises or drifts; errors; fits one after the other."""
 
-import copy
 import gc
 import os
 import signal
@@ -10,16 +9,15 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
-from tests.dp import Plain
 from tests.lightning_models import Regression, data, ours, scaler, trainer
 from tests.models import Branches
 from tests.pool import on_ranks
@@ -60,15 +58,8 @@ class ByRank(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-BY_RANK = [
-    ("constant loss", 1, False),
-    ("branch", 1, False),
-    ("local only", 2, False),
-    ("some silent", 1, False),
-    ("some silent", 2, True),
-    ("all silent", 1, False),
-    ("all silent", 1, True),
-]
+BY_RANK = [(kind, 1, False) for kind in ("constant loss", "branch", "some silent", "all silent")]
+BY_RANK += [("local only", 2, False), ("some silent", 2, True), ("all silent", 1, True)]
 
 
 @on_ranks(3, cases=BY_RANK)
@@ -196,40 +187,20 @@ def test_one_backward_more_is_an_error_on_all_ranks(longer_rank: int, sigterm: b
         assert words in message
 
 
-class Look(pl.Callback):
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.hooks = [len(param._post_accumulate_grad_hooks) for param in module.parameters()]
+def hooks_of(model: nn.Module) -> list[int]:
+    return [len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()]
 
 
 @on_ranks(2)
 def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
-    model, tensors, look = Regression(), [], Look()
-    for _ in range(3):
+    model, tensors, at_end = Regression(), [], []
+    look = LambdaCallback(on_train_end=lambda *_: at_end.append(hooks_of(model)))
+    for fits in range(3):
         trainer(ours(), callbacks=[look]).fit(model, data(2))
-        assert look.hooks == [1] * 8
-        assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+        assert at_end == [[1] * 8] * (fits + 1)
+        assert hooks_of(model) == [0] * 8
         model.after_backward, model.before_step = [], []
         gc.collect()
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert largest_difference_between_ranks(model) == 0
     assert tensors[2] <= tensors[1], tensors
-
-
-class Copies(pl.Callback):
-    copied = 0
-
-    def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.trainer = trainer
-        (copied,) = copy.deepcopy(trainer.callbacks)
-        assert copied.trainer.callbacks[0] is copied is not self
-        self.copied += 1
-
-    on_train_batch_start = on_fit_start
-
-
-@on_ranks(2, cases=(False, True))
-def test_callbacks_can_be_copied_in_fit(sharded: bool) -> None:
-    callback, model = Copies(), Plain()
-    trainer(ours(shard_optimizer=sharded), callbacks=[callback]).fit(model, data(2))
-    assert callback.copied == 3
-    assert largest_difference_between_ranks(model) == 0

@@ -9,12 +9,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp.trainer.strategy import TellingLauncher
 from tests import failing_script
 from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
 from tests.lightning_models import QUIET, PoolEnvironment, Regression
@@ -182,3 +187,15 @@ def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: RunRanks, tm
         (steps, found), (_, expected) = (torch.load(folder / f"rank {rank}") for folder in folders)
         assert steps == 4, "from the checkpoint on"
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("raised", "code"), [(SIGTERMException(), 1), (SystemExit(), 1), (SystemExit(3), 3)])
+def test_a_rank_that_ends_early_has_an_exit_code(raised: SystemExit, code: int) -> None:
+    # With code 0 the main process takes it for done, and waits for its result without end, as under ddp_spawn.
+    launcher = TellingLauncher(BucketDDPStrategy(start_method="spawn"), "spawn")
+    with (
+        patch.object(_MultiProcessingLauncher, "_wrapping_function", side_effect=raised),
+        pytest.raises(SystemExit) as caught,
+    ):
+        launcher._wrapping_function(0)
+    assert caught.value.code == code

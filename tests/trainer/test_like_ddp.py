@@ -1,11 +1,11 @@
 """What Lightning's own tests ask of ``ddp``, asked of ``bucketddp``: before any training runs, and on two ranks."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,11 +16,9 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators.mps import MPSAccelerator
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO, TorchSyncBatchNorm
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -44,15 +42,13 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def _outside_of_any_launcher() -> Iterator[None]:
     """No rank and no cluster in the environment; afterwards what was there before."""
-    before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
-    launchers = ("SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    for name in [name for name in os.environ if name.startswith(launchers)]:
-        del os.environ[name]
-    yield
+    rank = getattr(rank_zero_only, "rank", 0)
+    with mock.patch.dict(os.environ):
+        for name in filter(re.compile("SLURM_|TORCHELASTIC_|RANK|LOCAL_|WORLD_|GROUP_").match, list(os.environ)):
+            del os.environ[name]
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
     rank_zero_only.rank = rank
 
 
@@ -81,10 +77,6 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
         with pytest.raises(ValueError, match="DDP family are not supported on the MPS accelerator"):
             made(accelerator="auto", devices=1)
-    with pytest.raises(MisconfigurationException, match="parallel_devices set through"):
-        made(BucketDDPStrategy(parallel_devices=[torch.device("cpu")]), accelerator="cuda", devices=1)
-    with pytest.raises(ValueError, match="not supported with distributed strategies"):
-        Tuner(made()).scale_batch_size(Regression(), DataLoader([]))
     monkeypatch.setattr("torch.multiprocessing.get_all_start_methods", lambda: ["spawn"])
     for name in ("bucketddp_fork", "bucketddp_notebook"):
         with pytest.raises(ValueError, match=r"on this platform, found 'fork'"):
@@ -94,13 +86,12 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
     BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
     strategy, checkpoint_io = BucketDDPStrategy(process_group_backend="own"), TorchCheckpointIO()
-    runs = made(strategy, num_nodes=3, plugins=[checkpoint_io], precision="bf16-mixed", sync_batchnorm=True)
+    runs = made(strategy, num_nodes=3, plugins=[checkpoint_io], precision="bf16-mixed")
     assert runs.strategy is strategy
     assert (strategy.num_processes, strategy.num_nodes, runs.world_size) == (2, 3, 6)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 0}
     assert strategy.checkpoint_io is checkpoint_io
     assert type(strategy.precision_plugin) is MixedPrecision
-    assert isinstance(strategy._layer_sync, TorchSyncBatchNorm)
     assert strategy._get_process_group_backend() == "own"
 
 
@@ -122,51 +113,20 @@ def test_the_timeout_reaches_a_group_that_a_mock_makes() -> None:
 
 
 class OneStep(Regression):
-    def setup(self, stage: str) -> None:
-        self.group = (dist.get_backend(), dist.get_world_size())
-
     def train_dataloader(self) -> Any:
         return DataLoader(list(zip(torch.randn(8, 8), torch.randn(8, 4), strict=True)), batch_size=4)
 
-    test_dataloader = train_dataloader
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx))
-
-
-def test_training_is_restored_into_a_module_without_a_trainer(tmp_path: Path) -> None:
-    path, first = tmp_path / "first.ckpt", made(devices=1, max_epochs=1)
-    first.fit(OneStep("mlp", "adamw"))
-    first.save_checkpoint(path)
-
-    second, model = made(devices=1, max_epochs=1), OneStep("mlp", "adamw")
-    second.strategy.connect(model)
-    second.strategy.setup_environment()
-    second.strategy.optimizers = [model.configure_optimizers()]
-    second.state.fn = TrainerFn.FITTING
-    second._checkpoint_connector.restore(path)
-    found, expected = second.strategy.optimizers[0].state_dict(), first.optimizers[0].state_dict()
-    torch.testing.assert_close(found, expected)
-    assert found["state"]
-    second.strategy.save_checkpoint(second._checkpoint_connector.dump_checkpoint(), tmp_path / "second.ckpt")
-    assert (tmp_path / "second.ckpt").exists()
-
-
-@pytest.mark.parametrize("where", ["strategy", "plugin"])
-def test_one_device_trains_and_whoever_patches_backward_sees_it(where: str) -> None:
+def test_one_device_trains_and_whoever_patches_backward_sees_it() -> None:
     model, runs = OneStep(), made(devices=1, max_epochs=1)
     before, plugin = model.net.head.weight.detach().clone(), runs.precision_plugin
-    target, owner = (Strategy, runs.strategy) if where == "strategy" else (plugin, plugin)
-    with mock.patch.object(target, "backward", wraps=owner.backward) as backward:
+    with mock.patch.object(plugin, "backward", wraps=plugin.backward) as backward:
         runs.fit(model)
-        assert target.backward is backward
     assert backward.call_count == 2
     assert "backward" not in vars(plugin), "as it was"
-    assert model.group == ("gloo", 1)
     assert runs.strategy.process_group_backend == "gloo"
     assert not torch.equal(model.net.head.weight, before)
     assert runs.strategy.model is runs.model is model, "unwrapped"
-    assert runs.test(model, verbose=False)[0]["loss"] > 0
 
 
 class Scaled(Regression):

@@ -22,14 +22,8 @@ from tests.models import Mlp, batch
 from tests.pool import case, on_ranks
 from tests.trainer.test_fabric import start
 
-_EXPERIMENTAL = {
-    "mixed_precision",
-    "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
-    "bucket_cap_mb_list",
-}
+_EXPERIMENTAL = {"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
+_EXPERIMENTAL |= {"skip_all_reduce_unused_params", "batched_grad_copy", "bucket_cap_mb_list"}
 _LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
 """What Lightning passes itself, or fixes by having one device per process."""
 
@@ -99,13 +93,8 @@ def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, 
         BucketDDPStrategy(**options)
 
 
-CALLS: dict[str, tuple[Any, ...]] = {
-    "count_tokens": (4,),
-    "last_pass": (),
-    "full_grad": (torch.zeros(1),),
-    "clip_grad_norm_": (1.0,),
-    "clip_grad_value_": (1.0,),
-}
+CALLS: dict[str, tuple[Any, ...]] = {"count_tokens": (4,), "last_pass": (), "full_grad": (torch.zeros(1),)}
+CALLS |= {"clip_grad_norm_": (1.0,), "clip_grad_value_": (1.0,)}
 
 
 class Clipped(Regression):

@@ -251,11 +251,6 @@ def late(module: Any) -> None:
             module.net.weight.mul_(0.9)
 
 
-def optimizer_step(module: Any) -> None:
-    module.net.weight.grad = torch.ones_like(module.net.weight)
-    module.trainer.optimizers[0].step()
-
-
 def learning_rate(module: Any) -> None:
     for group in module.optimizers().param_groups:
         group["lr"] *= 0.9
@@ -266,7 +261,6 @@ def learning_rate(module: Any) -> None:
     [
         (by_data, "'net.weight', 'net.bias'", False),
         (late, "'net.weight'", True),
-        (optimizer_step, "'net.weight'", True),
         (learning_rate, "learning rates", False),
     ],
 )
@@ -305,11 +299,3 @@ class Started(Plain):
 def test_what_cannot_be_honoured_is_refused_before_the_first_batch(model: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         fit(model(), 2, loader=samples((8,)), **options)
-
-
-def test_modules_for_manual_optimisation_may_be_evaluated() -> None:
-    model = Manual(update, MeanMetric())
-    validate(model)
-    assert model.metric is not None
-    assert model.metric.update_count == 2
-    assert len(one_process(2).predict(Manual(lambda module, x: module.net(x)), samples((8,), count=5))[0]) == 5
