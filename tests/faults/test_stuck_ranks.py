@@ -170,31 +170,36 @@ def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: s
 
 
 def store_stops(port: int) -> tuple[list[str], str]:
-    """Rank 0 stops twice, and with it the store. Rank 1 wakes it up once. Return what it logs, and its error."""
+    """Rank 0 stops twice, and with it the store. Rank 1 wakes it up once. Return its reports, and its error."""
     soon = timedelta(seconds=5)
     pids = again(init_method=f"tcp://127.0.0.1:{port}", timeout=soon)
-    with (
-        patch.object(abort_listener, "STORE_SECONDS", 1),
-        reports(lambda text: os.kill(pids[0], signal.SIGCONT) if len(said) == 1 else None) as said,
-    ):
+    alone: list[str] = []  # reports without answers
+
+    def wake(text: str) -> None:
+        if STORE_SILENT in text:
+            alone.append(text)
+            if len(alone) == 1:
+                os.kill(pids[0], signal.SIGCONT)
+
+    def stop_and_step() -> None:
+        if dist.get_rank() == 0:
+            stop_process()
+        time.sleep(0.5)  # so that rank 0 has stopped when rank 1 begins to wait
+        model(inputs_of(1)).sum().backward()
+
+    with patch.object(abort_listener, "STORE_SECONDS", 1), reports(wake):
         model = BucketDDP(Mlp(), report_after=0.5, timeout=soon)
         model(inputs_of(0)).sum().backward()
-
-        def stop_and_step() -> None:
-            if dist.get_rank() == 0:
-                stop_process()
-            model(inputs_of(1)).sum().backward()
-
         stop_and_step()
         with pytest.raises(PeerFailureError) as caught:
             stop_and_step()
         os.kill(pids[0], signal.SIGKILL)
-    return said, str(caught.value)
+    return alone, str(caught.value)
 
 
 def test_a_rank_reports_alone_when_the_store_is_silent_and_raises_at_the_timeout(run_ranks: RunRanks) -> None:
-    _, (said, error) = run_ranks(2, store_stops, free_port(), fresh=True, may_exit=[0])
-    first, *later = said[0].splitlines()
+    _, ((report, _), error) = run_ranks(2, store_stops, free_port(), fresh=True, may_exit=[0])
+    first, *later = report.splitlines()
     waited = f"1 has waited for [01] s: {STORE_SILENT}"
     assert re.match(f"rank {waited}", first)
     assert later[0].startswith("  rank 1: waiting for the gradients of 'head.bias'")
