@@ -179,7 +179,9 @@ def test_changes_of_the_module_between_steps_are_followed(share: bool) -> None:
 
 
 class Referring(nn.Module):
-    """Refers to itself and its layers in every way, and adds a hook in forward."""
+    """Refers to itself and its layers in every way, and sets things in forward."""
+
+    calls = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +203,7 @@ class Referring(nn.Module):
         return self.layer(x) * scale
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         self.register_forward_hook(lambda *_: None)
         return self.doubled(x) + self.nested(x)
 
@@ -210,7 +213,7 @@ def test_references_to_the_module_lead_to_the_replicas_own() -> None:
     replicas = Replicas(module, THREE, COPIED)
     for number in range(2):
         modules: list[Any] = replicas.refresh()
-        assert not any(it._forward_hooks for it in (module, *modules)), "a forward's are gone"
+        assert not any(it.calls or it._forward_hooks for it in (module, *modules)), "a forward's are gone"
         parallel_apply(modules, list(torch.ones(3, 1, 4)))
         for replica in modules:
             assert replica.stages["x"][0] is replica.layer
@@ -222,6 +225,9 @@ def test_references_to_the_module_lead_to_the_replicas_own() -> None:
         module.seen.clear()
         module.later = module.scaled  # set after the replicas were made
     assert module.stages["x"][0] is module.layer
+    module.layer._forward_hooks.clear()
+    module.layer.__class__ = nn.modules.linear.NonDynamicallyQuantizableLinear
+    assert {type(replica.layer) for replica in replicas.refresh()} == {type(module.layer)}
     for count in (0, 4):
         with pytest.raises(ValueError, match=f"between 1 and 3 replicas, found {count}"):
             replicas.refresh(count)
