@@ -1,8 +1,8 @@
 """Counts the rows of ``docs/conformance.md`` into its head; with ``--measure`` runs torch's tests and compares.
 
-The page's table says of each of torch's tests that use ``DistributedDataParallel``, in torch's order, whether torch's
-class passes on CPU ranks, and whether ``BucketDDP`` does: ``left out`` if a test's subject is torch's inner state,
-words or private interface, ``fails`` if it should pass, but does not yet. The last cell says why.
+The page's table has each of torch's tests that use ``DistributedDataParallel``, in torch's order. It says whether
+torch's class passes on CPU ranks, and whether ``BucketDDP`` does. ``left out``: the test's subject is torch's inner
+state, words or private interface. ``fails``: it should pass, but does not yet. The last cell says why.
 """
 
 import argparse
