@@ -86,7 +86,7 @@ def _has_come(other: Status, waiting: Status) -> bool:
         case Phase.AGREEMENT:
             return (there.agreement, same) >= (here.agreement, True)
         case Phase.UPDATE:
-            return there.update >= here.update
+            return there.update > here.update or there.updates == here.updates
     return True
 
 
@@ -135,7 +135,9 @@ def _describe(status: Status, other: Status | None = None) -> str:
         Phase.UPDATE: f"waits for {status.waiting_for} of optimizer step {at.update}",
         Phase.AGREEMENT: f"wants to agree on {status.waiting_for}",
     }[status.phase]
-    after = f" after {at.update} optimizer steps" if other is not None and other.phase is Phase.UPDATE else ""
+    after = ""
+    if other is not None and other.phase is Phase.UPDATE:
+        after = f" after {at.update if at.update != other.position.update else 'other'} optimizer steps"
     return f"rank {status.rank} {text}{after}"
 
 

@@ -34,8 +34,9 @@ class Position:
         backward: Synchronised passes completed in this step.
         forward: Training forwards begun.
         exchange: Exchanges of BatchNorm statistics and of module buffers begun.
-        update: Steps of sharded optimizers.
         agreement: Agreements through the store begun.
+        updates: Steps of sharded optimizers, and a hash of the buckets that they have updated. One value, for it is
+            written while another thread copies the record.
     """
 
     pass_number: int = 0
@@ -43,8 +44,13 @@ class Position:
     backward: int = 0
     forward: int = 0
     exchange: int = 0
-    update: int = 0
     agreement: int = 0
+    updates: tuple[int, int] = (0, 0)
+
+    @property
+    def update(self) -> int:
+        """Steps of sharded optimizers."""
+        return self.updates[0]
 
 
 @dataclass
@@ -61,7 +67,7 @@ class Status:
         failure: Why it cannot go on, in words; empty if it can.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
         names: The names of the parameters. They do not travel.
-        updated: A hash of the buckets that sharded optimizers have updated. It does not travel.
+        updated: A hash of the buckets that sharded optimizers have updated, in a step that is under way too.
         stack: Where the thread that trains is, the innermost frame first. Filled in for travel.
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
@@ -169,5 +175,6 @@ class Status:
             buckets: The buckets whose parameters travel after it.
             complete: Whether the step is complete.
         """
-        self.position.update += complete
         self.updated = crc32(repr((self.updated, self.position.pass_number, buckets)).encode())
+        if complete:
+            self.position.updates = (self.position.update + 1, self.updated)

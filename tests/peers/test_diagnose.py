@@ -75,8 +75,12 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
     "rank 0 waits for the module buffers in pass 0, while rank 1 waits for the statistics of 'a' in pass 0: look for a "
     "forward": (at(0, exchange=2, **BUFFERS), at(1, exchange=2, **STATISTICS)),
     "after 3 optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4: look for an optimizer": (
-        at(0, update=3, **IN_PASS),
-        at(1, Phase.UPDATE, "'head.weight'", update=4, pass_number=6),
+        at(0, updates=(3, 7), **IN_PASS),
+        at(1, Phase.UPDATE, "'head.weight'", updates=(4, 9), pass_number=6),
+    ),
+    "after other optimizer steps, while rank 1 waits for 'head.weight' of optimizer step 4: look for an optimizer": (
+        at(0, updates=(4, 8), **IN_PASS),
+        at(1, Phase.UPDATE, "'head.weight'", updates=(4, 9), pass_number=6),
     ),
     "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1": (
         at(0, trainable=(True, True), **IN_PASS),
@@ -106,14 +110,15 @@ def test_a_diagnosis_names_both_ranks(words: str) -> None:
 
 def walk(rank: int, program: list[Phase], moments: int) -> Status:
     """Where a rank is that has come to some point of a program."""
-    counts = dict.fromkeys(("pass_number", "exchange", "update", "agreement"), 0)
-    counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "update", Phase.AGREEMENT: "agreement"}
+    counts = dict.fromkeys(("pass_number", "exchange", "agreement", "updates"), 0)
+    counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "updates", Phase.AGREEMENT: "agreement"}
     for moment, phase in enumerate(program[:moments]):
         if phase in counted:
             counts[counted[phase]] += 1
         elif moment + 1 < moments:  # a pass counts when it has been completed
             counts["pass_number"] += 1
-    return at(rank, program[moments - 1], "something", **counts)
+    steps = counts.pop("updates")
+    return at(rank, program[moments - 1], "something", updates=(steps, hash(steps)), **counts)
 
 
 def test_ranks_of_one_program_are_never_taken_for_a_mistake() -> None:
