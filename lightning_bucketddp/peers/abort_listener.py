@@ -14,7 +14,7 @@ Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n
     reports                      how many reports there were
     report/<n>                   the n-th report of ranks that wait
     failure/<fit>                the first failure that ends all ranks, in words
-    heard/<fit>/<rank>           the rank has heard of the failure
+    heard/<fit>/<rank>           the rank has heard of the failure, or has stopped listening
     end                          the rank that may serve the store ends: stop listening
     closed/<fit>/<rank>          the rank has stopped listening
     failed                       by wrapper, the last pass that failed on some rank, and why
@@ -273,7 +273,8 @@ class AbortListener:
 
     def _tell_end(self) -> None:
         self.roll_call.end()
-        self.store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
+        for key in ("heard", "closed"):
+            self.store.set(f"{key}/{self._fit}/{self.roll_call.rank}", "")
         if self.roll_call.rank or not _serves(self.store.store):
             self.store.set(f"wake/{self.roll_call.rank}", "")
         else:  # the store may end with this process: nobody may be in the middle of a call

@@ -55,8 +55,15 @@ def test_the_first_failure_is_told_to_the_others() -> None:
         told = ["rank 0 stops because rank 1 raised ValueError: seen by 1"] if first_failed and rank == 0 else []
         assert said == getattr(error, "__notes__", []) == told, kind
         dist.barrier()
-    listener.close()
-    assert not listener._thread.is_alive()
+    listener = begin()
+    if rank == 1:
+        listener.close()
+        assert not listener._thread.is_alive()
+    dist.barrier()
+    since = time.monotonic()
+    if rank == 0:
+        listener.failed(OSError("disk full"))
+    assert time.monotonic() - since < abort_listener.LINGER_SECONDS, "a rank that has stopped listening is not told"
 
 
 def stuck(said: Path) -> float:
@@ -100,11 +107,11 @@ def test_a_rank_blocked_in_a_collective_wakes() -> None:
     listener = begin()
     if dist.get_rank() == 1:
         listener.failed(OSError("disk full"))
-        time.sleep(7)
+        listener.store.limited(30).get("woken")
         return
     with raises_soon(RuntimeError, within=6):
         dist.broadcast(torch.zeros(1), src=0)
-    assert dist.is_initialized()
+    listener.store.set("woken", "")
 
 
 @on_ranks(2, fresh=True)
