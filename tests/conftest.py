@@ -16,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-traces", action="store_true", help="write the files of tests/traces/golden anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray mostly waits, and for long: its test starts first, and does not run alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     nursery = Nursery()

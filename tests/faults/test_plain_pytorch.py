@@ -125,6 +125,7 @@ def train(rank: int, port: int, what: str, which: int, where: str) -> None:
 
 
 def main() -> None:
+    gc.freeze()  # else each rank, at its end, takes seconds to go through what was imported
     folder, codes = Path(sys.argv[1]), {}
     for scenario in SCENARIOS:
         what, which, where = scenario.split(":")

@@ -292,12 +292,15 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
     return digests
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, 16), (3, 8)], ids=["2", "3"])
+CASES = [(2, range(16)), (3, range(8)), pytest.param(3, range(8, 24), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), CASES, ids=["2", "3", "3, more"])
 def test_gradients_are_what_one_process_works_out(
-    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: int
+    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: range
 ) -> None:
-    seed = request.config.getoption("--fuzz-seed")
-    seeds = [seed] if seed is not None else list(range(request.config.getoption("--fuzz-cases") or cases))
+    seed, count = (request.config.getoption(f"--fuzz-{name}") for name in ("seed", "cases"))
+    seeds = [seed] if seed is not None else list(range(count) if count else cases)
     reductions = 0
     for start in range(0, len(seeds), CASES_PER_JOB):
         chunk = seeds[start : start + CASES_PER_JOB]

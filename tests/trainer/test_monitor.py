@@ -94,7 +94,7 @@ def test_it_sends_one_small_collective_every_n_steps(options: dict[str, Any]) ->
     def sent(*monitors: CommunicationMonitor) -> list[str]:
         with recording() as recorder:
             runs = trainer(ours(**options), callbacks=list(monitors), logger=Memory())
-            runs.fit(Sleeper(0, optimizer="adamw"), data(8))
+            runs.fit(Sleeper(-1, optimizer="adamw"), data(8))
         return recorder.trace["world"]
 
     without, seldom, often = sent(), sent(CommunicationMonitor(9)), sent(CommunicationMonitor(3))
