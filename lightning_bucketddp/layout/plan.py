@@ -174,11 +174,12 @@ def plan(
         specs: The parameters, in any fixed order.
         order: Indices into ``specs``, earliest gradient first; each index once.
         bucket_cap_bytes: Largest bucket in bytes. A larger parameter has a bucket of its own. None:
-            :func:`default_bucket_cap`, with small buckets at both ends.
+            :func:`default_bucket_cap`, with small buckets at both ends; on one machine without accelerators all alike,
+            as collectives take processors away from the computation there, and little is hidden behind it.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Each bucket's number of elements is a multiple of this.
         world_size: Number of ranks, for the default cap.
-        one_machine: Whether they share one machine, for the default cap.
+        one_machine: Whether they share one machine, for the default.
 
     Returns:
         The layout. Its buckets are sorted by when their last gradient is expected.
@@ -188,7 +189,9 @@ def plan(
     sizes = [_padded(spec) * spec.dtype.itemsize for spec in specs]
     cut, cap = _cut_by_size, bucket_cap_bytes
     if cap is None:
-        cut, cap = _cut_default, default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)
+        cap = default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)
+        if not (one_machine and all(spec.device == "cpu" for spec in specs)):
+            cut = _cut_with_small_ends
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for slot in order:
         together[specs[slot].device, specs[slot].dtype, groups and groups[slot]].append(slot)
@@ -250,7 +253,7 @@ def _cut_by_size(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[
     return runs
 
 
-def _cut_default(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
+def _cut_with_small_ends(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
     """Cut slots into runs of at most ``cap`` bytes, and of a quarter of it at both ends.
 
     A small first bucket starts the wire early. The last bucket is what remains to be sent after backward.

@@ -1,6 +1,7 @@
 """Layouts, shards and chunks: random ones by their properties, chosen ones by hand."""
 
 import random
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -88,8 +89,10 @@ def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> Non
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
+    on_gpu = [replace(it, device="cuda:0") for it in specs]
     for ranks in (2, 8):
-        assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
+        assert mib(plan(on_gpu, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
+        assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [*[24] * 6, 16]
     for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
         assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
 
