@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -66,9 +67,10 @@ class Buckets:
         launched: Number of active buckets that were launched.
         awaited: The bucket that this rank waits for now.
         pending: Slots with a gradient since their last reduction.
-        settled: Slots whose hooks have nothing to do in this pass.
-        marks_only: Whether hooks only mark gradients as ready until a bucket is full.
         in_order: Whether gradients are expected bucket by bucket in this pass.
+        notes: Whether hooks only note that gradients are ready, until there are ``enough``.
+        noted: Indices of the parameters that hooks have noted.
+        enough: So many noted gradients may make a bucket full.
     """
 
     def __init__(self, table: SlotTable, planner: LayoutPlanner) -> None:
@@ -79,9 +81,10 @@ class Buckets:
         self.launched = 0
         self.awaited: Bucket | None = None
         self.pending: set[int] = set()
-        self.settled: AbstractSet[int] = NONE
-        self.marks_only = False
         self.in_order = False
+        self.notes = False
+        self.noted: list[int] = []
+        self.enough = sys.maxsize
         self._expected: dict[TrainableSet, _Expected] = {}
 
     def lay_out(self, layout: Layout, memory: list[Tensor], with_tail: Tensor | None = None) -> None:
@@ -133,21 +136,27 @@ class Buckets:
         self.active = self._expect(trainable).active
         self.launched = 0
 
-    def begin_marking(self, synchronised: bool, one_stream: bool) -> None:
-        """Let hooks mark gradients as ready by themselves, and tell the reducer when a bucket is full.
-
-        In a local pass hooks skip slots that are pending already, because autograd adds to those gradients in place.
+    def begin_noting(self, synchronised: bool, one_stream: bool) -> None:
+        """Let hooks note gradients, if the pass permits it.
 
         Args:
             synchronised: Whether the pass is synchronised.
             one_stream: As :meth:`Storage.one_stream`.
         """
-        self.settled = NONE if synchronised else self.pending
-        self.marks_only = self.in_order and one_stream
+        self.notes = one_stream and (self.in_order or not synchronised)
+        self.enough = sys.maxsize
+        if synchronised or not self.pending:  # else autograd adds in place to gradients that are where they belong
+            self.look_from(0)
 
-    def end_marking(self) -> None:
-        """Let hooks tell the reducer of every gradient."""
-        self.settled, self.marks_only = NONE, False
+    def look_from(self, index: int) -> None:
+        """Let hooks tell the reducer when the bucket at ``index`` may be full, or the next one if that is full now."""
+        self.enough = next((len(bucket.missing) for bucket in self.all[index:] if bucket.missing), sys.maxsize)
+
+    def take_noted(self) -> list[int]:
+        """Empty ``noted``, and return what it held. Other threads may add to it meanwhile."""
+        taken = self.noted[:]
+        del self.noted[: len(taken)]
+        return taken
 
     def unused(self, trainable: TrainableSet) -> AbstractSet[int]:
         """The slots that are not pending in the active buckets of this set."""

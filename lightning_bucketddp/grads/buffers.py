@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class GradBuffers:
         ]
         self.views = [self._view(slot) for slot in range(len(layout.slots))]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._accepted = [  # per slot: its parameter, and the dtypes and device that a gradient may have
-            (it.spec, (it.spec.dtype, it.spec.param_dtype), self.flats[it.buffer].device) for it in layout.slots
+        self._accepted = [  # per slot: the shape, dtypes and device that a gradient may have
+            (it.spec.shape, (it.spec.dtype, it.spec.param_dtype), self.flats[it.buffer].device) for it in layout.slots
         ]
 
     def _view(self, index: int) -> Tensor:
@@ -76,6 +77,8 @@ class GradBuffers:
     ) -> None:
         """Bring gradients into the views of their slots, scaled.
 
+        The loops run for every parameter in every pass.
+
         Args:
             slots: The slots.
             grads: Their gradients: the views, or tensors that lie elsewhere.
@@ -85,12 +88,18 @@ class GradBuffers:
         Raises:
             RuntimeError: If a gradient does not fit into its view. Nothing has been copied then.
         """
-        outside = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if not self.holds(slot, grad)]
-        for slot, grad in outside:
-            self._require_fit(slot, grad)
-            if grad is self.views[slot]:  # it was moved elsewhere
-                self.views[slot] = self._view(slot)
-        views = self.views
+        views, accepted, strided = self.views, self._accepted, torch.strided
+        outside = []
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is views[slot] and self.holds(slot, grad):
+                continue
+            shape, dtypes, device = accepted[slot]
+            fits = grad.shape == shape and grad.dtype in dtypes and grad.device == device and grad.layout is strided
+            if not fits or grad.requires_grad:
+                self._refuse(slot, grad)
+            if grad is views[slot]:  # it was moved elsewhere
+                views[slot] = self._view(slot)
+            outside.append((slot, grad))
         if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
             for slot, grad in zip(slots, grads, strict=True):
                 view = views[slot]
@@ -109,8 +118,8 @@ class GradBuffers:
             param.grad_dtype = dtype
         param.grad = self.views[slot] if view is None else view
 
-    def _require_fit(self, slot: int, grad: Tensor) -> None:
-        spec, dtypes, device = self._accepted[slot]
+    def _refuse(self, slot: int, grad: Tensor) -> NoReturn:
+        spec, device = self._layout.slots[slot].spec, self._accepted[slot][2]
         if grad.requires_grad:
             raise RuntimeError(
                 f"the gradient of parameter {spec.name!r} requires grad, because of backward(create_graph=True). "
@@ -122,9 +131,8 @@ class GradBuffers:
                 f"the gradient of parameter {spec.name!r} is {grad.layout}, but the parameter was not declared sparse "
                 f"when the module was wrapped; pass sparse_parameters=[{spec.name!r}] to BucketDDP"
             )
-        if grad.shape != spec.shape or grad.dtype not in dtypes or grad.device != device:
-            raise RuntimeError(
-                f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
-                f"{spec.shape}, {spec.dtype} on {device}, found {grad.layout} of shape {tuple(grad.shape)}, "
-                f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
-            )
+        raise RuntimeError(
+            f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
+            f"{spec.shape}, {spec.dtype} on {device}, found {grad.layout} of shape {tuple(grad.shape)}, "
+            f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
+        )

@@ -11,11 +11,8 @@ from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
-from lightning_bucketddp.layout.plan import MIB, Layout
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
-
-MAX_CARRIER_BYTES = MIB
-"""Largest bucket that carries the control vector. Beside a larger one, a collective of its own costs little."""
 
 
 class Contiguous(Storage):
@@ -26,7 +23,7 @@ class Contiguous(Storage):
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        carries_control: Whether the last bucket, if it is small, has room for the control vector.
+        carries_control: Whether the last bucket has room for the control vector, if its dtype is exact enough.
 
     Attributes:
         layout: The present layout.
@@ -58,8 +55,7 @@ class Contiguous(Storage):
         self._tail = 0
         if self._carries_control and self._streams is None and self.layout.buckets:
             last = self.layout.buckets[-1]
-            exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
-            if exact and self.layout.bucket_nbytes(last) <= MAX_CARRIER_BYTES:
+            if self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64):
                 self._tail = HEADER + len(self.layout.slots)
         self.buffers = GradBuffers(self.layout, self._tail)
 

@@ -1,4 +1,4 @@
-"""One hook per parameter marks its gradient as ready and calls the reducer."""
+"""One hook per parameter notes that its gradient is ready, or tells the reducer."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class GradientHooks:
     Args:
         table: The parameters and their slots.
         buckets: The buckets.
-        on_gradient: Called with a parameter's index and the parameter when its gradient is ready, unless the hook only
-            had to mark it.
+        on_gradient: Called with a parameter's index, the parameter, and whether its gradient has been noted. Not called
+            for gradients that only have to be noted.
 
     Attributes:
         removed: Whether the hooks were removed.
     """
 
-    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[[int, Tensor], None]) -> None:
-        self._slot_of, self._buckets, self._on_gradient = table.slot_of_index, buckets, on_gradient
+    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[[int, Tensor, bool], None]) -> None:
+        self._buckets, self._on_gradient = buckets, on_gradient
         self.removed = False
         self._handles = []
         for index, param in enumerate(table.all_params):
@@ -47,23 +47,17 @@ class GradientHooks:
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         """The hook of the parameter at ``index``.
 
-        Autograd calls it for every parameter in every pass. It marks gradients without a call of another function,
-        which would double its time.
+        Autograd calls it for every parameter in every pass, so it does next to nothing.
         """
-        slot_of, buckets, tell = self._slot_of, self._buckets, self._on_gradient
+        buckets, noted, tell = self._buckets, self._buckets.noted, self._on_gradient
 
         def on_gradient(param: Tensor) -> None:
-            slot = slot_of.get(index)
-            if slot in buckets.settled or not param.requires_grad:
-                return  # frozen since forward: autograd calls the hook, but accumulates nothing
-            if buckets.marks_only and slot is not None:
-                bucket = buckets.of_slot[slot]
-                if not bucket.launched:
-                    buckets.pending.add(slot)
-                    bucket.missing.discard(slot)
-                    if bucket.missing:
-                        return
-            tell(index, param)
+            if not buckets.notes:
+                tell(index, param, False)
+                return
+            noted.append(index)
+            if len(noted) >= buckets.enough:
+                tell(index, param, True)
 
         on_gradient.__qualname__ = HOOK_NAME
         return on_gradient

@@ -173,7 +173,8 @@ def plan(
     Args:
         specs: The parameters, in any fixed order.
         order: Indices into ``specs``, earliest gradient first; each index once.
-        bucket_cap_bytes: Largest bucket in bytes. A larger parameter has a bucket of its own. None:
+        bucket_cap_bytes: Largest bucket in bytes. A larger parameter has a bucket of its own, and one of more than
+            half ends its bucket, so that it need not wait for the small ones of the next layer. None:
             :func:`default_bucket_cap`, with small buckets at both ends; on one machine without accelerators all alike,
             as collectives take processors away from the computation there, and little is hidden behind it.
         groups: One key per parameter. Parameters with different keys never share a bucket.
@@ -241,15 +242,15 @@ def _padded(spec: ParamSpec) -> int:
 
 
 def _cut_by_size(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone."""
+    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone, and one of more than half ends its run."""
     runs: list[list[int]] = []
-    held = 0
+    room = -1
     for slot in slots:
-        if not runs or held + sizes[slot] > cap:
+        if not runs or sizes[slot] > room:
             runs.append([])
-            held = 0
+            room = cap
         runs[-1].append(slot)
-        held += sizes[slot]
+        room = -1 if sizes[slot] > cap / 2 else room - sizes[slot]
     return runs
 
 

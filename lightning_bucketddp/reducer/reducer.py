@@ -11,8 +11,8 @@ A pass is one backward. Its states::
 
 A gradient's way, in frames of this package between autograd and ``torch.distributed``::
 
-    autograd ─▶ GradientHooks.on_gradient   1   marks the slot; its bucket full?
-                  Reducer.on_gradient       2   the bucket's turn?
+    autograd ─▶ GradientHooks.on_gradient   1   notes the gradient; enough of them?
+                  Reducer.on_gradient       2   marks the slots; a bucket full, and its turn?
                     Reducer.launch          3   Storage.pack, then
                       Reduction.start       4   AllReduce | ReduceScatter | HookReduce
                         Collectives...      5   ─▶ torch.distributed
@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -153,21 +154,24 @@ class Reducer:
         if it.origin is Origin.CALL:  # every gradient takes part
             buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
         elif it.role is Role.ACTIVE:
-            buckets.begin_marking(it.synchronised, self.storage.one_stream())
+            buckets.begin_noting(it.synchronised, self.storage.one_stream())
 
     # -- called by autograd --------------------------------------------------------------------------
 
-    def on_gradient(self, index: int, param: Tensor) -> None:
-        """Note that a gradient is ready, and launch full buckets.
+    def on_gradient(self, index: int, param: Tensor, noted: bool = False) -> None:
+        """Mark gradients as ready, and launch full buckets.
 
         Args:
             index: The parameter's index in the module.
             param: The parameter.
+            noted: Whether its gradient and others have been noted; if so, they are marked.
 
         Raises:
-            RuntimeError: If the bucket of the gradient has been launched.
+            RuntimeError: If the bucket of a gradient has been launched.
         """
         with self.lock:
+            if not noted and not param.requires_grad:
+                return  # frozen since forward: autograd calls the hook, but accumulates nothing
             if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
                 opened = self._open_by_gradient(index, param)
                 if opened is None:
@@ -176,18 +180,49 @@ class Reducer:
                 if reducer is not self:
                     reducer.on_gradient(index, param)
                     return
-            bucket = self._mark(index)
-            if bucket is None:
-                return
-            if self.state is PassState.SYNCHRONISED and self.queue.is_first():
+            full = self._mark_noted() if noted else self._mark(index)
+            if full and self.state is PassState.SYNCHRONISED and self.queue.is_first():
                 with _Launching(self.peers):
-                    while (full := self._next_full()) is not None:
-                        self.launch(full)
+                    while (bucket := self._next_full()) is not None:
+                        self.launch(bucket)
                         self.reduction.advance()
-            if not bucket.launched and bucket.with_tail is None:  # a small one need not be held until its turn
-                self.storage.hold(bucket.slots)
+            for bucket in full:
+                waits_for_end = bucket.with_tail is not None and bucket is self.buckets.next()
+                if not bucket.launched and not waits_for_end:
+                    self.storage.hold(bucket.slots)
 
-    def _mark(self, index: int) -> Bucket | None:
+    def _mark_noted(self) -> list[Bucket]:
+        """Mark the gradients that hooks have noted; return the buckets that are full now.
+
+        The loop runs for every parameter in every pass.
+        """
+        buckets, params, slot_of = self.buckets, self.table.all_params, self.table.slot_of_index
+        of_slot, pending = buckets.of_slot, buckets.pending
+        full: list[Bucket] = []
+        at, late = 0, None
+        for index in buckets.take_noted():
+            slot = slot_of.get(index)
+            if not params[index].requires_grad:
+                continue
+            if slot is None:
+                self._mark(index)
+                continue
+            bucket = of_slot[slot]
+            if bucket.launched:
+                late = slot
+                continue
+            at, missing = bucket.index, bucket.missing
+            pending.add(slot)
+            missing.discard(slot)
+            if not missing:
+                bucket.ready_at = time.perf_counter()
+                full.append(bucket)
+        buckets.look_from(at)
+        if late is not None:
+            raise RuntimeError(_too_late(self.peers.rank, self.table.specs[late].name))
+        return full
+
+    def _mark(self, index: int) -> Sequence[Bucket]:
         """Mark a gradient as ready; return its bucket if that is full now."""
         self.require_not_by_hand()
         it = self._pass
@@ -198,7 +233,7 @@ class Reducer:
             self.table.ready_apart(index)
             for participant in self.participants:
                 participant.ready_apart(index)
-            return None
+            return ()
         bucket = self.buckets.of_slot[slot]
         if bucket.launched:
             raise RuntimeError(_too_late(self.peers.rank, self.table.specs[slot].name))
@@ -209,10 +244,11 @@ class Reducer:
             bucket.ready_at = time.perf_counter()
         self.storage.gradient_ready(slot)
         if self.buckets.in_order:
-            return None if bucket.missing else bucket
+            self.buckets.look_from(bucket.index)
+            return () if bucket.missing else (bucket,)
         for participant in self.participants:
             participant.ready(slot)
-        return None
+        return ()
 
     def _next_full(self) -> Bucket | None:
         """The bucket to launch next, if it is full and may be launched during backward."""
@@ -249,6 +285,7 @@ class Reducer:
 
     def backward_ended(self) -> None:
         """End the pass, after the last gradient and before ``backward()`` returns."""
+        self._mark_noted()
         if self.state in (PassState.LOCAL, PassState.SYNCHRONISED):
             self._tell_ended(raised=False)
         if self.state is PassState.SYNCHRONISED:
@@ -316,6 +353,8 @@ class Reducer:
         Args:
             guarded: Whether the caller sees the exception and settles the pass.
         """
+        with suppress(RuntimeError):  # a gradient that came too late changes nothing now
+            self._mark_noted()
         self._tell_ended(raised=True)
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
@@ -391,7 +430,7 @@ class Reducer:
     def _enter(self, state: PassState) -> None:
         assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
         self._state = state
-        self.buckets.end_marking()
+        self.buckets.notes = False
 
     def _report(self, failed: bool = False) -> Report:
         assert self._pass is not None

@@ -47,7 +47,7 @@ class ModuleParams:
     def _look_up(self) -> None:
         ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
-        self._dtypes = [(param, param.dtype) for _, param in self.named]
+        self._dtypes = [param.dtype for _, param in self.named]
         registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
         self._members = [registry.values() for registry in registries]  # live views
         self._member_ids = self._ids_of_members()
@@ -112,7 +112,7 @@ class ModuleParams:
 
     def changed(self) -> bool:
         """Whether parameters were added, removed, replaced or re-typed since the last look."""
-        if any(param.dtype is not dtype for param, dtype in self._dtypes):
+        if [param.dtype for _, param in self.named] != self._dtypes:
             return True
         if self._ids_of_members() == self._member_ids:
             return False

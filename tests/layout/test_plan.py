@@ -85,6 +85,12 @@ def mib(layout: Layout) -> list[float]:
     return [layout.bucket_nbytes(bucket) / MIB for bucket in layout.buckets]
 
 
+def test_a_parameter_of_more_than_half_of_the_cap_ends_its_bucket() -> None:
+    specs = [spec(f"p{at}", (size, 16)) for at, size in enumerate([1, 51, 1, 51, 50, 50, 1, 101, 1])]  # in 64 bytes
+    buckets = plan(specs, range(9), bucket_cap_bytes=6400).buckets
+    assert [bucket.slots for bucket in buckets] == [(0, 1), (2, 3), (4, 5), (6,), (7,), (8,)]
+
+
 def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> None:
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
