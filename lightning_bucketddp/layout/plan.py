@@ -242,7 +242,7 @@ def _padded(spec: ParamSpec) -> int:
 
 
 def _cut_by_size(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone, and one of more than half ends its run."""
+    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone; one of more than half ends its run."""
     runs: list[list[int]] = []
     room = -1
     for slot in slots:

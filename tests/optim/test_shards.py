@@ -103,7 +103,7 @@ def in_stages(name: str, dtype: torch.dtype, most: int) -> dict[str, Tensor]:
         ):
             stepped(optimizer)
         sent = [len({parts.find(param).part.bucket for param in call.args[0]}) for call in send.call_args_list]
-        assert sent == ([7] if most == 1 else [1, 3, 3]) and len(ours.layout.buckets) == 7
+        assert sent == ([len(ours.layout.buckets)] if most == 1 else [1, 3, 3])
     assert hooked.call_count == 4, "whoever hooks steps sees one"
     assert all(it["step"] == 4 for it in optimizer.state.values() if "step" in it)
     masters = optimizer.state_dict().get("master_params", {}).values()
