@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -68,9 +69,8 @@ class Buckets:
         awaited: The bucket that this rank waits for now.
         pending: Slots with a gradient since their last reduction.
         in_order: Whether gradients are expected bucket by bucket in this pass.
-        notes: Whether hooks only note that gradients are ready, until there are ``enough``.
-        noted: Indices of the parameters that hooks have noted.
-        enough: So many noted gradients may make a bucket full.
+        noted: Indices of the parameters whose hooks have noted that gradients are ready.
+        enough: So many noted gradients may make a bucket full. 0: hooks do not note, and tell the reducer of each.
     """
 
     def __init__(self, table: SlotTable, planner: LayoutPlanner) -> None:
@@ -82,9 +82,8 @@ class Buckets:
         self.awaited: Bucket | None = None
         self.pending: set[int] = set()
         self.in_order = False
-        self.notes = False
         self.noted: list[int] = []
-        self.enough = sys.maxsize
+        self.enough = 0
         self._expected: dict[TrainableSet, _Expected] = {}
 
     def lay_out(self, layout: Layout, memory: list[Tensor], with_tail: Tensor | None = None) -> None:
@@ -143,20 +142,41 @@ class Buckets:
             synchronised: Whether the pass is synchronised.
             one_stream: As :meth:`Storage.one_stream`.
         """
-        self.notes = one_stream and (self.in_order or not synchronised)
-        self.enough = sys.maxsize
-        if synchronised or not self.pending:  # else autograd adds in place to gradients that are where they belong
-            self.look_from(0)
+        self.enough = int(one_stream and (self.in_order or not synchronised))
+        self.look_from(0)
 
     def look_from(self, index: int) -> None:
         """Let hooks tell the reducer when the bucket at ``index`` may be full, or the next one if that is full now."""
-        self.enough = next((len(bucket.missing) for bucket in self.all[index:] if bucket.missing), sys.maxsize)
+        if self.enough:
+            self.enough = next((len(bucket.missing) for bucket in self.all[index:] if bucket.missing), sys.maxsize)
 
-    def take_noted(self) -> list[int]:
-        """Empty ``noted``, and return what it held. Other threads may add to it meanwhile."""
-        taken = self.noted[:]
-        del self.noted[: len(taken)]
-        return taken
+    def mark_noted(self) -> tuple[list[Bucket], list[int]]:
+        """Mark the gradients that hooks have noted. The loop runs for every parameter in every pass.
+
+        Returns:
+            The buckets that are full now; and the parameters that have no slot, or whose bucket was launched.
+        """
+        params, slot_of, of_slot = self._table.all_params, self._table.slot_of_index, self.of_slot
+        noted = self.noted[:]
+        del self.noted[: len(noted)]  # other threads may have added to it
+        full: list[Bucket] = []
+        others: list[int] = []
+        at = 0
+        for index in noted:
+            if not params[index].requires_grad:
+                continue  # frozen since forward: autograd calls the hook, but accumulates nothing
+            slot = slot_of.get(index)
+            if slot is None or (bucket := of_slot[slot]).launched:
+                others.append(index)
+                continue
+            at, missing = bucket.index, bucket.missing
+            self.pending.add(slot)
+            missing.discard(slot)
+            if not missing:
+                bucket.ready_at = time.perf_counter()
+                full.append(bucket)
+        self.look_from(at)
+        return full, others
 
     def unused(self, trainable: TrainableSet) -> AbstractSet[int]:
         """The slots that are not pending in the active buckets of this set."""

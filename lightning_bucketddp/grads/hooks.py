@@ -52,7 +52,7 @@ class GradientHooks:
         buckets, noted, tell = self._buckets, self._buckets.noted, self._on_gradient
 
         def on_gradient(param: Tensor) -> None:
-            if not buckets.notes:
+            if not buckets.enough:
                 tell(index, param, False)
                 return
             noted.append(index)

@@ -109,10 +109,6 @@ class Reducer:
 
     # -- opening -------------------------------------------------------------------------------------
 
-    def reduce_by(self, reduction: Reduction) -> None:
-        """Reduce buckets by another reduction from the next pass on."""
-        self.reduction = reduction
-
     def by_hand(self) -> bool:
         """Whether a reduction without a backward is under way."""
         return self.state is PassState.SYNCHRONISED and self._pass is not None and self._pass.origin is Origin.CALL
@@ -192,34 +188,10 @@ class Reducer:
                     self.storage.hold(bucket.slots)
 
     def _mark_noted(self) -> list[Bucket]:
-        """Mark the gradients that hooks have noted; return the buckets that are full now.
-
-        The loop runs for every parameter in every pass.
-        """
-        buckets, params, slot_of = self.buckets, self.table.all_params, self.table.slot_of_index
-        of_slot, pending = buckets.of_slot, buckets.pending
-        full: list[Bucket] = []
-        at, late = 0, None
-        for index in buckets.take_noted():
-            slot = slot_of.get(index)
-            if not params[index].requires_grad:
-                continue
-            if slot is None:
-                self._mark(index)
-                continue
-            bucket = of_slot[slot]
-            if bucket.launched:
-                late = slot
-                continue
-            at, missing = bucket.index, bucket.missing
-            pending.add(slot)
-            missing.discard(slot)
-            if not missing:
-                bucket.ready_at = time.perf_counter()
-                full.append(bucket)
-        buckets.look_from(at)
-        if late is not None:
-            raise RuntimeError(_too_late(self.peers.rank, self.table.specs[late].name))
+        """Mark the gradients that hooks have noted; return the buckets that are full now."""
+        full, others = self.buckets.mark_noted()
+        for index in others:
+            self._mark(index)
         return full
 
     def _mark(self, index: int) -> Sequence[Bucket]:
@@ -430,7 +402,7 @@ class Reducer:
     def _enter(self, state: PassState) -> None:
         assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
         self._state = state
-        self.buckets.notes = False
+        self.buckets.enough = 0
 
     def _report(self, failed: bool = False) -> Report:
         assert self._pass is not None

@@ -228,4 +228,4 @@ class Upkeep:
             problem = error  # the others must hear of it before it is raised
         peers.require_same(f"the communication hook from pass {peers.position.pass_number} on", entries, problem)
         self._hook = hook
-        reducer.reduce_by(reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook))
+        reducer.reduction = reduction_of(self.setting, reducer.table, reducer.buckets, reducer.storage, hook)
