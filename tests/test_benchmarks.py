@@ -66,6 +66,25 @@ def test_simulated_buckets_stay_within_the_bound(quick: Quick) -> None:
         assert 0 < min(shipped, default) <= max(shipped, default) <= bound <= 1
 
 
+def test_models_and_bounds_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from link_cases import case_of, least_exposed, least_exposed_sharded, reference, wire_seconds
+    from model_shapes import gpt2_medium, gpt_1_3b, resnet50
+
+    assert resnet50().numel == 25_557_032
+    assert resnet50().forward_flops == pytest.approx(2 * 4.09e9, rel=0.01)
+    assert gpt2_medium().numel == 354_823_168
+    assert gpt_1_3b().numel == pytest.approx(1.3e9, rel=0.02)
+    assert wire_seconds(2.0) == pytest.approx(0.232, rel=0.01)
+    assert reference().ratio == pytest.approx(0.83, rel=0.01)
+    assert case_of(0.5, 2.0).ratio == pytest.approx(2.0)
+    # One layer of 24 has gone by when the wire starts; where compute is slow, one layer's bytes are left.
+    assert least_exposed(0.240, 0.192) == pytest.approx(0.008 + 0.240 - 0.192)
+    assert least_exposed(0.240, 1.0) == pytest.approx(0.010)
+    # A layer's share of the reduce-scatter behind backward; the all-gather is longer than forward.
+    assert least_exposed_sharded(0.240, 0.192, 0.096) == pytest.approx(0.005 + 0.004 + 0.120 - 0.096)
+
+
 @pytest.mark.slow
 def test_link(quick: Quick) -> None:
     printed = quick("link.py")

@@ -54,10 +54,10 @@ class GradientHooks:
         def on_gradient(param: Tensor) -> None:
             if not buckets.enough:
                 tell(index, param, False)
-                return
-            noted.append(index)
-            if len(noted) >= buckets.enough:
-                tell(index, param, True)
+            else:
+                noted.append(index)
+                if len(noted) >= buckets.enough:
+                    tell(index, param, True)
 
         on_gradient.__qualname__ = HOOK_NAME
         return on_gradient

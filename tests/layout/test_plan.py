@@ -87,18 +87,17 @@ def mib(layout: Layout) -> list[float]:
 
 def test_a_parameter_of_more_than_half_of_the_cap_ends_its_bucket() -> None:
     specs = [spec(f"p{at}", (size, 16)) for at, size in enumerate([1, 51, 1, 51, 50, 50, 1, 101, 1])]  # in 64 bytes
-    buckets = plan(specs, range(9), bucket_cap_bytes=6400).buckets
-    assert [bucket.slots for bucket in buckets] == [(0, 1), (2, 3), (4, 5), (6,), (7,), (8,)]
+    cut = [bucket.slots for bucket in plan(specs, range(9), bucket_cap_bytes=6400).buckets]
+    assert cut == [(0, 1), (2, 3), (4, 5), (6,), (7,), (8,)]
 
 
 def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> None:
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
-    on_gpu = [replace(it, device="cuda:0") for it in specs]
-    for ranks in (2, 8):
-        assert mib(plan(on_gpu, range(40), world_size=ranks, one_machine=True)) == [4, *[24] * 6, 8, 4]
-        assert mib(plan(specs, range(40), world_size=ranks, one_machine=True)) == [*[24] * 6, 16]
+    for device, expected in [("cuda:0", [4, *[24] * 6, 8, 4]), ("cpu", [*[24] * 6, 16])]:
+        on_device = [replace(it, device=device) for it in specs]
+        assert all(mib(plan(on_device, range(40), world_size=it, one_machine=True)) == expected for it in (2, 8))
     for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
         assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
 

@@ -20,19 +20,7 @@ from lightning_bucketddp.reducer.participant import Participant, Settled
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import case, on_ranks
-from tests.reference import (
-    TINY,
-    Twins,
-    both,
-    grads,
-    inner,
-    inputs_of,
-    local_if,
-    mean_over_ranks,
-    mse,
-    seeded,
-    taking,
-)
+from tests.reference import TINY, Twins, both, grads, inner, inputs_of, local_if, mean_over_ranks, mse, seeded, taking
 
 
 @on_ranks(3)

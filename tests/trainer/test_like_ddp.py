@@ -33,9 +33,7 @@ from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers",
-    "ignore:The number of training batches",
-    "ignore:It is recommended to use",
+    "ignore:.*does not have many workers", "ignore:The number of training batches", "ignore:It is recommended to use"
 )
 
 
