@@ -221,7 +221,9 @@ class Collectives:
         length = _shard_length(flat, self.world_size)
         return flat[self.rank * length : (self.rank + 1) * length]
 
-    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
+    def reduce_scatter_mean(
+        self, flat: Tensor, wire_dtype: torch.dtype | None = None, tail: Tensor | None = None
+    ) -> Work:
         """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
 
         The rest of ``flat`` means nothing afterwards.
@@ -229,10 +231,14 @@ class Collectives:
         Args:
             flat: 1-D, floating or complex, contiguous; of any length.
             wire_dtype: As for :meth:`all_reduce_mean`; the shard itself is not rounded.
+            tail: Travels along, and is replaced by its sum over the ranks. 1-D. ``flat`` is copied then. It has the
+                same dtype, which is fp32 or fp64, and a multiple of the world size of elements.
         """
         if self._nothing_to_do(flat):
             return Work()
         shard, whole = wire.real(self.shard(flat)), wire.real(flat)
+        if tail is not None:
+            return self._reduce_scatter_with(tail, shard, whole)
         numel = _shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
         fits = whole.numel() == numel
         dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
@@ -252,6 +258,19 @@ class Collectives:
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
         else:
             finish = partial(wire.mean_of_parts, received, self.world_size, shard)
+        return self._started(handle, finish, flat)
+
+    def _reduce_scatter_with(self, tail: Tensor, shard: Tensor, flat: Tensor) -> Work:
+        """Send each rank its part of ``flat``, and the tail behind it."""
+        sent = torch.cat([flat.view(self.world_size, -1), tail.expand(self.world_size, -1)], dim=1)
+        received = torch.empty_like(sent)
+
+        def finish() -> None:
+            total = received.sum(dim=0)
+            torch.mul(total[: len(shard)], 1.0 / self.world_size, out=shard)
+            tail.copy_(total[len(shard) :])
+
+        handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return self._started(handle, finish, flat)
 
     def all_gather_shards(self, flat: Tensor) -> Work:

@@ -65,9 +65,14 @@ class ShardGroups:
         """This rank's part of ``flat`` (1-D)."""
         return self.inside.shard(flat)
 
-    def reduce_scatter_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None) -> Work:
-        """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too."""
-        work = self.inside.reduce_scatter_mean(flat, wire_dtype)
+    def reduce_scatter_mean(
+        self, flat: Tensor, wire_dtype: torch.dtype | None = None, tail: Tensor | None = None
+    ) -> Work:
+        """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too.
+
+        A tail is summed inside the group only.
+        """
+        work = self.inside.reduce_scatter_mean(flat, wire_dtype, tail)
         across = self.across
         if across is not None:
             work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))

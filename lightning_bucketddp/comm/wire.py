@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CACHED_NUMEL = 65536
+CACHED_NUMEL = 65536
 """Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
 
 LONG_BYTES = 2 * 1024 * 1024
@@ -115,8 +115,8 @@ def average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: 
     """
     parts = received.view(-1, len(shard))
     others = [part for at, part in enumerate(parts) if len(parts) < world_size or at != rank]
-    for start in range(0, len(shard), _CACHED_NUMEL):  # in stretches short enough for caches
-        stretch = shard[start : start + _CACHED_NUMEL]
+    for start in range(0, len(shard), CACHED_NUMEL):  # in stretches short enough for caches
+        stretch = shard[start : start + CACHED_NUMEL]
         for other in others:
-            stretch.add_(other[start : start + _CACHED_NUMEL])
+            stretch.add_(other[start : start + CACHED_NUMEL])
         stretch.mul_(1.0 / world_size)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 POLL_SECONDS = 0.5
 """How often a rank polls while it waits for a collective."""
+
+AWAKE_SECONDS = 0.0003
+"""How long a thread that waits for a collective stays awake. To wake it up takes as long as a small collective."""
+
+_let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # Windows has no sched_yield
 
 
 class Handle(Protocol):
@@ -136,6 +143,8 @@ class Work:
             RuntimeError: From the backend, when a peer is gone or the time is up.
         """
         self.proceed(poll)
+        if self._handle is not None and self._on_host:
+            _stay_awake(self._handle)
         self._complete(poll)
 
     def settle(self) -> bool:
@@ -169,6 +178,13 @@ class Work:
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+
+def _stay_awake(handle: Handle) -> None:
+    """Look for a moment whether the collective has completed, and let other threads run in between."""
+    until = time.monotonic() + AWAKE_SECONDS
+    while not handle.is_completed() and time.monotonic() < until:
+        _let_others_run()
 
 
 def _poll_until_completed(handle: Handle, poll: Callable[[], None]) -> None:

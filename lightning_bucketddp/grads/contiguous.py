@@ -23,7 +23,8 @@ class Contiguous(Storage):
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        carries_control: Whether the last bucket has room for the control vector, if its dtype is exact enough.
+        largest_carrier: The last bucket has room for the control vector if it has at most so many elements, and its
+            dtype is exact enough.
 
     Attributes:
         layout: The present layout.
@@ -31,10 +32,10 @@ class Contiguous(Storage):
     """
 
     def __init__(
-        self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True, carries_control: bool = False
+        self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True, largest_carrier: float = 0
     ) -> None:
         self._table, self._buckets, self.layout = table, buckets, layout
-        self._main_grads, self._carries_control = main_grads, carries_control
+        self._main_grads, self._largest_carrier = main_grads, largest_carrier
         on_cpu = all(param.device.type == "cpu" for param in table.all_params)
         self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
         self._pending_before: set[int] = set()  # as this pass began
@@ -53,9 +54,10 @@ class Contiguous(Storage):
     def _make_buffers(self) -> None:
         """Make buffers with room for the control vector behind the last bucket, on all ranks alike."""
         self._tail = 0
-        if self._carries_control and self._streams is None and self.layout.buckets:
+        if self._streams is None and self.layout.buckets:
             last = self.layout.buckets[-1]
-            if self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64):
+            exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
+            if exact and last.numel <= self._largest_carrier:
                 self._tail = HEADER + len(self.layout.slots)
         self.buffers = GradBuffers(self.layout, self._tail)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.comm.wire import CACHED_NUMEL
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.shard_memory import ShardMemory
@@ -50,6 +51,7 @@ class Sharded(Storage):
         layout: The place of each slot.
         groups: The ranks that divide the shards.
         keep_shards: Whether only shards have memory between passes. Whole buckets then have memory during passes.
+        carries_control: Whether the last bucket carries the control vector if it is short: it is copied for that.
 
     Attributes:
         layout: The present layout.
@@ -58,9 +60,16 @@ class Sharded(Storage):
     """
 
     def __init__(
-        self, table: SlotTable, buckets: Buckets, layout: Layout, groups: ShardGroups, keep_shards: bool
+        self,
+        table: SlotTable,
+        buckets: Buckets,
+        layout: Layout,
+        groups: ShardGroups,
+        keep_shards: bool,
+        carries_control: bool,
     ) -> None:
-        self._inner = Contiguous(table, buckets, layout, main_grads=False)
+        largest_carrier = CACHED_NUMEL if carries_control and groups.across is None else 0
+        self._inner = Contiguous(table, buckets, layout, main_grads=False, largest_carrier=largest_carrier)
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards
         self._observer: LayoutObserver | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -139,13 +140,14 @@ class Assembly:
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:
     options, collectives = setting.options, setting.collectives
     layout = planner.plan()
+    plain = options.comm_hook is None and options.wire_dtype is None
+    carries_control = plain and 1 < collectives.world_size <= MAX_RANKS_IN_FP32
     if options.shard_optimizer:
         groups = ShardGroups(collectives, options.shard_group_size, options.wire_dtype is not None)
-        return Sharded(table, buckets, layout, groups, options.scatter_every_pass)
+        return Sharded(table, buckets, layout, groups, options.scatter_every_pass, carries_control)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
-    plain = options.comm_hook is None and options.wire_dtype is None
-    return Contiguous(table, buckets, layout, carries_control=plain and 1 < collectives.world_size <= MAX_RANKS_IN_FP32)
+    return Contiguous(table, buckets, layout, largest_carrier=math.inf if carries_control else 0)
 
 
 def reduction_of(

@@ -130,9 +130,14 @@ class ReduceScatter(Reduction):
         self._thread = StageThread()
         self.name = "reduce-scatter"
 
+    def carries_control(self, bucket: Bucket) -> bool:
+        """True if there is room."""
+        return bucket.with_tail is not None
+
     def start(self, bucket: Bucket) -> Work:
         """Start the reduce-scatter."""
-        return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype)
+        tail = None if bucket.with_tail is None else bucket.with_tail[bucket.flat.numel() :]
+        return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype, tail)
 
 
 class HookReduce(Reduction):

@@ -48,6 +48,13 @@ def test_reductions_give_the_mean(on_gloo: bool) -> None:
             torch.testing.assert_close(whole, mean, rtol=tolerance, atol=tolerance)
             part = mean[rank * length : (rank + 1) * length]
             torch.testing.assert_close(collectives.shard(scattered), part, rtol=tolerance, atol=tolerance)
+    for dtype, numel in itertools.product(DTYPES[:2] if world > 1 else (), (1, 16)):
+        flat = torch.full((numel * world,), rank, dtype=dtype)
+        tail = torch.tensor([1, rank, 4095], dtype=dtype)
+        collectives.reduce_scatter_mean(flat, tail=tail).wait()
+        with case(dtype, numel):
+            assert tail.tolist() == [world, sum(range(world)), 4095 * world]
+            torch.testing.assert_close(collectives.shard(flat), torch.full((numel,), (world - 1) / 2, dtype=dtype))
     flat = torch.full((9,), 60000.0, dtype=torch.float16)
     collectives.all_reduce_mean(flat).wait()
     assert flat.tolist() == pytest.approx([60000.0] * 9, rel=2**-9), "no overflow"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -125,13 +125,17 @@ def test_a_failed_stage_leaves_its_own_group_behind(chain: Chain) -> None:
     assert chain.names() == ["a", "b"]
 
 
-def test_a_wait_polls_on_the_host_alone(chain: Chain) -> None:
+def test_a_wait_polls_on_the_host_alone(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     chain.start("d", on_host=False).wait(give_up)
     stages = StageThread()
     for work_of in (chain.start, lambda name: stages.take(chain.start(name))):
         with pytest.raises(KeyError, match="rank 1 failed"):
             work_of("h").wait(Mock(side_effect=[None, None, KeyError("rank 1 failed")]))
     assert chain.names("left") == ["h behind: 'rank 1 failed'"] * 2
+    monkeypatch.setattr(work, "AWAKE_SECONDS", 60)
+    soon = chain.start("s")
+    with patch.object(chain._handle("s"), "is_completed", side_effect=[False, False, True, True]):
+        soon.wait(give_up)  # stays awake until then
 
 
 def eventually(condition: Callable[[], object]) -> None:

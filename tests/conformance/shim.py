@@ -47,11 +47,7 @@ class Nothing:
 
 
 class Asides:
-    """Torch-private names that some tests use beside their subject, so that the rest of the test counts.
-
-    The answers about inner state are those that the tests expect; the list of excluded tests holds those whose subject
-    such state is.
-    """
+    """Torch-private names that some tests use beside their subject, with the answers that the tests expect."""
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(TORCH_DDP._set_params_and_buffers_to_ignore_for_model)
 

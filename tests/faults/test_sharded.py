@@ -102,10 +102,7 @@ OTHER_STEPS = [("both", 1e-6, True), ("both", TINY, False), ("right", TINY, Fals
 
 @on_ranks(2, cases=OTHER_STEPS, fresh=True, timeout=60)
 def test_steps_that_nobody_waits_for_are_noticed(other: str, cap: float, laid_out: bool) -> None:
-    """Branches that the next pass does not use: no rank waits for them, but the pass tells.
-
-    Rank 0 steps the left branch's optimizer, rank 1 both or the right branch's.
-    """
+    """Rank 0 steps the left branch's optimizer, rank 1 both or the right branch's. The next pass uses neither."""
     ours, _ = begin(Branches(), bucket_cap_mb=cap)
     left, right = (Breaking(part.parameters(), lr=0.1) for part in (ours.module.left, ours.module.right))
     for _ in range(3):

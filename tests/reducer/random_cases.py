@@ -90,10 +90,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 class RandomModel(nn.Module):
-    """Stages in a row, of which a call takes some, and a parameter that forward does not use.
-
-    ``seed`` decides on values, and on the order in which stages are registered.
-    """
+    """Stages in a row, of which a call takes some, and an unused parameter. ``seed`` decides on values and order."""
 
     def __init__(self, stages: tuple[Stage, ...], seed: int) -> None:
         super().__init__()

@@ -47,11 +47,7 @@ LENGTH_UNKNOWN = ("control", "order")
 
 
 class Roles:
-    """What a rank's collectives are for, guessed by dtype, size and order: ``bucket k``, ``control``, ...
-
-    From what is public alone: the modules' tensors and ``BucketDDP.layout``. Roles make traces readable, and a trace
-    that lost one bucket says which.
-    """
+    """What a rank's collectives are for, guessed from modules' tensors and ``BucketDDP.layout`` by size and order."""
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref[nn.Module]] = []  # that are wrapped, or are about to be
@@ -93,7 +89,8 @@ class Roles:
         gathers = operation.startswith("all_gather")
         for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
-            last = len(layout.buckets) - 1
+            last, control = len(layout.buckets) - 1, HEADER + len(layout.slots)
+            copies = {"all_reduce": 1, "all_to_all_single": group.size()}.get(operation, 0)
             for index, bucket in enumerate(layout.buckets):
                 spec = layout.slots[bucket.slots[0]].spec
                 shard = -(-bucket.numel // group.size())
@@ -102,7 +99,7 @@ class Roles:
                         return "parameters of a bucket"
                 elif gathers and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
-                elif operation == "all_reduce" and index == last and numel == bucket.numel + HEADER + len(layout.slots):
+                elif index == last and copies and numel == bucket.numel + copies * control:
                     self._next_bucket[key] = 0
                     self._buckets_since_control, self._last_wrapper = False, at
                     return f"bucket {index} and control{self._of_wrapper(at)}"
