@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -287,22 +287,32 @@ class Collectives:
     def _gather(self, flat: Tensor) -> Handle:
         """Start filling ``flat`` with every rank's shard, where all shards have one length."""
         mine = self.shard(flat)
-        if not _in_pieces(flat, self.world_size, self._on_gloo):
+        if self._is_short(flat.nbytes, flat):
+            return dist.all_to_all_single(flat, mine.repeat(self.world_size), group=self.group, async_op=True)
+        if not self._is_long(flat):
             return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
         parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
         start = partial(dist.all_gather, group=self.group, async_op=True)
         return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
 
     def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
-        way = wire.in_pieces if _in_pieces(sent, self.world_size, self._on_gloo) else wire.in_one
+        way = wire.in_pieces if self._is_long(sent) else wire.in_one
         return way(sent, self.rank, self.world_size, with_own)
 
     # -- sums and copies -----------------------------------------------------------------------------
 
     def all_reduce_sum(self, tensor: Tensor) -> Work:
-        """Start replacing ``tensor`` by its sum over the ranks, in place."""
+        """Start replacing ``tensor`` by its sum over the ranks, in place.
+
+        If it is short, each rank sends it to all others and adds up by itself, in the order of the ranks.
+        """
         if self._nothing_to_do(tensor):
             return Work()
+        if self._is_short(tensor.nbytes * self.world_size, tensor):
+            sent = tensor.view(-1).repeat(self.world_size)
+            received = torch.empty_like(sent)
+            handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            return self._started(handle, partial(wire.add_up, received, self.world_size, tensor), tensor)
         options = _all_reduce_options(dist.ReduceOp.SUM)
         return self._started(self.group.allreduce([tensor], options), None, tensor)
 
@@ -346,6 +356,17 @@ class Collectives:
         work.wait(poll)
         return [pickle.loads(it[: int(size)].numpy().tobytes()) for it, size in zip(gathered, sizes, strict=True)]
 
+    def _is_short(self, nbytes: int, tensor: Tensor) -> bool:
+        """Whether so many bytes, on the device of ``tensor``, are sent at once; see :data:`wire.SHORT_BYTES`."""
+        return nbytes <= wire.SHORT_BYTES and self._travels_by_gloo(tensor)
+
+    def _is_long(self, flat: Tensor) -> bool:
+        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
+        return flat.nbytes > self.world_size * wire.LONG_BYTES and self._travels_by_gloo(flat)
+
+    def _travels_by_gloo(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and "cpu" in self._on_gloo
+
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0
 
@@ -355,12 +376,6 @@ class Collectives:
 
 def _shard_length(flat: Tensor, world_size: int) -> int:
     return -(-flat.numel() // world_size)
-
-
-def _in_pieces(flat: Tensor, world_size: int, on_gloo: Container[str]) -> bool:
-    """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
-    long = flat.nbytes > world_size * wire.LONG_BYTES
-    return long and flat.device.type == "cpu" and "cpu" in on_gloo
 
 
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:

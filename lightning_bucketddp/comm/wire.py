@@ -11,8 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CACHED_NUMEL = 65536
+_CACHED_NUMEL = 65536
 """Elements that several operations work on before the next ones: 256 KiB of fp32, which stay in the cache."""
+
+SHORT_BYTES = 256 * 1024
+"""On gloo, ranks send each other everything at once if that is at most so many bytes on each rank.
+
+gloo's own all-reduce and all-gather take several rounds, each as long as the latency of the network, but send less.
+"""
 
 LONG_BYTES = 2 * 1024 * 1024
 """Longer messages from one rank to another travel in pieces on gloo.
@@ -59,6 +65,20 @@ def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
     for part in others:
         total.add_(part)
     out.copy_(total.mul_(1.0 / world_size))
+
+
+def add_up(received: Tensor, world_size: int, out: Tensor) -> None:
+    """Write the sum of the ranks' tensors, which has the same bits on all ranks.
+
+    Args:
+        received: As many tensors as there are ranks, at least two, one after the other.
+        world_size: The number of ranks.
+        out: Where to: of the shape of one of them.
+    """
+    first, second, *others = received.view(world_size, *out.shape)
+    torch.add(first, second, out=out)
+    for other in others:
+        out.add_(other)
 
 
 def in_one(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tuple[Tensor, list[Exchange]]:
@@ -115,8 +135,8 @@ def average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: 
     """
     parts = received.view(-1, len(shard))
     others = [part for at, part in enumerate(parts) if len(parts) < world_size or at != rank]
-    for start in range(0, len(shard), CACHED_NUMEL):  # in stretches short enough for caches
-        stretch = shard[start : start + CACHED_NUMEL]
+    for start in range(0, len(shard), _CACHED_NUMEL):  # in stretches short enough for caches
+        stretch = shard[start : start + _CACHED_NUMEL]
         for other in others:
-            stretch.add_(other[start : start + CACHED_NUMEL])
+            stretch.add_(other[start : start + _CACHED_NUMEL])
         stretch.mul_(1.0 / world_size)

@@ -23,8 +23,8 @@ class Contiguous(Storage):
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        largest_carrier: The last bucket has room for the control vector if it has at most so many elements, and its
-            dtype is exact enough.
+        largest_carrier: The last bucket has room for the control vector if it has at most so many bytes, and its dtype
+            is exact enough.
 
     Attributes:
         layout: The present layout.
@@ -57,7 +57,7 @@ class Contiguous(Storage):
         if self._streams is None and self.layout.buckets:
             last = self.layout.buckets[-1]
             exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
-            if exact and last.numel <= self._largest_carrier:
+            if exact and self.layout.bucket_nbytes(last) <= self._largest_carrier:
                 self._tail = HEADER + len(self.layout.slots)
         self.buffers = GradBuffers(self.layout, self._tail)
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_bucketddp.comm.shard_groups import ShardGroups
-from lightning_bucketddp.comm.wire import CACHED_NUMEL
+from lightning_bucketddp.comm.wire import SHORT_BYTES
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.shard_memory import ShardMemory
@@ -68,7 +68,7 @@ class Sharded(Storage):
         keep_shards: bool,
         carries_control: bool,
     ) -> None:
-        largest_carrier = CACHED_NUMEL if carries_control and groups.across is None else 0
+        largest_carrier = SHORT_BYTES if carries_control and groups.across is None else 0
         self._inner = Contiguous(table, buckets, layout, main_grads=False, largest_carrier=largest_carrier)
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards

@@ -104,7 +104,9 @@ class AllReduce(Reduction):
     def start(self, bucket: Bucket) -> Work:
         """Start the all-reduce."""
         scaled = self.scale(bucket) is not None
-        flat = bucket.with_tail if scaled and bucket.with_tail is not None else bucket.flat
+        if scaled and bucket.with_tail is not None:
+            return self._collectives.all_reduce_sum(bucket.with_tail)
+        flat = bucket.flat
         work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
         if self._wire_dtype is not None and self._thread is None:
             # In a stream of its own: backward must not wait for the first stage.

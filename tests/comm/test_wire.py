@@ -61,6 +61,31 @@ def test_reductions_give_the_mean(on_gloo: bool) -> None:
 
 
 @on_ranks(2, 3)
+def test_short_tensors_are_sent_at_once_and_ranks_get_the_same_bits() -> None:
+    collectives = Collectives(None)
+    world, rank = collectives.world_size, collectives.rank
+    for dtype, shape in itertools.product([*DTYPES, torch.int64], [(), (5,), (3, 7)]):
+        generator = torch.Generator().manual_seed(rank)
+        values = (torch.randn(shape, generator=generator) * 9).to(dtype)
+        shards, found, calls = values.flatten().repeat(world), [], []
+        for short in (0, 2**18):
+            total, gathered = values.clone(), shards * (rank + 1)
+            with (
+                patch.object(wire, "SHORT_BYTES", short),
+                patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as at_once,
+            ):
+                collectives.all_reduce_sum(total).wait()
+                collectives.all_gather_shards(gathered).wait()
+            found.append([total, gathered])
+            calls.append(at_once.call_count)
+        with case(dtype, shape):
+            assert calls == [0, 2]
+            assert found[0][1].equal(found[1][1])
+            torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.5 if dtype.itemsize == 2 else 1e-5)
+            assert all(torch.equal(total, other) for other in everyones(total))
+
+
+@on_ranks(2, 3)
 def test_pieces_give_the_same_bits() -> None:
     collectives = Collectives(None)
     world, rank = collectives.world_size, collectives.rank
@@ -70,7 +95,7 @@ def test_pieces_give_the_same_bits() -> None:
             values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
             reduced, scattered, gathered = values.clone(), values.clone(), values.repeat(world)
             with (
-                patch.multiple(wire, LONG_BYTES=piece, PIECE_BYTES=piece),
+                patch.multiple(wire, SHORT_BYTES=0, LONG_BYTES=piece, PIECE_BYTES=piece),
                 patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as exchange,
                 patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather,
             ):
@@ -151,10 +176,10 @@ def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
     reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
     calls = Mock()
     with ExitStack() as patches:
-        for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather_single"):
-            if hasattr(dist, name):
-                wrapped = patches.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))
-                calls.attach_mock(wrapped, name)
+        patches.enter_context(patch.object(wire, "SHORT_BYTES", 0))
+        for name in ("all_to_all_single", "all_gather_single"):
+            wrapped = patches.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))
+            calls.attach_mock(wrapped, name)
         for bucket in buckets.active:
             bucket.work = reduction.start(bucket)
         reduction.proceed(lambda: None)

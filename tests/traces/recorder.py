@@ -61,6 +61,8 @@ class Roles:
         if not sent:
             return ""
         dtype, numel = sent[0].dtype, sum(tensor.numel() for tensor in sent)
+        if operation == "all_to_all_single" and dtype in (torch.int64, torch.uint8):  # a copy for each rank
+            operation, numel = "all_reduce" if dtype is torch.int64 else "all_gather", numel // group.size()
         if operation == "all_reduce" and dtype is torch.int64:
             slots = [(at, len(it.layout.slots)) for at, it in self._open()]
             ended = [at for at, count in slots if count < numel <= _MOST_PER_SLOT * count + _MOST_BESIDE]
@@ -89,8 +91,9 @@ class Roles:
         gathers = operation.startswith("all_gather")
         for at, wrapper in self._open():
             layout, key = wrapper.layout, (at, wrapper.layout, operation, label)
-            last, control = len(layout.buckets) - 1, HEADER + len(layout.slots)
-            copies = {"all_reduce": 1, "all_to_all_single": group.size()}.get(operation, 0)
+            last, control = layout.buckets[-1], HEADER + len(layout.slots)
+            at_once = group.size() * (last.numel + control), last.numel + group.size() * control
+            with_control = {"all_reduce": [last.numel + control], "all_to_all_single": at_once}.get(operation, ())
             for index, bucket in enumerate(layout.buckets):
                 spec = layout.slots[bucket.slots[0]].spec
                 shard = -(-bucket.numel // group.size())
@@ -99,7 +102,7 @@ class Roles:
                         return "parameters of a bucket"
                 elif gathers and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
-                elif index == last and copies and numel == bucket.numel + copies * control:
+                elif bucket is last and numel in with_control:
                     self._next_bucket[key] = 0
                     self._buckets_since_control, self._last_wrapper = False, at
                     return f"bucket {index} and control{self._of_wrapper(at)}"
