@@ -170,7 +170,23 @@ class Collectives:
             return None
         return self.world_size if dtype in (torch.float32, torch.float64) else None
 
-    def all_reduce_mean(self, flat: Tensor, wire_dtype: torch.dtype | None = None, divided: bool = False) -> Work:
+    def wire_memory(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Tensor | None:
+        """Make memory for what a mean of ``flat`` sends; None if it sends ``flat`` itself.
+
+        The caller may fill it: with the values of ``flat`` in ``wire_dtype``, and zeros up to its end.
+        """
+        travels_so = wire_dtype is not None and not flat.is_complex() and wire.may_travel_in(wire_dtype, flat)
+        if not travels_so or self._nothing_to_do(flat):
+            return None
+        return flat.new_empty(_shard_length(flat, self.world_size) * self.world_size, dtype=wire_dtype)
+
+    def all_reduce_mean(
+        self,
+        flat: Tensor,
+        wire_dtype: torch.dtype | None = None,
+        divided: bool = False,
+        sent: Tensor | None = None,
+    ) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
 
         Args:
@@ -179,12 +195,14 @@ class Collectives:
                 shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
                 less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
+            sent: What :meth:`wire_memory` made, filled; ``flat`` is not read then.
         """
         if self._nothing_to_do(flat):
             return Work()
         flat = wire.real(flat)
         if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
-            sent = wire.padded(flat, _shard_length(flat, self.world_size) * self.world_size, wire_dtype)
+            if sent is None:
+                sent = wire.padded(flat, _shard_length(flat, self.world_size) * self.world_size, wire_dtype)
             received, exchanges = self._exchanges(sent, with_own=True)
             start = partial(dist.all_to_all_single, group=self.group, async_op=True)
             handle = Handles([*starmap(start, exchanges)])
@@ -222,7 +240,11 @@ class Collectives:
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def reduce_scatter_mean(
-        self, flat: Tensor, wire_dtype: torch.dtype | None = None, tail: Tensor | None = None
+        self,
+        flat: Tensor,
+        wire_dtype: torch.dtype | None = None,
+        tail: Tensor | None = None,
+        sent: Tensor | None = None,
     ) -> Work:
         """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
 
@@ -233,6 +255,7 @@ class Collectives:
             wire_dtype: As for :meth:`all_reduce_mean`; the shard itself is not rounded.
             tail: Travels along, and is replaced by its sum over the ranks. 1-D. ``flat`` is copied then. It has the
                 same dtype, which is fp32 or fp64, and a multiple of the world size of elements.
+            sent: As for :meth:`all_reduce_mean`.
         """
         if self._nothing_to_do(flat):
             return Work()
@@ -250,7 +273,8 @@ class Collectives:
             return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
         # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
         exact = dtype is whole.dtype is torch.float32 and fits
-        sent = whole if exact else wire.padded(whole, numel, dtype)
+        if sent is None:
+            sent = whole if exact else wire.padded(whole, numel, dtype)
         received, exchanges = self._exchanges(sent, with_own=not exact)
         start = partial(dist.all_to_all_single, group=self.group, async_op=True)
         handle = Handles([*starmap(start, exchanges)])

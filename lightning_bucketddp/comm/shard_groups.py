@@ -66,13 +66,13 @@ class ShardGroups:
         return self.inside.shard(flat)
 
     def reduce_scatter_mean(
-        self, flat: Tensor, wire_dtype: torch.dtype | None = None, tail: Tensor | None = None
+        self, flat: Tensor, wire_dtype: torch.dtype | None, tail: Tensor | None, sent: Tensor | None
     ) -> Work:
         """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too.
 
         A tail is summed inside the group only.
         """
-        work = self.inside.reduce_scatter_mean(flat, wire_dtype, tail)
+        work = self.inside.reduce_scatter_mean(flat, wire_dtype, tail, sent)
         across = self.across
         if across is not None:
             work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))

@@ -88,6 +88,40 @@ class GradBuffers:
         Raises:
             RuntimeError: If a gradient does not fit into its view. Nothing has been copied then.
         """
+        outside = self._outside(slots, grads)
+        views = self.views
+        if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
+            for slot, grad in zip(slots, grads, strict=True):
+                view = views[slot]
+                torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
+            return
+        if outside:
+            torch._foreach_copy_([views[slot] for slot, _ in outside], [grad for _, grad in outside])
+        if scale is not None and flat is not None:
+            flat.mul_(scale)
+
+    def pack_into(self, into: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Copy a bucket's gradients into other memory of another dtype, as they lie in the bucket.
+
+        Args:
+            into: The memory, 1-D. Where there is no gradient, zeros are written.
+            bucket: The bucket.
+            slots: Its slots with a gradient.
+            grads: Their gradients.
+
+        Raises:
+            RuntimeError: As for :meth:`pack`.
+        """
+        self._outside(slots, grads)
+        if sum(grad.numel() for grad in grads) < into.numel():
+            into.zero_()
+        places = [self._layout.slots[slot] for slot in slots]
+        views = [into.as_strided(it.spec.shape, it.spec.strides, it.offset - bucket.start) for it in places]
+        if views:
+            torch._foreach_copy_(views, list(grads))
+
+    def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """The slots whose gradients lie elsewhere, with these gradients. Raises if one does not fit."""
         views, accepted, strided = self.views, self._accepted, torch.strided
         outside = []
         for slot, grad in zip(slots, grads, strict=True):
@@ -100,15 +134,7 @@ class GradBuffers:
             if grad is views[slot]:  # it was moved elsewhere
                 views[slot] = self._view(slot)
             outside.append((slot, grad))
-        if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
-            for slot, grad in zip(slots, grads, strict=True):
-                view = views[slot]
-                torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
-            return
-        if outside:
-            torch._foreach_copy_([views[slot] for slot, _ in outside], [grad for _, grad in outside])
-        if scale is not None and flat is not None:
-            flat.mul_(scale)
+        return outside
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Make the slot's view, or ``view`` if given, the parameter's ``.grad``."""

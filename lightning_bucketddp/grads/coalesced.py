@@ -51,10 +51,11 @@ class Coalesced(Storage):
             self._buffers = GradBuffers(self.layout)
             self._buckets.use([self._buffers.bucket_flat(bucket) for bucket in self.layout.buckets])
 
-    def pack(self, bucket: Bucket, scale: float | None) -> None:
+    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
         """Copy a bucket's gradients into its memory, scaled."""
         self.require_memory()
         assert self._buffers is not None
+        assert into is None
         slots, grads, absent = gradients_of(bucket, self._table)
         self._buffers.pack(slots, grads, scale, bucket.flat)
         leave_out(absent, self.views, self._buckets)

@@ -145,7 +145,7 @@ class Contiguous(Storage):
         for slot in fresh:
             buffers.bind(slot, params[slot])
 
-    def pack(self, bucket: Bucket, scale: float | None) -> None:
+    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
         """Bring a bucket's gradients into its memory, scaled. Its parameters have no ``.grad`` until it is published.
 
         The loops run for every parameter in every pass.
@@ -157,7 +157,10 @@ class Contiguous(Storage):
             for slot, grad in zip(slots, grads, strict=True):
                 if slot not in pending:
                     self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
-        self.buffers.pack(slots, grads, scale, bucket.flat)
+        if into is None:
+            self.buffers.pack(slots, grads, scale, bucket.flat)
+        else:
+            self.buffers.pack_into(into, self.layout.buckets[bucket.index], slots, grads)
         leave_out(absent, self.views, self._buckets)
         for slot in slots:
             params[slot].grad = None

@@ -157,9 +157,9 @@ class Sharded(Storage):
         """As for contiguous buffers."""
         self._inner.hold(slots)
 
-    def pack(self, bucket: Bucket, scale: float | None) -> None:
+    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
         """As for contiguous buffers."""
-        self._inner.pack(bucket, scale)
+        self._inner.pack(bucket, scale, into)
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""

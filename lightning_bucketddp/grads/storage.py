@@ -61,8 +61,14 @@ class Storage(Protocol):
         """Make the memory of buckets, if there is none."""
         return
 
-    def pack(self, bucket: Bucket, scale: float | None) -> None:
-        """Bring a bucket's gradients into its memory, scaled, and hide them until they are published."""
+    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
+        """Bring a bucket's gradients into its memory, scaled, and hide them until they are published.
+
+        Args:
+            bucket: The bucket.
+            scale: A factor; None for none.
+            into: Memory to bring them into instead: 1-D, at least as long as the bucket. Without a factor.
+        """
 
     def publish(self, bucket: Bucket) -> None:
         """Bind a bucket's reduced gradients to the parameters with a gradient on this rank."""

@@ -231,17 +231,19 @@ class Reducer:
 
     def launch(self, bucket: Bucket, failed: bool = False) -> None:
         """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
+        sent = None
         if failed:
             self.storage.require_memory()
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
             with label("pack", bucket):
-                self.storage.pack(bucket, self.reduction.scale(bucket))
+                sent = self.reduction.wire_memory(bucket)
+                self.storage.pack(bucket, self.reduction.scale(bucket), sent)
         if self.reduction.carries_control(bucket):
             self._control.put_in(bucket, self._report(failed), self.buckets.pending)
         with label(self.reduction.name, bucket):
-            bucket.work = self.reduction.start(bucket)
+            bucket.work = self.reduction.start(bucket, sent)
         bucket.launched = True
         bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
         self.buckets.launched += 1

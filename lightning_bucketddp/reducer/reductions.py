@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
@@ -37,8 +38,17 @@ class Reduction(Protocol):
         """Whether the control vector travels in this bucket; the same on every rank."""
         return False
 
-    def start(self, bucket: Bucket) -> Work:
-        """Start the collective of a packed bucket."""
+    def wire_memory(self, bucket: Bucket) -> Tensor | None:
+        """Memory for packing that the collective sends, in the wire's dtype; None to pack into the bucket's own."""
+        return None
+
+    def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
+        """Start the collective of a packed bucket.
+
+        Args:
+            bucket: The bucket.
+            sent: The memory that it was packed into, if not its own.
+        """
 
     def free(self) -> bool:
         """Whether the next bucket may be launched without waiting. Timing may decide this: the order stays."""
@@ -77,7 +87,7 @@ class AllReduce(Reduction):
         collectives: The group.
         buckets: The buckets.
         wire_dtype: The dtype in which gradients travel, as for :meth:`Collectives.all_reduce_mean`.
-        scales: Whether packing may divide.
+        scales: Whether packing may divide, or convert to the wire's dtype.
 
     With a ``wire_dtype``, a thread starts the second stages in the second group, if there is one. Else, as on
     accelerators, the second stage of a bucket follows the launch of the next bucket.
@@ -101,13 +111,17 @@ class AllReduce(Reduction):
         """True if there is room, and the collective is a plain sum."""
         return bucket.with_tail is not None and self.scale(bucket) is not None
 
-    def start(self, bucket: Bucket) -> Work:
+    def wire_memory(self, bucket: Bucket) -> Tensor | None:
+        """Memory of the wire's dtype, if buckets keep theirs."""
+        return self._collectives.wire_memory(bucket.flat, self._wire_dtype) if self._scales else None
+
+    def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Start the all-reduce."""
         scaled = self.scale(bucket) is not None
         if scaled and bucket.with_tail is not None:
             return self._collectives.all_reduce_sum(bucket.with_tail)
         flat = bucket.flat
-        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled)
+        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled, sent)
         if self._wire_dtype is not None and self._thread is None:
             # In a stream of its own: backward must not wait for the first stage.
             with torch.Stream(flat.device) if flat.device.type != "cpu" else nullcontext():
@@ -136,10 +150,14 @@ class ReduceScatter(Reduction):
         """True if there is room."""
         return bucket.with_tail is not None
 
-    def start(self, bucket: Bucket) -> Work:
+    def wire_memory(self, bucket: Bucket) -> Tensor | None:
+        """Memory of the wire's dtype."""
+        return self._groups.inside.wire_memory(bucket.flat, self._wire_dtype)
+
+    def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Start the reduce-scatter."""
         tail = None if bucket.with_tail is None else bucket.with_tail[bucket.flat.numel() :]
-        return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype, tail)
+        return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype, tail, sent)
 
 
 class HookReduce(Reduction):
@@ -157,7 +175,7 @@ class HookReduce(Reduction):
         self.name = hook.name.rpartition(".")[2]
         self._last = Work()
 
-    def start(self, bucket: Bucket) -> Work:
+    def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Call the hook."""
         params = [self._table.params[slot] for slot in bucket.slots]
         shown = HookBucket(self._storage.layout, bucket.index, bucket.flat, params, self._buckets.is_last(bucket))

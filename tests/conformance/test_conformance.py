@@ -45,4 +45,7 @@ def test_a_failing_test_fails_here_and_harms_no_other(torch_ranks: WorkerPool) -
 @pytest.mark.skipif(THIS_TORCH != table.TORCH, reason=f"the table is that of torch {table.TORCH}")
 def test_table_holds_each_of_torchs_tests(names_here: list[str]) -> None:
     assert names_here == table.TESTS
-    assert table.PAGE.read_text(encoding="utf-8") == table.page(), "run python -m tests.conformance"
+    tests, left_out = len(table.TESTS), len(table.EXCLUDED)
+    torch_passes = tests - len(table.FAILS_WITH_TORCH)
+    counts = [tests, torch_passes, torch_passes - left_out - len(table.PENDING), left_out]
+    assert [int(count) for count in (table.TOTAL, *table.PASSING)] == counts, "in the page's head"

@@ -1,5 +1,6 @@
 """Gradient buffers, and the layouts that follow what a planner learns, without a process group."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,10 @@ def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes:
             torch.testing.assert_close(made.views[slot], grad * 0.5)
             assert made.views[slot].stride() == params[slot].stride()
             assert made.holds(slot, made.views[slot])
+        flat = made.bucket_flat(bucket)
+        wire = torch.full((len(flat) + 3,), math.nan, dtype=torch.bfloat16)
+        made.pack_into(wire, bucket, bucket.slots, [made.views[slot] for slot in bucket.slots])
+        assert wire.tolist() == [*flat.to(torch.bfloat16).tolist(), 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

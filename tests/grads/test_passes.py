@@ -154,6 +154,7 @@ ALONE: list[dict[str, Any]] = [
     {},
     {"comm_hook": "bf16"},
     {"comm_hook": "powersgd"},
+    {"wire_dtype": torch.bfloat16},
     {"wire_dtype": torch.bfloat16, "use_contiguous_buffers": False},
     {"grad_dtype": torch.float64, "master_params": False},
     {"gradient_divide_by": "tokens"},

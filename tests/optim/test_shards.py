@@ -30,7 +30,7 @@ sharded: Wrap = partial(BucketDDP, shard_optimizer=True, bucket_cap_mb=TINY)
 SCATTERED = {"scatter_every_pass": True}
 CASES = [(*pair, SCATTERED if at % 4 > 1 else {}) for at, pair in enumerate(zip(MODELS, OPTIMIZERS, strict=True))]
 """sgd goes with mixed dtypes: others make much of bf16's rounding."""
-GROUPS = [{"shard_group_size": 1}, {"shard_group_size": 2}, {"shard_group_size": 2, "wire_dtype": "bfloat16"}]
+GROUPS = [{"shard_group_size": size, **wire} for size in (1, 2) for wire in ({}, {"wire_dtype": "bfloat16"})]
 
 
 def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:

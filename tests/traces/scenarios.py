@@ -67,10 +67,7 @@ def train(
     before_step: Callable[[BucketDDP], object] = lambda net: None,
     set_to_none: bool = True,
 ) -> None:
-    """Some steps, each of ``micro`` backwards of which the last one is synchronised.
-
-    ``call`` tells what forward is given besides its inputs, by step and rank.
-    """
+    """Some steps, each of ``micro`` backwards. ``call`` tells further inputs of forward, by step and rank."""
     optimizer = optimizer(net) if callable(optimizer) else optimizer
     for step in range(steps):
         mark(f"step {step}")
