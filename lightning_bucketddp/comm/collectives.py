@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -170,16 +170,6 @@ class Collectives:
             return None
         return self.world_size if dtype in (torch.float32, torch.float64) else None
 
-    def wire_memory(self, flat: Tensor, wire_dtype: torch.dtype | None) -> Tensor | None:
-        """Make memory for what a mean of ``flat`` sends; None if it sends ``flat`` itself.
-
-        The caller may fill it: with the values of ``flat`` in ``wire_dtype``, and zeros up to its end.
-        """
-        travels_so = wire_dtype is not None and not flat.is_complex() and wire.may_travel_in(wire_dtype, flat)
-        if not travels_so or self._nothing_to_do(flat):
-            return None
-        return flat.new_empty(_shard_length(flat, self.world_size) * self.world_size, dtype=wire_dtype)
-
     def all_reduce_mean(
         self,
         flat: Tensor,
@@ -195,7 +185,7 @@ class Collectives:
                 shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
                 less, or other, precision.
             divided: Whether the tensor has been divided by the world size.
-            sent: What :meth:`wire_memory` made, filled; ``flat`` is not read then.
+            sent: What :func:`wire.memory` made, filled; ``flat`` is not read then.
         """
         if self._nothing_to_do(flat):
             return Work()
@@ -261,7 +251,10 @@ class Collectives:
             return Work()
         shard, whole = wire.real(self.shard(flat)), wire.real(flat)
         if tail is not None:
-            return self._reduce_scatter_with(tail, shard, whole)
+            sent = wire.parts_with_tail(whole, tail, self.world_size)
+            received = torch.empty_like(sent)
+            handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            return self._started(handle, partial(wire.mean_and_sum, received, shard, tail), flat)
         numel = _shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
         fits = whole.numel() == numel
         dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
@@ -284,19 +277,6 @@ class Collectives:
             finish = partial(wire.mean_of_parts, received, self.world_size, shard)
         return self._started(handle, finish, flat)
 
-    def _reduce_scatter_with(self, tail: Tensor, shard: Tensor, flat: Tensor) -> Work:
-        """Send each rank its part of ``flat``, and the tail behind it."""
-        sent = torch.cat([flat.view(self.world_size, -1), tail.expand(self.world_size, -1)], dim=1)
-        received = torch.empty_like(sent)
-
-        def finish() -> None:
-            total = received.sum(dim=0)
-            torch.mul(total[: len(shard)], 1.0 / self.world_size, out=shard)
-            tail.copy_(total[len(shard) :])
-
-        handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return self._started(handle, finish, flat)
-
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
 
@@ -311,16 +291,16 @@ class Collectives:
     def _gather(self, flat: Tensor) -> Handle:
         """Start filling ``flat`` with every rank's shard, where all shards have one length."""
         mine = self.shard(flat)
-        if self._is_short(flat.nbytes, flat):
+        if _at_once(flat, flat.nbytes, self._on_gloo):
             return dist.all_to_all_single(flat, mine.repeat(self.world_size), group=self.group, async_op=True)
-        if not self._is_long(flat):
+        if not _in_pieces(flat, self.world_size, self._on_gloo):
             return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
         parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
         start = partial(dist.all_gather, group=self.group, async_op=True)
         return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
 
     def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
-        way = wire.in_pieces if self._is_long(sent) else wire.in_one
+        way = wire.in_pieces if _in_pieces(sent, self.world_size, self._on_gloo) else wire.in_one
         return way(sent, self.rank, self.world_size, with_own)
 
     # -- sums and copies -----------------------------------------------------------------------------
@@ -332,7 +312,7 @@ class Collectives:
         """
         if self._nothing_to_do(tensor):
             return Work()
-        if self._is_short(tensor.nbytes * self.world_size, tensor):
+        if _at_once(tensor, tensor.nbytes * self.world_size, self._on_gloo):
             sent = tensor.view(-1).repeat(self.world_size)
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
@@ -380,17 +360,6 @@ class Collectives:
         work.wait(poll)
         return [pickle.loads(it[: int(size)].numpy().tobytes()) for it, size in zip(gathered, sizes, strict=True)]
 
-    def _is_short(self, nbytes: int, tensor: Tensor) -> bool:
-        """Whether so many bytes, on the device of ``tensor``, are sent at once; see :data:`wire.SHORT_BYTES`."""
-        return nbytes <= wire.SHORT_BYTES and self._travels_by_gloo(tensor)
-
-    def _is_long(self, flat: Tensor) -> bool:
-        """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
-        return flat.nbytes > self.world_size * wire.LONG_BYTES and self._travels_by_gloo(flat)
-
-    def _travels_by_gloo(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and "cpu" in self._on_gloo
-
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0
 
@@ -400,6 +369,17 @@ class Collectives:
 
 def _shard_length(flat: Tensor, world_size: int) -> int:
     return -(-flat.numel() // world_size)
+
+
+def _at_once(tensor: Tensor, nbytes: int, on_gloo: Container[str]) -> bool:
+    """Whether ranks send each other all of ``tensor`` at once, ``nbytes`` in all; see :data:`wire.SHORT_BYTES`."""
+    return nbytes <= wire.SHORT_BYTES and tensor.device.type == "cpu" and "cpu" in on_gloo
+
+
+def _in_pieces(flat: Tensor, world_size: int, on_gloo: Container[str]) -> bool:
+    """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
+    long = flat.nbytes > world_size * wire.LONG_BYTES
+    return long and flat.device.type == "cpu" and "cpu" in on_gloo
 
 
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:

@@ -44,6 +44,16 @@ def may_travel_in(dtype: torch.dtype, flat: Tensor) -> bool:
     return flat.dtype is dtype or (flat.is_floating_point() and flat.dtype.itemsize > dtype.itemsize)
 
 
+def memory(flat: Tensor, world_size: int, dtype: torch.dtype | None) -> Tensor | None:
+    """Make memory for what a mean of ``flat`` sends in ``dtype``; None if it sends ``flat`` itself, or nothing.
+
+    The caller may fill it: with the values of ``flat`` in that dtype, and zeros up to its end.
+    """
+    if dtype is None or world_size == 1 or flat.is_complex() or not may_travel_in(dtype, flat):
+        return None
+    return flat.new_empty(-(-flat.numel() // world_size) * world_size, dtype=dtype)
+
+
 def padded(flat: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """A copy of ``flat`` in ``dtype``, with zeros behind it up to ``numel`` elements."""
     copy = flat.new_empty(numel, dtype=dtype)
@@ -65,6 +75,18 @@ def mean_of_parts(received: Tensor, world_size: int, out: Tensor) -> None:
     for part in others:
         total.add_(part)
     out.copy_(total.mul_(1.0 / world_size))
+
+
+def parts_with_tail(flat: Tensor, tail: Tensor, world_size: int) -> Tensor:
+    """Copy a part of ``flat`` (1-D) for each rank, and ``tail`` (1-D) behind each: a row per rank."""
+    return torch.cat([flat.view(world_size, -1), tail.expand(world_size, -1)], dim=1)
+
+
+def mean_and_sum(received: Tensor, shard: Tensor, tail: Tensor) -> None:
+    """Write the mean of the parts and the sum of the tails that have arrived, a row from each rank."""
+    total = received.sum(dim=0)
+    torch.mul(total[: len(shard)], 1.0 / len(received), out=shard)
+    tail.copy_(total[len(shard) :])
 
 
 def add_up(received: Tensor, world_size: int, out: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook, HookBucket
 from lightning_bucketddp.comm.shard_groups import ShardGroups
@@ -113,7 +114,7 @@ class AllReduce(Reduction):
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory of the wire's dtype, if buckets keep theirs."""
-        return self._collectives.wire_memory(bucket.flat, self._wire_dtype) if self._scales else None
+        return wire.memory(bucket.flat, self._collectives.world_size, self._wire_dtype) if self._scales else None
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Start the all-reduce."""
@@ -152,7 +153,7 @@ class ReduceScatter(Reduction):
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory of the wire's dtype."""
-        return self._groups.inside.wire_memory(bucket.flat, self._wire_dtype)
+        return wire.memory(bucket.flat, self._groups.shards, self._wire_dtype)
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Start the reduce-scatter."""
