@@ -93,12 +93,12 @@ def add_up(received: Tensor, world_size: int, out: Tensor) -> None:
     """Write the sum of the ranks' tensors, which has the same bits on all ranks.
 
     Args:
-        received: As many tensors as there are ranks, at least two, one after the other.
+        received: As many tensors as there are ranks, one after the other.
         world_size: The number of ranks.
         out: Where to: of the shape of one of them.
     """
-    first, second, *others = received.view(world_size, *out.shape)
-    torch.add(first, second, out=out)
+    first, *others = received.view(world_size, *out.shape)
+    out.copy_(first)
     for other in others:
         out.add_(other)
 
