@@ -1,7 +1,8 @@
 """Steps of about a millisecond, where the wrapper and the latency of collectives are all that counts.
 
-    python benchmarks/small.py                      # 2, 4 and 8 ranks, about 6 minutes
-    python benchmarks/small.py --ranks 2            # as many ranks as cores: the figures that count
+    python benchmarks/small.py                      # 2, 4 and 8 ranks; on two cores more than 20 minutes
+    python benchmarks/small.py --ranks 2 4          # 9 minutes
+    python benchmarks/small.py --ranks 2            # 2 minutes
 
 Models have six or 600 small parameters, with LayerNorm or BatchNorm. Module buffers are synchronised in each
 step. Peers run in a plain PyTorch loop and in a Trainer. Every peer runs in every round, in every other round in

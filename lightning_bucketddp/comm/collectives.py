@@ -192,7 +192,7 @@ class Collectives:
         flat = wire.real(flat)
         if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
             if sent is None:
-                sent = wire.padded(flat, _shard_length(flat, self.world_size) * self.world_size, wire_dtype)
+                sent = wire.padded(flat, wire.shard_length(flat, self.world_size) * self.world_size, wire_dtype)
             received, exchanges = self._exchanges(sent, with_own=True)
             start = partial(dist.all_to_all_single, group=self.group, async_op=True)
             handle = Handles([*starmap(start, exchanges)])
@@ -226,7 +226,7 @@ class Collectives:
 
         Shards have ``numel / world_size`` elements, rounded up. The last shards may be shorter or empty.
         """
-        length = _shard_length(flat, self.world_size)
+        length = wire.shard_length(flat, self.world_size)
         return flat[self.rank * length : (self.rank + 1) * length]
 
     def reduce_scatter_mean(
@@ -255,7 +255,7 @@ class Collectives:
             received = torch.empty_like(sent)
             handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
             return self._started(handle, partial(wire.mean_and_sum, received, shard, tail), flat)
-        numel = _shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
+        numel = wire.shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
         fits = whole.numel() == numel
         dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
         if dtype is whole.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
@@ -365,10 +365,6 @@ class Collectives:
 
     def _started(self, handle: Handle | None, finish: Callable[[], object] | None, tensor: Tensor) -> Work:
         return Work(handle, finish, tensor.device.type == "cpu", self.leave_behind)
-
-
-def _shard_length(flat: Tensor, world_size: int) -> int:
-    return -(-flat.numel() // world_size)
 
 
 def _at_once(tensor: Tensor, nbytes: int, on_gloo: Container[str]) -> bool:

@@ -44,6 +44,11 @@ def may_travel_in(dtype: torch.dtype, flat: Tensor) -> bool:
     return flat.dtype is dtype or (flat.is_floating_point() and flat.dtype.itemsize > dtype.itemsize)
 
 
+def shard_length(flat: Tensor, world_size: int) -> int:
+    """Elements of a shard of ``flat``. The last shards may be shorter."""
+    return -(-flat.numel() // world_size)
+
+
 def memory(flat: Tensor, world_size: int, dtype: torch.dtype | None) -> Tensor | None:
     """Make memory for what a mean of ``flat`` sends in ``dtype``; None if it sends ``flat`` itself, or nothing.
 
@@ -51,7 +56,7 @@ def memory(flat: Tensor, world_size: int, dtype: torch.dtype | None) -> Tensor |
     """
     if dtype is None or world_size == 1 or flat.is_complex() or not may_travel_in(dtype, flat):
         return None
-    return flat.new_empty(-(-flat.numel() // world_size) * world_size, dtype=dtype)
+    return flat.new_empty(shard_length(flat, world_size) * world_size, dtype=dtype)
 
 
 def padded(flat: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ class Reduction(Protocol):
         return False
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
-        """Memory for packing that the collective sends, in the wire's dtype; None to pack into the bucket's own."""
+        """Memory in the wire's dtype, which packing fills and the collective sends; None for the bucket's own."""
         return None
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
@@ -113,7 +113,7 @@ class AllReduce(Reduction):
         return bucket.with_tail is not None and self.scale(bucket) is not None
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
-        """Memory of the wire's dtype, if buckets keep theirs."""
+        """Memory in the wire's dtype, unless buckets are made anew in each pass."""
         return wire.memory(bucket.flat, self._collectives.world_size, self._wire_dtype) if self._scales else None
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
@@ -152,7 +152,7 @@ class ReduceScatter(Reduction):
         return bucket.with_tail is not None
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
-        """Memory of the wire's dtype."""
+        """Memory in the wire's dtype."""
         return wire.memory(bucket.flat, self._groups.shards, self._wire_dtype)
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:

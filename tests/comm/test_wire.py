@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP
@@ -158,6 +159,12 @@ def test_bytes_on_the_wire() -> None:
     assert plain == pytest.approx(elements * 4 * 2 * (world - 1) / world, rel=0.02)
     assert halves == pytest.approx([plain / 2] * 4, rel=0.05)
     assert least < plain / 10
+
+
+@on_ranks(2, cases=[(100, True), (600, False)])
+def test_a_short_last_bucket_of_shards_carries_the_control_vector(width: int, carries: bool) -> None:
+    ours = BucketDDP(nn.Linear(width, width), shard_optimizer=True)
+    assert (ours._passes.reducer.buckets.all[-1].with_tail is not None) == carries
 
 
 @on_ranks(2)

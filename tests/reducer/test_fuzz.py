@@ -242,10 +242,8 @@ class Run:
                 grads.update({name: double(grad) for name, grad in same.items()})
 
     def takes_part(self, item: Round, backward: Backward, rank: int, grads: Grads) -> bool:
-        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass.
-
-        A forward that takes no stage returns its input. A root that is a leaf is followed up to the next forward only.
-        """
+        """Whether a rank takes part in a reduction without a guard: by a gradient, or where the root opens the pass."""
+        # A forward of no stage returns its input. A root that is a leaf is followed up to the next forward only.
         if grads:
             return True
         if not self.case.options["find_unused_parameters"] or backward.only is not None:

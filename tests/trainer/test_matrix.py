@@ -119,9 +119,8 @@ class Recomputed(Citizen):
 class Row:
     """What differs from an ordinary run: two epochs of six batches.
 
-    Lists in ``options`` hold factories, as callbacks and plugins belong to one Trainer. ``passes`` is the number of
-    reductions, in rows where that is not once a step. With BatchNorm, ``metrics`` are not compared: with ``ddp`` each
-    rank validates with its own statistics.
+    Lists in ``options`` hold factories. ``passes`` counts reductions where there is not one a step. With BatchNorm,
+    ``metrics`` are not compared: with ``ddp`` each rank validates with its own statistics.
     """
 
     name: str

@@ -259,9 +259,7 @@ class Late(nn.Module):
 class TwoStreams(nn.Module):
     """Two products, one of them on a stream of its own, where autograd accumulates its gradient too.
 
-    Args:
-        late: Which gradient takes long: ``"side"`` or ``"main"``.
-        first: Which one backward gets to first.
+    The gradient ``late``, ``"side"`` or ``"main"``, takes long. Backward gets to ``first`` first.
     """
 
     def __init__(self, late: str, first: str) -> None:
