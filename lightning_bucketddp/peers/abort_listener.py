@@ -204,12 +204,6 @@ class AbortListener:
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
-        try:
-            self._tell_and_wait(error)
-        except RuntimeError:  # interrupted: Lightning's handler of SIGTERM starts a broadcast, which raises
-            self._tell_and_wait(error)
-
-    def _tell_and_wait(self, error: BaseException) -> None:
         self._leaving.set()
         if self._closed.is_set():
             return
