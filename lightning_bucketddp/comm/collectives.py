@@ -26,6 +26,8 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 class Collectives:
     """Collectives of one process group. Each starts, and returns the :class:`Work` to wait for.
 
+    Most are the group's own methods. torch's functions around them cost small steps some percent.
+
     Args:
         process_group: The group; None for the default one.
         owned: Whether :meth:`end` destroys the group.
@@ -194,11 +196,10 @@ class Collectives:
             if sent is None:
                 sent = wire.padded(flat, wire.shard_length(flat, self.world_size) * self.world_size, wire_dtype)
             received, exchanges = self._exchanges(sent, with_own=True)
-            start = partial(dist.all_to_all_single, group=self.group, async_op=True)
-            handle = Handles([*starmap(start, exchanges)])
+            handle = Handles([*starmap(self.group.all_to_all_single, exchanges)])
             return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
         op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
-        return self._started(self.group.allreduce([flat], _all_reduce_options(op)), None, flat)
+        return self._started(self.group.allreduce([flat], op), None, flat)
 
     def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
         """The operation for a mean. Where the backend cannot average, ``flat`` is divided here.
@@ -253,8 +254,8 @@ class Collectives:
         if tail is not None:
             sent = wire.parts_with_tail(whole, tail, self.world_size)
             received = torch.empty_like(sent)
-            handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            return self._started(handle, partial(wire.mean_and_sum, received, shard, tail), flat)
+            finish = partial(wire.mean_and_sum, received, shard, tail)
+            return self._started(self.group.all_to_all_single(received, sent, [], []), finish, flat)
         numel = wire.shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
         fits = whole.numel() == numel
         dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
@@ -269,8 +270,7 @@ class Collectives:
         if sent is None:
             sent = whole if exact else wire.padded(whole, numel, dtype)
         received, exchanges = self._exchanges(sent, with_own=not exact)
-        start = partial(dist.all_to_all_single, group=self.group, async_op=True)
-        handle = Handles([*starmap(start, exchanges)])
+        handle = Handles([*starmap(self.group.all_to_all_single, exchanges)])
         if exact:
             finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
         else:
@@ -292,7 +292,7 @@ class Collectives:
         """Start filling ``flat`` with every rank's shard, where all shards have one length."""
         mine = self.shard(flat)
         if _at_once(flat, flat.nbytes, self._on_gloo):
-            return dist.all_to_all_single(flat, mine.repeat(self.world_size), group=self.group, async_op=True)
+            return self.group.all_to_all_single(flat, torch.cat([mine] * self.world_size), [], [])
         if not _in_pieces(flat, self.world_size, self._on_gloo):
             return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
         parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
@@ -308,25 +308,23 @@ class Collectives:
     def all_reduce_sum(self, tensor: Tensor) -> Work:
         """Start replacing ``tensor`` by its sum over the ranks, in place.
 
-        If it is short, each rank sends it to all others and adds up by itself, in the order of the ranks.
+        If it is short, each rank sends it to all others and adds up by itself.
         """
         if self._nothing_to_do(tensor):
             return Work()
         if _at_once(tensor, tensor.nbytes * self.world_size, self._on_gloo):
-            sent = tensor.view(-1).repeat(self.world_size)
+            values = wire.real(tensor.view(-1))
+            sent = torch.stack([values] * self.world_size)
             received = torch.empty_like(sent)
-            handle = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            return self._started(handle, partial(wire.add_up, received, self.world_size, tensor), tensor)
-        options = _all_reduce_options(dist.ReduceOp.SUM)
-        return self._started(self.group.allreduce([tensor], options), None, tensor)
+            add_up = partial(torch.sum, received, 0, dtype=values.dtype, out=values)
+            return self._started(self.group.all_to_all_single(received, sent, [], []), add_up, tensor)
+        return self._started(self.group.allreduce([tensor], dist.ReduceOp.SUM), None, tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         """Start replacing ``tensor`` by the one of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
             return Work()
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
-        return self._started(self.group.broadcast([tensor], options), None, tensor)
+        return self._started(self.group.broadcast(tensor, source), None, tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Start gathering every rank's ``tensor``; shape and dtype are the same on all ranks.
@@ -376,10 +374,3 @@ def _in_pieces(flat: Tensor, world_size: int, on_gloo: Container[str]) -> bool:
     """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
     long = flat.nbytes > world_size * wire.LONG_BYTES
     return long and flat.device.type == "cpu" and "cpu" in on_gloo
-
-
-def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
-    """Options of the group's own all-reduce. torch's function around it costs small steps some percent."""
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]  # torch takes the member of its enum
-    return options

@@ -43,13 +43,11 @@ _NAMED: dict[HookName, HookFunction] = {
     "fp16": default_hooks.fp16_compress_hook,
     "powersgd": powerSGD_hook,
 }
-_START_EVERYTHING_AT_ONCE = (
-    default_hooks.allreduce_hook,
-    default_hooks.bf16_compress_hook,
-    default_hooks.fp16_compress_hook,
-    noop_hook,
-    post_localSGD_hook,
-)
+_CAST: dict[Any, torch.dtype] = {
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+    default_hooks.fp16_compress_hook: torch.float16,
+}
+_START_EVERYTHING_AT_ONCE = (default_hooks.allreduce_hook, *_CAST, noop_hook, post_localSGD_hook)
 
 
 class CommHookError(RuntimeError):
@@ -140,6 +138,11 @@ class CommHook:
         self._function = function
         self._state = state
         self._leave_behind = leave_behind
+
+    def casts_to(self, group: dist.ProcessGroup) -> torch.dtype | None:
+        """The dtype if this is torch's hook that casts, divides and sums gradients of this group; None otherwise."""
+        of_group = self._state is group or (self._state is None and group is dist.group.WORLD)
+        return _CAST.get(self._function) if of_group else None
 
     def options(self) -> dict[str, object]:
         """The hook's name and its state's numbers. They must be the same on every rank."""

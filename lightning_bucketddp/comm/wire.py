@@ -30,7 +30,7 @@ sockets' buffers, and pieces would cost more than they bring.
 PIECE_BYTES = 512 * 1024
 """Length of a piece."""
 
-Exchange = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, list[int], list[int]]
+Exchange = tuple[Tensor, Tensor, list[int], list[int]]
 """Output and input of an all-to-all, and how much of each belongs to each rank."""
 
 
@@ -94,20 +94,6 @@ def mean_and_sum(received: Tensor, shard: Tensor, tail: Tensor) -> None:
     tail.copy_(total[len(shard) :])
 
 
-def add_up(received: Tensor, world_size: int, out: Tensor) -> None:
-    """Write the sum of the ranks' tensors, which has the same bits on all ranks.
-
-    Args:
-        received: As many tensors as there are ranks, one after the other.
-        world_size: The number of ranks.
-        out: Where to: of the shape of one of them.
-    """
-    first, *others = received.view(world_size, *out.shape)
-    out.copy_(first)
-    for other in others:
-        out.add_(other)
-
-
 def in_one(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tuple[Tensor, list[Exchange]]:
     """The all-to-all by which each rank gets its part of all ranks' tensors.
 
@@ -122,7 +108,7 @@ def in_one(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tuple[Te
     """
     if with_own:
         received = torch.empty_like(sent)
-        return received, [(received, sent)]
+        return received, [(received, sent, [], [])]
     length = sent.numel() // world_size
     counts = [length] * world_size
     if rank in (0, world_size - 1):  # a rank sends one piece of memory: the others cannot leave their own part out

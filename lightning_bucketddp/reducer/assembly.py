@@ -34,7 +34,7 @@ from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.reductions import AllReduce, HookReduce, ReduceScatter, Reduction
+from lightning_bucketddp.reducer.reductions import AllReduce, CastReduce, HookReduce, ReduceScatter, Reduction
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.trainable import TrainableHistory
 
@@ -57,6 +57,7 @@ class Setting:
         recorder: Records passes.
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
+        on_cpu: Whether all parameters are on the CPU.
         lock: Guards hooks: each device has its autograd thread.
     """
 
@@ -75,10 +76,15 @@ class Setting:
         self.joining = Joining(peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.recorder = PassRecorder(collectives)
-        on_cpu = all(param.device.type == "cpu" for _, param in params.named)
-        self.checks = ControlChecks(peers, on_cpu)
+        self.on_cpu = all(param.device.type == "cpu" for _, param in params.named)
+        self.checks = ControlChecks(peers, self.on_cpu)
         self.queue = WrapperQueue(collectives.group)
-        if options.wire_dtype is not None and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
+        if (
+            options.wire_dtype is not None
+            and not options.shard_optimizer
+            and self.on_cpu
+            and collectives.world_size > 1
+        ):
             collectives.open_second()
             weakref.finalize(self, collectives.end).atexit = False
         self.lock = threading.RLock()
@@ -156,8 +162,12 @@ def reduction_of(
     """The reduction for these options: the communication hook if there is one."""
     wire_dtype = setting.options.wire_dtype
     assert not isinstance(wire_dtype, str)  # Options has made it a dtype
+    contiguous = setting.options.use_contiguous_buffers
     if hook is not None:
+        dtype = hook.casts_to(setting.collectives.group) if setting.on_cpu else None
+        if dtype is not None:
+            return CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
         return HookReduce(hook, buckets, table, storage)
     if isinstance(storage, Sharded):
         return ReduceScatter(storage.groups, buckets, wire_dtype)
-    return AllReduce(setting.collectives, buckets, wire_dtype, scales=setting.options.use_contiguous_buffers)
+    return AllReduce(setting.collectives, buckets, wire_dtype, scales=contiguous)

@@ -161,6 +161,36 @@ class ReduceScatter(Reduction):
         return self._groups.reduce_scatter_mean(bucket.flat, self._wire_dtype, tail, sent)
 
 
+class CastReduce(Reduction):
+    """torch's ``fp16_compress_hook`` or ``bf16_compress_hook`` on the CPU: gradients are packed in that dtype at once.
+
+    An all-reduce per bucket. A thread casts the sums back.
+
+    Args:
+        name: The hook's.
+        collectives: The group.
+        buckets: The buckets.
+        dtype: The dtype in which gradients are divided and summed.
+        packs: Whether packing may convert to it.
+    """
+
+    def __init__(self, name: str, collectives: Collectives, buckets: Buckets, dtype: torch.dtype, packs: bool) -> None:
+        self._buckets, self._collectives, self._dtype, self._packs = buckets, collectives, dtype, packs
+        self._thread = StageThread()
+        self.name = name.rpartition(".")[2]
+
+    def wire_memory(self, bucket: Bucket) -> Tensor | None:
+        """Memory in the hook's dtype, unless buckets are made anew in each pass."""
+        return wire.memory(bucket.flat, self._collectives.world_size, self._dtype) if self._packs else None
+
+    def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
+        """Start the all-reduce."""
+        flat = wire.real(bucket.flat)
+        sent = flat.to(self._dtype) if sent is None else sent
+        work = self._collectives.all_reduce_mean(sent.div_(self._collectives.world_size), divided=True)
+        return work.then(lambda: Work(finish=lambda: flat.copy_(sent[: flat.numel()]), on_host=True))
+
+
 class HookReduce(Reduction):
     """A communication hook per bucket, which divides by itself.
 

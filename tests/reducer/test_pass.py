@@ -188,7 +188,7 @@ def test_few_frames_lie_between_autograd_and_the_wire(options: dict[str, Any], l
 
     with (
         patch.object(dist.ProcessGroup, "allreduce", noting(dist.ProcessGroup.allreduce)),
-        patch.object(dist, "all_to_all_single", noting(dist.all_to_all_single)),
+        patch.object(dist.ProcessGroup, "all_to_all_single", noting(dist.ProcessGroup.all_to_all_single)),
     ):
         for step in range(3):
             both([ours], inputs_of(step))

@@ -169,8 +169,8 @@ class Recorder:
 def _reduce_op_or_root(operation: str, arguments: list[Any]) -> str:
     """What the options of a call say; torch passes them in an object, or one by one."""
     for value in arguments:
-        if hasattr(value, "rootRank") and operation != "reduce":
-            return f"{'to' if operation == 'gather' else 'from'} {value.rootRank}"
+        if operation != "reduce" and (hasattr(value, "rootRank") or type(value) is int):
+            return f"{'to' if operation == 'gather' else 'from'} {getattr(value, 'rootRank', value)}"
         if "reduce" in operation:
             op = getattr(value, "reduceOp", value)
             if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
