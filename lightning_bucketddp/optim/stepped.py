@@ -50,6 +50,7 @@ class Stepped:
     def __init__(self, parts: Parts, with_masters: bool) -> None:
         self.parts = parts
         self._with_masters = with_masters
+        self._shards: dict[Tensor, tuple[ParamPart, Tensor]] = {}  # of parameters without a master
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}  # of parameters, when they last agreed with their master up to rounding
         self._loading: dict[str, Any] = {}  # the state dict that is being loaded
@@ -69,18 +70,24 @@ class Stepped:
         found = self.parts.find(param)
         if found is not None and not found.numel:
             return None
-        memory = self.parts.param_part(param)
-        tensor = self._current_master(param, memory, state)
+        tensor = self._current_master(param, state)
         if tensor is None:
-            if memory is param:
+            if found is None:
                 return param
-            tensor = nn.Parameter(memory)
+            tensor = self._shard(param, found)
         # Converts only where grad_dtype was lost, by a deepcopy or by close() of the wrapper.
         grad = self.parts.grad_part(param)
         tensor.grad = None if grad is None else grad.to(tensor.dtype)
         return tensor
 
-    def _current_master(self, param: Tensor, memory: Tensor, state: Any) -> Tensor | None:
+    def _shard(self, param: Tensor, found: ParamPart) -> Tensor:
+        """This rank's part as a parameter: the same object until buckets change, as parameters lie where they did."""
+        known = self._shards.get(param)
+        if known is None or known[0] is not found:
+            known = self._shards[param] = found, nn.Parameter(self.parts.param_part(param))
+        return known[1]
+
+    def _current_master(self, param: Tensor, state: Any) -> Tensor | None:
         has_one = bool(self._masters) and param in self._masters
         if not self.may_have_master(param, has_one):
             if has_one:
@@ -89,7 +96,7 @@ class Stepped:
         if not has_one:
             if param in state:  # in place: LBFGS holds on to its state while the closure runs
                 state[param].update(in_fp32(state[param], state[param], param.dtype))
-            self._masters[param] = nn.Parameter(memory.detach().float())
+            self._masters[param] = nn.Parameter(self.parts.param_part(param).detach().float())
             self._note_versions([param])
         elif not self._is_current(param):
             self._follow(param)
