@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from link_cases import NBYTES, REFERENCE_RATE, SHAPES, Case, reference, shaped, swept
+from link_cases import NBYTES, REFERENCE_RATE, SHAPES, Case, case_of, reference, shaped, swept
 from link_report import NOTES, SHIPPED, UNSYNCHRONISED, Measured, described, drawn_reference, drawn_sweep
 from namespaces import ADDRESSES, limit, own_prefix, two_hosts, why_not
 from paced import EVEN
@@ -126,6 +126,7 @@ def worker(rank: int, folder: Path) -> None:
         (folder / "measured.json").write_text(json.dumps(asdict(measured)))
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # reference cycles keep gloo's threads alive, with which a process may abort when it ends
 
 
 def _all_reduce_seconds() -> float:
@@ -218,7 +219,7 @@ def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tup
 def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
     if arguments.quick:
-        return [Job(reference(), chosen_peers([], ("bucketddp", "bucketddp_sharded")), 1, 2)]
+        return [Job(case_of(20.0, 1.0), chosen_peers(arguments.only), 1, 2)]
     jobs = [Job(reference(arguments.rate), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
     others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
     others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], help="parts of peers' names; the peers that they are compared with are added"
     )
-    parser.add_argument("--quick", action="store_true", help="few peers, one round; saves nothing")
+    parser.add_argument("--quick", action="store_true", help="one round at 20 Gbit/s; saves nothing")
     parser.add_argument("--save-as", help="save the results of --only under this name")
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

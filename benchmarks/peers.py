@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -203,11 +203,10 @@ def _plain_peers() -> list[Peer]:
         ),
         *(
             Peer(
-                f"torch DDP, {hook} hook, {cap} MiB",
+                f"torch DDP, fp16 hook, {cap} MiB",
                 None,
-                wrap=torch_ddp_with(function, gradient_as_bucket_view=True, bucket_cap_mb=cap),
+                wrap=torch_ddp_with(fp16_compress_hook, gradient_as_bucket_view=True, bucket_cap_mb=cap),
             )
-            for hook, function in (("fp16", fp16_compress_hook), ("bf16", bf16_compress_hook))
             for cap in (1, 2, 4, 8)
         ),
         Peer("FSDP2", None, wrap=_fsdp2(reshard=True)),

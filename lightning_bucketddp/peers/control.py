@@ -259,9 +259,9 @@ class ControlChecks:
                 return control
             if not control.in_step:
                 raise RankMismatchError(
-                    f"{here} met in pass {number} from different steps; this rank is in step {at.step}. Some rank "
-                    "skipped a backward that the others ran, or ran one more: look for a backward in a branch that "
-                    "depends on the rank or on its data"
+                    f"{here} met in pass {number} from different steps: {peers.steps()}. Some rank skipped a backward "
+                    "that the others ran, or ran one more: look for a backward in a branch that depends on the rank or "
+                    "on its data"
                 )
         if not control.same_forwards and not at.step and not self._warned_of_forwards:
             self._warned_of_forwards = True

@@ -17,6 +17,7 @@ from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.end_signals import end_signals
+from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
 
@@ -187,6 +188,15 @@ class Peers:
         if found is not None:
             self._listener.publish(found)
             self.raise_if_failed()
+
+    def steps(self) -> str:
+        """In which step which ranks are, in words, as far as they answer a roll call."""
+        found = {self.position.step: [self.rank]}
+        with suppress(RuntimeError):  # the store is gone
+            for status in self._roll_call.ask(self.number):
+                if status.heard and status.rank != self.rank:
+                    found.setdefault(status.position.step, []).append(status.rank)
+        return ", ".join(f"{in_words(sorted(ranks))} in step {step}" for step, ranks in sorted(found.items()))
 
     # -- failures ------------------------------------------------------------------------------------
 

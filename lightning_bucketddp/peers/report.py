@@ -51,7 +51,7 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
     if not why:
         why = "all ranks wait, for different things or for the network"
         if late:
-            why = f"{_ranks(late)} {'have' if len(late) > 1 else 'has'} not come"
+            why = f"{in_words(late)} {'have' if len(late) > 1 else 'has'} not come"
     places: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
         stack = tuple(status.stack) if status.heard else ()
@@ -60,7 +60,7 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
         places.setdefault((_place(status), stack), []).append(status.rank)
     lines = [f"rank {rank} has waited for {seconds:.0f} s: {why}. Where ranks are (the innermost call last):"]
     for number, ((place, stack), ranks) in enumerate(places.items()):
-        lines.append(f"  {_ranks(ranks)}: {place}")
+        lines.append(f"  {in_words(ranks)}: {place}")
         lines += _calls(stack[::-1]) if number < _MOST_STACKS else ()
     return "\n".join(lines)
 
@@ -92,7 +92,7 @@ def _is_installed(frame: Frame) -> bool:
     return "/site-packages/" in frame[0] or frame[0].startswith(_INNER)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def in_words(ranks: Sequence[int]) -> str:
     """Ascending ranks in words, such as ``ranks 0 to 6, 9``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -14,7 +14,7 @@ A gradient's way, in frames of this package between autograd and ``torch.distrib
     autograd ─▶ GradientHooks.on_gradient   1   notes the gradient; enough of them?
                   Reducer.on_gradient       2   marks the slots; a bucket full, and its turn?
                     Reducer.launch          3   Storage.pack, then
-                      Reduction.start       4   AllReduce | ReduceScatter | HookReduce
+                      Reduction.start       4   AllReduce | ReduceScatter | CastReduce | HookReduce
                         Collectives...      5   ─▶ torch.distributed
     end of backward ─▶ Reducer.finish       launch the rest, control vector, wait, settle, publish
 
