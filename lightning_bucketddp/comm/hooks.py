@@ -4,6 +4,8 @@ A hook replaces the all-reduce of a bucket. It has torch's signature, ``hook(sta
 torch's duties: it sends what it likes and divides by the world size itself. Its future's tensor becomes the bucket.
 torch's ``GradBucket`` has no constructor, so hooks get an object with the same methods.
 
+On the CPU torch's fp16 and bf16 hooks are not called: ``CastReduce`` gives the same gradients in less time.
+
 Two things do not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and torch's quantization hooks on gloo,
 where they fail under torch DDP too.
 

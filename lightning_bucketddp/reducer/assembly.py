@@ -79,12 +79,7 @@ class Setting:
         self.on_cpu = all(param.device.type == "cpu" for _, param in params.named)
         self.checks = ControlChecks(peers, self.on_cpu)
         self.queue = WrapperQueue(collectives.group)
-        if (
-            options.wire_dtype is not None
-            and not options.shard_optimizer
-            and self.on_cpu
-            and collectives.world_size > 1
-        ):
+        if options.wire_dtype and not options.shard_optimizer and self.on_cpu and collectives.world_size > 1:
             collectives.open_second()
             weakref.finalize(self, collectives.end).atexit = False
         self.lock = threading.RLock()
