@@ -57,7 +57,6 @@ class Setting:
         recorder: Records passes.
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
-        on_cpu: Whether all parameters are on the CPU.
         lock: Guards hooks: each device has its autograd thread.
     """
 
@@ -76,10 +75,10 @@ class Setting:
         self.joining = Joining(peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.recorder = PassRecorder(collectives)
-        self.on_cpu = all(param.device.type == "cpu" for _, param in params.named)
-        self.checks = ControlChecks(peers, self.on_cpu)
+        on_cpu = all(param.device.type == "cpu" for _, param in params.named)
+        self.checks = ControlChecks(peers, on_cpu)
         self.queue = WrapperQueue(collectives.group)
-        if options.wire_dtype and not options.shard_optimizer and self.on_cpu and collectives.world_size > 1:
+        if options.wire_dtype and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
             collectives.open_second()
             weakref.finalize(self, collectives.end).atexit = False
         self.lock = threading.RLock()
@@ -159,8 +158,8 @@ def reduction_of(
     assert not isinstance(wire_dtype, str)  # Options has made it a dtype
     contiguous = setting.options.use_contiguous_buffers
     if hook is not None:
-        dtype = hook.casts_to(setting.collectives.group) if setting.on_cpu else None
-        if dtype is not None:
+        dtype = hook.casts_to(setting.collectives.group)
+        if dtype is not None and all(param.device.type == "cpu" for param in table.all_params):
             return CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
         return HookReduce(hook, buckets, table, storage)
     if isinstance(storage, Sharded):
