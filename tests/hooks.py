@@ -29,7 +29,7 @@ def disguised(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "allreduce": {"comm_hook": default_hooks.allreduce_hook},
-    "own hook": {"comm_hook": disguised(default_hooks.allreduce_hook)},
+    "own hook": {"comm_hook": type("Own", (), {"__call__": staticmethod(HOOKS["allreduce"]), "__hash__": None})()},
     "wire": {"wire_dtype": torch.bfloat16},
 }
 

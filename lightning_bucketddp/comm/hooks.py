@@ -144,7 +144,7 @@ class CommHook:
     def casts_to(self, group: dist.ProcessGroup) -> torch.dtype | None:
         """The dtype if this is torch's hook that casts, divides and sums gradients of this group; None otherwise."""
         of_group = self._state is group or (self._state is None and group is dist.group.WORLD)
-        return _CAST.get(self._function) if of_group else None
+        return next((dtype for hook, dtype in _CAST.items() if hook is self._function and of_group), None)
 
     def options(self) -> dict[str, object]:
         """The hook's name and its state's numbers. They must be the same on every rank."""
