@@ -24,11 +24,13 @@ class ShardMemory:
 
     Attributes:
         parts: This rank's part of each slot.
+        in_bucket: The same in the slot's bucket, 1-D.
     """
 
     def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_apart: bool) -> None:
         self.parts: list[Part] = parts_of(layout, groups.shards, groups.index)
         self._buckets, self._groups, self._always_apart = buckets, groups, always_apart
+        self.in_bucket = [buckets.all[it.bucket].flat[it.at : it.at + it.stop - it.start] for it in self.parts]
         apart = buckets.all if always_apart else []
         self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in apart}
 
@@ -45,15 +47,10 @@ class ShardMemory:
         """This rank's part of a slot's published gradient, 1-D."""
         part = self.parts[slot]
         if part.bucket not in self._apart:
-            return self.in_bucket(slot)
+            return self.in_bucket[slot]
         shard = self._apart[part.bucket]
         offset = part.at - self._groups.index * shard.numel()
         return shard[offset : offset + part.stop - part.start]
-
-    def in_bucket(self, slot: int) -> Tensor:
-        """This rank's part of a slot in its bucket, 1-D."""
-        part = self.parts[slot]
-        return self._buckets.all[part.bucket].flat[part.at : part.at + part.stop - part.start]
 
     def set_apart(self, slots: AbstractSet[int]) -> None:
         """Copy the shards with these slots out of their buckets. Forget other shards that lay apart."""

@@ -169,9 +169,9 @@ class Sharded(Storage):
 
     def _publish_part(self, slot: int) -> None:
         if slot in (self._accumulating or ()):
-            self.shards.part(slot).add_(self.shards.in_bucket(slot))
+            self.shards.part(slot).add_(self.shards.in_bucket[slot])
         elif self.shards.is_apart(slot):
-            self.shards.part(slot).copy_(self.shards.in_bucket(slot))
+            self.shards.part(slot).copy_(self.shards.in_bucket[slot])
         self._bind(slot)
 
     def _bind(self, slot: int) -> None:

@@ -158,12 +158,18 @@ class Optimizers:
         """Scale gradients so that their norm is at most ``max_norm``; return the norm before."""
         chosen = self._chosen(params)
         norm = nn.utils.get_total_norm([self.grad_norm(norm_type, chosen)], norm_type, error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, self._all_at_once())
         return norm
+
+    def _all_at_once(self) -> bool | None:
+        """Whether torch is to change all gradients at once: by itself it does not with sharded ones."""
+        if self._params is None:
+            return None
+        return next(self._module.parameters()).device.type != "mps"  # torch refuses it there
 
     def clip_grad_value(self, clip_value: float, params: Iterable[Tensor] | None) -> None:
         """Clamp gradients to ``[-clip_value, clip_value]``."""
-        nn.utils.clip_grad_value_(self._chosen(params), clip_value)
+        nn.utils.clip_grad_value_(self._chosen(params), clip_value, self._all_at_once())
 
     @torch.no_grad()
     def full_grad(self, param: Tensor) -> Tensor | None:

@@ -75,9 +75,10 @@ class Stepped:
             if found is None:
                 return param
             tensor = self._shard(param, found)
-        # Converts only where grad_dtype was lost, by a deepcopy or by close() of the wrapper.
         grad = self.parts.grad_part(param)
-        tensor.grad = None if grad is None else grad.to(tensor.dtype)
+        if grad is not None and grad.dtype is not tensor.dtype:  # grad_dtype was lost, by a deepcopy or by close()
+            grad = grad.to(tensor.dtype)
+        tensor.grad = grad
         return tensor
 
     def _shard(self, param: Tensor, found: ParamPart) -> Tensor:
