@@ -248,7 +248,7 @@ class Collectives:
                 same dtype, which is fp32 or fp64, and a multiple of the world size of elements.
             sent: As for :meth:`all_reduce_mean`.
         """
-        if self._nothing_to_do(flat):
+        if tail is None and self._nothing_to_do(flat):
             return Work()
         shard, whole = wire.real(self.shard(flat)), wire.real(flat)
         if tail is not None:

@@ -88,15 +88,15 @@ class GradBuffers:
         Raises:
             RuntimeError: If a gradient does not fit into its view. Nothing has been copied then.
         """
-        outside = self._outside(slots, grads)
+        targets, sources = self._outside(slots, grads)
         views = self.views
         if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
             for slot, grad in zip(slots, grads, strict=True):
                 view = views[slot]
                 torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
             return
-        if outside:
-            torch._foreach_copy_([views[slot] for slot, _ in outside], [grad for _, grad in outside])
+        if targets:
+            torch._foreach_copy_(targets, sources)
         if scale is not None and flat is not None:
             flat.mul_(scale)
 
@@ -120,10 +120,11 @@ class GradBuffers:
         if views:
             torch._foreach_copy_(views, list(grads))
 
-    def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """The slots whose gradients lie elsewhere, with these gradients. Raises if one does not fit."""
+    def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one does not fit."""
         views, accepted, strided = self.views, self._accepted, torch.strided
-        outside = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for slot, grad in zip(slots, grads, strict=True):
             if grad is views[slot] and self.holds(slot, grad):
                 continue
@@ -133,8 +134,9 @@ class GradBuffers:
                 self._refuse(slot, grad)
             if grad is views[slot]:  # it was moved elsewhere
                 views[slot] = self._view(slot)
-            outside.append((slot, grad))
-        return outside
+            targets.append(views[slot])
+            sources.append(grad)
+        return targets, sources
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Make the slot's view, or ``view`` if given, the parameter's ``.grad``."""

@@ -187,6 +187,8 @@ class Sharded(Storage):
 
     def end(self, synchronised: bool) -> None:
         """End a pass: publish again the gradients of earlier passes."""
+        if not synchronised and self._accumulating is None:
+            return  # the end of backward_pass(), after the engine's
         self._inner.end(synchronised)
         self.abandon()
         if synchronised:

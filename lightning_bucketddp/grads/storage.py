@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -100,23 +100,15 @@ class Storage(Protocol):
         """Turn gradients into plain tensors, and give the buffers' memory back."""
 
 
-def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[list[int], list[Tensor], list[int]]:
+def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[Sequence[int], list[Tensor], set[int]]:
     """The bucket's slots with a gradient, these gradients, and its slots without one."""
-    params = table.params
-    slots: list[int] = []
-    grads: list[Tensor] = []
-    absent: list[int] = []
-    for slot in bucket.slots:
-        grad = params[slot].grad
-        if grad is None:
-            absent.append(slot)
-        else:
-            slots.append(slot)
-            grads.append(grad)
-    return slots, grads, absent
+    grads = [table.params[slot].grad for slot in bucket.slots]
+    absent = {slot for slot, grad in zip(bucket.slots, grads, strict=True) if grad is None}
+    slots = [slot for slot in bucket.slots if slot not in absent] if absent else bucket.slots
+    return slots, [grad for grad in grads if grad is not None], absent
 
 
-def leave_out(absent: Sequence[int], views: Sequence[Tensor], buckets: Buckets) -> None:
+def leave_out(absent: Collection[int], views: Sequence[Tensor], buckets: Buckets) -> None:
     """Let slots without a gradient contribute zeros. If one is pending, ``zero_grad()`` has dropped its gradient."""
     if absent:
         buckets.pending.difference_update(absent)

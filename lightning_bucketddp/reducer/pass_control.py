@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from zlib import crc32
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.bucket import Bucket
@@ -32,7 +33,7 @@ class PassControl:
     def report(self, trainable: TrainableSet, failed: bool, joined: bool) -> Report:
         """This rank's report on a pass, before participants add to it."""
         at = self._peers.position
-        seen = fingerprint(self._peers.number, at.pass_number, bytes(trainable), self._peers.here.updated)
+        seen = fingerprint(self._peers.number, at.pass_number, crc32(bytes(trainable)), self._peers.here.updated)
         return Report(seen, at.step, at.forward, failed=failed, joined=joined, to_end=end_signals.received > 0)
 
     def send(self, report: Report, used: Collection[int]) -> ControlExchange:
