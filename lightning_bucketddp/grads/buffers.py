@@ -51,6 +51,12 @@ class GradBuffers:
         """
         return grad is self.views[slot] and grad.data_ptr() == self._addresses[slot]
 
+    def view(self, slot: int) -> Tensor:
+        """The view of a slot. It is made anew if the old one was moved elsewhere."""
+        if self.views[slot].data_ptr() != self._addresses[slot]:
+            self.views[slot] = self._view(slot)
+        return self.views[slot]
+
     def bucket_flat(self, bucket: Bucket) -> Tensor:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]
@@ -122,29 +128,28 @@ class GradBuffers:
 
     def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one does not fit."""
-        views, accepted, strided = self.views, self._accepted, torch.strided
+        views, addresses, accepted, strided = self.views, self._addresses, self._accepted, torch.strided
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for slot, grad in zip(slots, grads, strict=True):
-            if grad is views[slot] and self.holds(slot, grad):
+            view = views[slot] if views[slot].data_ptr() == addresses[slot] else self.view(slot)
+            if grad is view:
                 continue
             shape, dtypes, device = accepted[slot]
             fits = grad.shape == shape and grad.dtype in dtypes and grad.device == device and grad.layout is strided
             if not fits or grad.requires_grad:
                 self._refuse(slot, grad)
-            if grad is views[slot]:  # it was moved elsewhere
-                views[slot] = self._view(slot)
-            targets.append(views[slot])
+            targets.append(view)
             sources.append(grad)
         return targets, sources
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Make the slot's view, or ``view`` if given, the parameter's ``.grad``."""
-        dtype = self.views[slot].dtype
-        if param.grad_dtype not in (dtype, None):  # lost where the parameter's data was replaced or copied
+        own = self.view(slot)
+        if param.grad_dtype not in (own.dtype, None):  # lost where the parameter's data was replaced or copied
             param.grad = None
-            param.grad_dtype = dtype
-        param.grad = self.views[slot] if view is None else view
+            param.grad_dtype = own.dtype
+        param.grad = own if view is None else view
 
     def _refuse(self, slot: int, grad: Tensor) -> NoReturn:
         spec, device = self._layout.slots[slot].spec, self._accepted[slot][2]

@@ -58,7 +58,7 @@ class Coalesced(Storage):
         assert into is None
         slots, grads, absent = gradients_of(bucket, self._table)
         self._buffers.pack(slots, grads, scale, bucket.flat)
-        leave_out(absent, self.views, self._buckets)
+        leave_out(absent, self.views.__getitem__, self._buckets)
 
     def publish(self, bucket: Bucket) -> None:
         """Copy the reduced gradients of a bucket back."""

@@ -161,7 +161,7 @@ class Contiguous(Storage):
             self.buffers.pack(slots, grads, scale, bucket.flat)
         else:
             self.buffers.pack_into(into, self.layout.buckets[bucket.index], slots, grads)
-        leave_out(absent, self.views, self._buckets)
+        leave_out(absent, self.buffers.view, self._buckets)
         for slot in slots:
             params[slot].grad = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -108,8 +108,8 @@ def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[Sequence[int], list[
     return slots, [grad for grad in grads if grad is not None], absent
 
 
-def leave_out(absent: Collection[int], views: Sequence[Tensor], buckets: Buckets) -> None:
+def leave_out(absent: Collection[int], views: Callable[[int], Tensor], buckets: Buckets) -> None:
     """Let slots without a gradient contribute zeros. If one is pending, ``zero_grad()`` has dropped its gradient."""
     if absent:
         buckets.pending.difference_update(absent)
-        torch._foreach_zero_([views[slot] for slot in absent])
+        torch._foreach_zero_([*map(views, absent)])

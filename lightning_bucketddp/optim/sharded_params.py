@@ -69,7 +69,7 @@ class ShardedParams(Parts):
         """Return the gradient of this rank's part, 1-D; None if the parameter has no gradient."""
         found, grad = self.find(param), param.grad
         if isinstance(grad, ShardedGrad):
-            return grad.own_part
+            return grad.own_part.detach()  # another object, as an optimizer may give it other memory
         return grad if grad is None or found is None else found.of(grad.detach())
 
     def gather(

@@ -186,9 +186,9 @@ class Run:
         self.nudged.clear()
 
     def nudge(self) -> None:
-        """Changes every gradient in place, as a user may, on each rank otherwise."""
+        """Changes every gradient, as a user may, on each rank otherwise. It leaves the buffer."""
         for grad in self.grads().values():
-            grad.mul_(1 + self.rank / 8)
+            grad.data = grad * (1 + self.rank / 8)
         for rank, grads in enumerate(self.reference.grads):
             for name, grad in grads.items():
                 grads[name] = grad * (1 + rank / 8)

@@ -133,18 +133,18 @@ def test_the_first_pass_teaches_the_order() -> None:
 @on_ranks(2, cases=("data", "memory format"))
 def test_a_gradient_moved_out_of_the_buffer_counts(change: str) -> None:
     twins = Twins(seeded(ConvBatchNorm))
-    for step in range(3):
-        inputs = batch(step, dist.get_rank())[0]
-        twins.backward(lambda net, x=inputs: net(x).square().mean())
+    for step in range(5):
+        twins.backward(lambda net, at=step: net(batch(at, dist.get_rank())[0]).square().mean())
         with case(change, step):
             twins.check()
         for plain, ours in zip(*(it.parameters() for it in twins.modules), strict=True):
             plain.grad = ours.grad.clone()
-            if change == "data":
-                for param in (plain, ours):
-                    param.grad.data = param.grad * 0.5
+            for param in (plain, ours) if change == "data" else ():
+                param.grad.data = param.grad * 0.5
         if change == "memory format":
             twins.ours.module.to(memory_format=torch.contiguous_format if step % 2 else torch.channels_last)
+        if step == 2:
+            twins.zero_grad()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
