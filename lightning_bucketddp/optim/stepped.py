@@ -112,6 +112,12 @@ class Stepped:
             torch._foreach_copy_(parts, [self._masters[param] for param in rounded])
             self._note_versions(rounded)
 
+    def bring_back(self, params: Iterable[Tensor]) -> None:
+        """Copy shards that the optimizer gave other memory (``shard.data = tensor``) into their parameters."""
+        for param in params:
+            if (known := self._shards.pop(param, None)) is not None:
+                self.parts.param_part(param).copy_(known[1])
+
     def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
         """Send this rank's parts of parameters that all ranks have stepped on."""
         # Hooks of the step may have changed others.

@@ -15,7 +15,7 @@ The hooks are torch's public ones. torch does not run the post-hook when ``step`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +46,14 @@ class _Swapped:
         tensor: The tensor in its place.
         grad: The tensor's gradient when it was swapped in.
         version: The tensor's version when it was swapped in.
+        address: Where its memory was then.
     """
 
     param: Tensor
     tensor: Tensor
     grad: Tensor | None
     version: int
+    address: int
 
     @property
     def written(self) -> bool:
@@ -204,7 +206,7 @@ class Swap:
         tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
         for param, tensor in tensors.items():
             if tensor is not param:
-                self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version))
+                self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version, tensor.data_ptr()))
                 if param in state:
                     state[tensor] = state.pop(param)
         if self._stepping:
@@ -252,7 +254,8 @@ class Swap:
             it.tensor.grad = None
         self._write_back([it for it in swapped if id(it.param) not in self._sent])
 
-    def _write_back(self, swapped: Iterable[_Swapped]) -> None:
+    def _write_back(self, swapped: Collection[_Swapped]) -> None:
+        self.stepped.bring_back([it.param for it in swapped if it.tensor.data_ptr() != it.address])
         # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
         self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
 

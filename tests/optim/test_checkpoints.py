@@ -200,8 +200,6 @@ def save_wide(folder: str) -> list[dict[str, Any]]:
 
 
 class RaisingOnce(torch.optim.SGD):
-    """Cannot tell its state on rank 1."""
-
     def state_dict(self) -> dict[str, Any]:
         return {}["no state"] if dist.get_rank() == 1 else super().state_dict()
 

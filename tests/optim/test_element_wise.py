@@ -17,14 +17,11 @@ class OfAnotherPackage(Optimizer):
 
 
 def called(name: str) -> type[Optimizer]:
-    """A stand-in whose class has the qualified name of another package's."""
     module, kind = name.rsplit(".", 1)
     return type(kind, (OfAnotherPackage,), {"__module__": module, "__qualname__": kind})
 
 
 class ScheduleFree(SGD):
-    """Has parameters elsewhere than where they are evaluated."""
-
     def eval(self) -> None: ...
 
     def train(self) -> None: ...

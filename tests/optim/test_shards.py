@@ -185,7 +185,6 @@ def loop(
 
 
 def accumulate(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
-    """Local passes, several synchronised passes before a step, gradients cleared or zeroed or neither."""
     for at in range(1 + step % 3):
         for local in (False,) if step % 2 else (True, False):
             with ours.no_sync() if local else nullcontext():
@@ -200,6 +199,13 @@ def accumulate(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
 
 def use(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     by_rank = dist.get_rank() if step > 5 else 0
+    if step == 1:
+
+        @optimizer.register_step_pre_hook  # runs after the swap's
+        def to_other_memory(*_: Any) -> None:
+            for param in optimizer.param_groups[0]["params"]:
+                param.data = param.data.clone()
+
     mse(ours, step, ("left", "right", "none", "both")[(step // 2 + by_rank) % 4]).backward()
     stepped(optimizer, set_to_none=step < 4)
     assert ours.module.idle not in optimizer.state
@@ -242,7 +248,6 @@ def by_hand(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
 
 
 def twice(ours: BucketDDP, optimizer: Optimizer, step: int, local: bool = False) -> None:
-    """Two backwards past forward's output before one step, sometimes with a local one in between."""
     x, target = batch(step, dist.get_rank())
     cleared = step % 3 == 2
     local = cleared or local
