@@ -56,9 +56,14 @@ class _Swapped:
     address: int
 
     @property
+    def moved(self) -> bool:
+        """Whether the tensor was given other memory, by ``tensor.data = other``."""
+        return self.tensor.data_ptr() != self.address
+
+    @property
     def written(self) -> bool:
         """Whether the tensor is known to have been written to."""
-        return self.tensor._version != self.version
+        return self.moved or self.tensor._version != self.version
 
 
 class Swap:
@@ -255,7 +260,7 @@ class Swap:
         self._write_back([it for it in swapped if id(it.param) not in self._sent])
 
     def _write_back(self, swapped: Collection[_Swapped]) -> None:
-        self.stepped.bring_back([it.param for it in swapped if it.tensor.data_ptr() != it.address])
+        self.stepped.bring_back([it.param for it in swapped if it.moved])
         # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
         self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
 

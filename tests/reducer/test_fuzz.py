@@ -186,9 +186,9 @@ class Run:
         self.nudged.clear()
 
     def nudge(self) -> None:
-        """Changes every gradient, as a user may, on each rank otherwise. It leaves the buffer."""
+        """Changes every gradient in place or elsewhere, as a user may, on each rank otherwise."""
         for grad in self.grads().values():
-            grad.data = grad * (1 + self.rank / 8)
+            grad.data = grad.mul_(1 + self.rank / 8) if self.case.seed % 2 else grad * (1 + self.rank / 8)
         for rank, grads in enumerate(self.reference.grads):
             for name, grad in grads.items():
                 grads[name] = grad * (1 + rank / 8)
