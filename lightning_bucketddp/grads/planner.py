@@ -91,19 +91,6 @@ class LayoutPlanner:
         at = [math.inf if position is None else position for position in positions]
         self._order.sort(key=at.__getitem__)  # stable: slots without a gradient in this pass keep their order
 
-    def learned(self) -> tuple[list[int], list[int], list[TrainableSet]]:
-        """What :meth:`recall` takes: the order, the kinds and the trainable sets, of simple types."""
-        return self._order, [kind.value for kind in self.kinds], self._grouping_sets
-
-    def recall(self, order: list[int], kinds: list[int], sets: list[TrainableSet]) -> bool:
-        """Learn what another process had learned, if the trainable sets are the same; whether they are."""
-        if sets != self._grouping_sets:
-            return False
-        self._order, self.kinds = order, [SlotKind(kind) for kind in kinds]
-        self._seen = {slot for slot, kind in enumerate(self.kinds) if kind is not SlotKind.NEVER_SEEN}
-        self.due = True
-        return True
-
     def holds_back(self, slots: Iterable[int]) -> bool:
         """Whether a bucket of these slots waits for the end of backward."""
         return not self.overlap or any(self.kinds[slot] is not SlotKind.NORMAL for slot in slots)

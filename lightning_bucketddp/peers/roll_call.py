@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
-from lightning_bucketddp.peers.status import Frame, Position, Status
+from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
 
 ANSWER_SECONDS = 2.0
@@ -58,6 +58,7 @@ class RollCall:
         world_size: Number of ranks.
 
     Attributes:
+        statuses: This rank's records, of all wrappers, closed ones too: others may still ask for them.
         report: The last report of ranks that wait; empty if this rank has got further since.
         report_after: After how many seconds of waiting there is one.
     """
@@ -67,7 +68,7 @@ class RollCall:
         self.rank = rank
         self.world_size = world_size
         self._thread = threading.get_ident()
-        self._statuses: list[Status] = []  # of all wrappers, closed ones too: others may still ask for them
+        self.statuses: list[Status] = []
         self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
         self._call = ""  # the last call, as far as is known here
         self._calls = deque([(0, 0.0)], maxlen=64)  # the last calls, and when this rank heard of them
@@ -76,8 +77,8 @@ class RollCall:
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
-        self._statuses.append(status)
-        return len(self._statuses)
+        self.statuses.append(status)
+        return len(self.statuses)
 
     def wake(self) -> None:
         """Have all ranks' listeners look into the store."""
@@ -135,8 +136,7 @@ class RollCall:
     def records(self) -> list[Status]:
         """This rank's records, by wrapper, and at the end one without a wrapper."""
         stack = self.stack()
-        statuses = [status.snapshot() for status in self._statuses]
-        return [replace(status, stack=stack) for status in (*statuses, Status(self.rank))]
+        return [replace(status.snapshot(), stack=stack) for status in (*self.statuses, Status(self.rank))]
 
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first."""
@@ -146,17 +146,9 @@ class RollCall:
         del frame  # it may be this function's own, and would keep its callers' variables alive
         return found
 
-    def positions(self) -> list[Position]:
-        """How far this rank has come, by wrapper."""
-        return [replace(status.position) for status in self._statuses]
-
-    def may_wait(self) -> bool:
-        """Whether a record says that this rank waits. :meth:`records` asks what for: it may turn out not to wait."""
-        return any(status.waiting_for for status in self._statuses)
-
     def end(self) -> None:
         """This rank has ended training in all wrappers."""
-        for status in self._statuses:
+        for status in self.statuses:
             status.end_training()
         self.write(self._store)
 

@@ -55,18 +55,18 @@ class Watch(threading.Thread):
 
     def _progress(self) -> str:
         """How far this rank has come. It changes with each collective, and is the same on ranks that wait for one."""
-        return f"{crc32(repr(self._roll_call.positions()).encode())}/{started_collectives(self._group())}"
+        positions = repr([status.position for status in self._roll_call.statuses])
+        return f"{crc32(positions.encode())}/{started_collectives(self._group())}"
 
     def _may_wait(self) -> bool:
-        if self._roll_call.may_wait():
+        if any(status.waiting_for for status in self._roll_call.statuses):  # it may turn out not to wait
             return True
         return self._group() is dist.group.WORLD and waits_at(self._roll_call.stack())
 
     def _report(self) -> None:
         """Have a report made, unless this rank turns out not to wait or another one reports."""
         records = self._roll_call.records()
-        wrappers = [number for number, record in enumerate(records, 1) if record.waiting_for]
-        wrapper = wrappers[-1] if wrappers else len(records) - 1
+        wrapper = max((n for n, record in enumerate(records, 1) if record.waiting_for), default=len(records) - 1)
         if not waits(mine := records[wrapper - 1]):
             self._seconds = 0.0
             return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
@@ -35,6 +33,7 @@ class OrderLearner(Participant):
         self._position: dict[int, int] = {}  # of each slot's first gradient
         self._repeated: set[int] = set()  # slots with several gradients
         self._looked_at: set[TrainableSet] = set()
+        self.lessons: list[tuple[list[float | None], list[int]]] = []  # of simple types, for checkpoints
 
     @property
     def follows_gradients(self) -> bool:
@@ -52,13 +51,15 @@ class OrderLearner(Participant):
             self._looked_at.add(trainable)
             self._teaches |= self._planner.overlap and self._planner.unseen(trainable)
 
-    def learned(self) -> tuple[object, ...] | None:
-        """What the planner has learned, for :meth:`recall`; None if no pass has taught it yet."""
-        return None if self._teaches else self._planner.learned()
+    def learn(self, positions: list[float | None], repeated: list[int]) -> None:
+        """Teach the planner, from a pass of this run or of one that goes on here. Takes what the planner takes.
 
-    def recall(self, learned: tuple[Any, ...] | None) -> None:
-        """Begin with what another process had learned. Sums of three ranks and more depend on the layout."""
-        self._teaches &= learned is None or not self._planner.recall(*learned)
+        Sums of three ranks and more depend on the layout, and so on the order.
+        """
+        if len(positions) == len(self._table):  # else the other run had other trainable sets
+            self.lessons.append((positions, repeated))
+            self._planner.learn(positions, repeated)
+            self._planner.due, self._teaches = True, False
 
     def opened(self, it: Pass) -> None:
         """Forget an earlier pass that did not teach after all."""
@@ -83,6 +84,4 @@ class OrderLearner(Participant):
             self._collectives.all_reduce_sum(summed.view(-1)).wait(self._peers.poll)
         positions = [total / ranks if ranks else None for total, ranks, _ in summed.tolist()]
         if any(position is not None for position in positions):
-            self._planner.learn(positions, [slot for slot, row in enumerate(summed.tolist()) if row[2]])
-            self._planner.due = True
-            self._teaches = False
+            self.learn(positions, [slot for slot, row in enumerate(summed.tolist()) if row[2]])

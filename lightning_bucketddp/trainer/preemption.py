@@ -124,7 +124,7 @@ class PreemptionCheckpoint(Callback):
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
         checkpoint[_RANKS] = Collectives(None).exchange_objects((_random_state(), states))
-        checkpoint[_ORDER] = _wrapper_of(trainer).learner.learned()
+        checkpoint[_ORDER] = _wrapper_of(trainer).learner.lessons
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
@@ -139,7 +139,8 @@ class PreemptionCheckpoint(Callback):
         if self._resumes is None:
             return
         (random_state, order), self._resumes = self._resumes, None
-        _wrapper_of(trainer).learner.recall(order)
+        for lesson in order:
+            _wrapper_of(trainer).learner.learn(*lesson)
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()

@@ -184,19 +184,6 @@ def loop(
     return ours.module
 
 
-def accumulate(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
-    for at in range(1 + step % 3):
-        for local in (False,) if step % 2 else (True, False):
-            with ours.no_sync() if local else nullcontext():
-                before, loss = ours.passes, mse(ours, 6 * step + 2 * at + local)
-                with ours.backward_pass(loss) if step > 3 else nullcontext():
-                    loss.backward()
-                assert ours.passes - before == (not local or ours._options.scatter_every_pass)
-    optimizer.step()
-    if step % 4:
-        optimizer.zero_grad(set_to_none=step < 5)
-
-
 def use(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     by_rank = dist.get_rank() if step > 5 else 0
     if step == 1:
@@ -291,7 +278,6 @@ def sparse_and_ignored(wrap: Wrap) -> nn.Module:
 POWERSGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1}
 TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "gan": gan,
-    "accumulation": partial(loop, take=accumulate),
     "divide_by_int": partial(loop, take=freeze, steps=8, optimizer="sgd", gradient_divide_by=5, overlap=False),
     "unused": partial(loop, take=use, build=Branches, steps=12),
     "freezing": partial(loop, take=freeze, steps=12),
@@ -301,14 +287,14 @@ TRAININGS: dict[str, Callable[..., nn.Module]] = {
         wrap, optimizer="sgd", comm_hook="powersgd", comm_hook_state=PowerSGDState(None, **POWERSGD)
     ),
     "wire_bf16": partial(loop, optimizer="sgd", wire_dtype="bfloat16"),
-    "low_precision": partial(loop, take=accumulate, build=lambda: Mlp().bfloat16(), grad_dtype=FP32),
+    "low_precision": partial(loop, build=lambda: Mlp().bfloat16(), grad_dtype=FP32),
     "uneven": partial(loop, take=unevenly, steps=6),
     "by_hand": partial(loop, take=by_hand, steps=6),
     "two_backwards": partial(loop, take=twice, build=Branches),
     "two_local_between": partial(loop, take=partial(twice, local=True), build=Branches, steps=3),
 }
 ROUGH = {"wire_bf16": 2e-2, "hook_powersgd": 1e-4}
-SOME = ["gan", "accumulation", "low_precision", "divide_by_int", "two_backwards"]
+SOME = ["gan", "low_precision", "divide_by_int", "two_backwards"]
 
 
 def both_ways(name: str, extra: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ STEADY_WAYS = [{}, {}, {}, {"pad_buckets_to": 100}, {"grad_dtype": torch.float32
 OTHER_WAYS = [{"overlap": False}, {"use_contiguous_buffers": False}, {"comm_hook": "bf16", "overlap": False}]
 
 
-def draw_case(seed: int, world_size: int) -> Case:
+def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
     """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
     draw = random.Random(seed)
     steady = seed % 2 == 0
@@ -210,7 +210,25 @@ def draw_case(seed: int, world_size: int) -> Case:
     trainable = rounds.trainable(probability=0.3)
     known = tuple(rounds.plain_round() for _ in range(STEADY_ROUNDS if steady else 0))
     others = tuple(rounds.round() for _ in range(draw.choice([3, 5, 7, 9, 30])))
-    return Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
+    case = Case(seed, stages, trainable, options, draw_replicas(seed, stages, others), known + others)
+    return shardable(case) if sharded else case
+
+
+def shardable(case: Case) -> Case:
+    """Leaves out what sharded optimizers refuse, and changes of a rank's own gradients."""
+    refused = {name for way in OTHER_WAYS for name in way}
+    options = {name: value for name, value in case.options.items() if name not in refused}
+    stages = tuple(replace(stage, checkpoint=stage.checkpoint and "plain") for stage in case.stages)
+    rounds = tuple(
+        replace(
+            step,
+            zero="none" if step.trainable else step.zero,
+            nudge=False,
+            backwards=tuple(replace(backward, guarded=True) for backward in step.backwards),
+        )
+        for step in case.rounds
+    )
+    return replace(case, stages=stages, options=options, rounds=rounds)
 
 
 def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...]) -> str:

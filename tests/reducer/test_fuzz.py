@@ -101,6 +101,7 @@ class Run:
         self.passes = self.number = 0
         self.nudged: set[str] = set()  # whose gradients differ between the ranks until they are reduced again
         self.digests: list[str] = []
+        self.weights: list[Tensor] = []  # after each optimizer step
 
     def grads(self) -> Grads:
         return {name: param.grad for name, param in self.params.items() if param.grad is not None}
@@ -133,6 +134,7 @@ class Run:
         if item.step and reduced and not fail and not self.nudged:
             self.optimizer.step()
             self.digests.append(digest(self.params))
+            self.weights += map(double, self.params.values())
             for param, other in zip(self.params.values(), self.reference.params.values(), strict=True):
                 other.data.copy_(param.data)
 
@@ -232,7 +234,6 @@ class Run:
             self.reference.add(rank, grads)
         untouched = self.reference.reduce() if reduced else set()
         self.passes += reduced
-        assert self.ours.passes == self.passes, f"{self.ours.passes} passes, expected {self.passes}"
         self.compare(untouched, before, reduced)
         if reduced:
             self.nudged &= untouched
@@ -255,6 +256,7 @@ class Run:
         )
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
+        assert self.ours.passes == self.passes, f"{self.ours.passes} passes, expected {self.passes}"
         views = views_of(self.ours)
         everything = self.reference.grads[self.rank]
         assert self.grads().keys() == everything.keys()
@@ -271,18 +273,42 @@ class Run:
             torch.testing.assert_close(double(grad), everything[name], rtol=0, atol=tolerance, msg=message)
 
 
-def run_cases(seeds: list[int]) -> list[list[str]]:
+class ShardedRun(Run):
+    """With a sharded optimizer, of whose gradients a rank has parts."""
+
+    def grads(self) -> Grads:
+        return {}
+
+    def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
+        pass
+
+
+def shard(whole: Run) -> Run:
+    """Plays a case again with a sharded optimizer, whose weights must be those of a whole one."""
+    seed, options = whole.case.seed, {"shard_optimizer": True, **whole.case.options}
+    options |= {"scatter_every_pass": seed % 4 == 0, "shard_group_size": 1 if seed % 5 == 0 else None}
+    run = ShardedRun(replace(whole.case, options=options))
+    run.run()
+    coarse = not run.travels_as_it_is or any(param.dtype is torch.bfloat16 for param in run.params.values())
+    first = slice(5 * len(run.params) if coarse else None)  # later on rounding to bf16 has added up
+    torch.testing.assert_close(run.weights[first], whole.weights[first], rtol=0, atol=0.05 if coarse else 1e-4)
+    return run
+
+
+def run_cases(seeds: list[int], sharded: bool) -> list[list[str]]:
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # frozen and checkpointed
     warnings.filterwarnings("ignore", message="device_ids has 2 entries")
     digests = []
     for seed in seeds:
-        case = draw_case(seed, dist.get_world_size())
+        case = draw_case(seed, dist.get_world_size(), sharded)
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
         buffers.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[misc]
         run = None
         try:
             run = Run(case)
             run.run()
+            if sharded:
+                run = shard(run)
         except BaseException as error:
             number = run.number if run else "-"
             raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error
@@ -290,19 +316,20 @@ def run_cases(seeds: list[int]) -> list[list[str]]:
     return digests
 
 
-CASES = [(2, range(16)), (3, range(8)), pytest.param(3, range(8, 24), marks=pytest.mark.slow)]
+CASES = [(2, range(16), False), (3, range(8), False), (2, range(8), True)]
+SLOW = [pytest.param(3, range(8, 24), it, marks=pytest.mark.slow) for it in (False, True)]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), CASES, ids=["2", "3", "3, more"])
+@pytest.mark.parametrize(("world_size", "cases", "sharded"), CASES + SLOW)
 def test_gradients_are_what_one_process_works_out(
-    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: range
+    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: range, sharded: bool
 ) -> None:
     seed, count = (request.config.getoption(f"--fuzz-{name}") for name in ("seed", "cases"))
     seeds = [seed] if seed is not None else list(range(count) if count else cases)
     reductions = 0
     for start in range(0, len(seeds), CASES_PER_JOB):
         chunk = seeds[start : start + CASES_PER_JOB]
-        first, *others = run_ranks(world_size, run_cases, chunk, timeout=200)
+        first, *others = run_ranks(world_size, run_cases, chunk, sharded, timeout=200)
         for rank, digests in enumerate(others, start=1):
             for at, seed in enumerate(chunk):
                 assert digests[at] == first[at], f"ranks 0 and {rank} differ; {RERUN}{seed}"
