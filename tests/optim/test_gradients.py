@@ -17,7 +17,7 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
 from tests.optim.common import TINY, average, backward, mse, values
 from tests.pool import on_ranks
-from tests.reference import everyones, largest_difference_between_ranks, seeded
+from tests.reference import everyones, largest_difference_between_ranks, run_backward, seeded
 
 
 def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
@@ -86,6 +86,11 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
         torch.testing.assert_close(ours.module.extra.grad, plain.extra.grad)
     del plain.extra, ours.module.extra
     assert_full(ours, plain)
+    for model in (ours, plain):
+        model.zero_grad_buffer() if model is ours else model.zero_grad(set_to_none=False)
+        torch._foreach_add_([param.grad for param in model.parameters()], 2.0)
+    run_backward(ours, torch.zeros((), requires_grad=True), guarded=True)  # no rank has a gradient: they stay
+    torch.testing.assert_close(ours.grad_norm(), nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
     if dist.get_rank() == 0:  # of one rank's shard, yet every rank must know
         next(param.grad.own_part for param in ours.parameters() if len(param.grad.own_part))[0] = math.nan
     with pytest.raises(RuntimeError, match="is non-finite"):
@@ -147,6 +152,8 @@ def test_reduced_gradients_outlive_a_backward_that_raises(local: bool, early: bo
         nn.functional.mse_loss(output, target).backward()
     if local or early:
         assert_full(ours, plain)
+    else:
+        assert all(param.grad is None for param in ours.parameters()), "as they were in its buckets"
     ours.zero_grad()
     plain.zero_grad()
     backward(ours, plain, step=2)
