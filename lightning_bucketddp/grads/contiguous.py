@@ -100,7 +100,8 @@ class Contiguous(Storage):
     def release(self) -> None:
         """Turn gradients into plain tensors, and give the buffers' memory back."""
         for slot in self._held(range(len(self.views))):
-            self._table.params[slot].grad = self.views[slot].clone()
+            param = self._table.params[slot]
+            param.grad = self.views[slot].to(param.grad_dtype, copy=True)  # `.data` may have another dtype by now
         self.bind_main_grads(False)
         self._buckets.forget()
         self._kept.clear()

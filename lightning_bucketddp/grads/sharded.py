@@ -103,12 +103,6 @@ class Sharded(Storage):
 
     # -- what a rank holds ---------------------------------------------------------------------------
 
-    @property
-    def views(self) -> list[Tensor]:
-        """The view of each slot."""
-        self.require_memory()
-        return self._inner.views
-
     def is_sharded(self, slot: int) -> bool:
         """Whether a slot's ``.grad`` is published, so that this rank holds its part."""
         return self._table.params[slot].grad is self._sharded[slot]
@@ -179,10 +173,9 @@ class Sharded(Storage):
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """Bind the shard if another rank had a gradient, else put the old gradient back."""
-        if not used_elsewhere:
-            self._inner.publish_unused(slot, used_elsewhere)
+        self._inner.publish_unused(slot, used_elsewhere)
         grad = self._table.params[slot].grad
-        if used_elsewhere or (grad is not None and self._inner.buffers.holds(slot, grad)):
+        if grad is not None and self._inner.buffers.holds(slot, grad):
             self._publish_part(slot)
 
     def end(self, synchronised: bool) -> None:
@@ -236,7 +229,8 @@ class Sharded(Storage):
         if accumulating:
             raise RuntimeError(
                 f"rank {self.groups.inside.rank}: expected cleared gradients where further parameters become trainable "
-                "with shard_optimizer, found accumulated ones on some rank; call optimizer.zero_grad() before backward"
+                "with shard_optimizer, found accumulated ones on some rank; call module.zero_grad() before backward, "
+                "which also sets those to None that no optimizer holds"
             )
         self._observer.before_layout(layout)
         self._inner.lay_out(layout)

@@ -26,10 +26,6 @@ class Storage(Protocol):
     layout: Layout
     _table: SlotTable
 
-    @property
-    def views(self) -> list[Tensor]:
-        """The view of each slot."""
-
     def lay_out(self, layout: Layout) -> bool:
         """Move to another layout of the same slots, or of more slots behind them. Gradients move along.
 

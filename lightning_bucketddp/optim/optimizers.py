@@ -18,7 +18,7 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.optim.element_wise import require_element_wise
+from lightning_bucketddp.optim.element_wise import require_element_wise, require_optimizer
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
@@ -78,12 +78,16 @@ class Optimizers:
         """Have an optimizer step on shards or masters from now on.
 
         Returns:
-            Its swap, the same in every call; None without shards and masters.
+            Its swap, the same in every call; None without shards and masters, and if it has other parameters only.
 
         Raises:
             TypeError: If it is a wrapper around an optimizer.
             ValueError: With shards, if it is not known to be element-wise, or has another swap.
         """
+        require_optimizer(optimizer)
+        own = {id(param) for param in self._module.parameters()}
+        if own.isdisjoint(map(id, params_of(optimizer))):
+            return None
         self._known.add(optimizer)
         if self._params is None:
             return master_params(optimizer) if self._with_masters else None

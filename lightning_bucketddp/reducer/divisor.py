@@ -59,15 +59,15 @@ class GradientDivisor(Participant):
             raise ValueError(f"expected a whole number of tokens, found {number}")
         self._tokens = _sum(self._tokens, int(number))
 
-    def look(self, uncleared: str | None, holds_gradients: bool) -> None:
+    def look(self, uncleared: str | None, cleared: bool) -> None:
         """Take note of ``.grad`` before backward.
 
         Args:
             uncleared: A parameter with the gradient of an earlier reduction, which would be rescaled once more.
-            holds_gradients: Whether gradients of local passes are there. If not, their tokens do not count either.
+            cleared: Whether the gradients of local passes are gone. Their tokens then do not count either.
         """
         self._uncleared = uncleared
-        if not holds_gradients:
+        if cleared:
             self._tokens_before = None
 
     def opened(self, it: Pass) -> None:

@@ -133,10 +133,10 @@ class Upkeep:
                 storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
             table, accumulated = self.reducer.table, self._accumulated()
             holding = [index for index, it in enumerate(table.all_params) if it.requires_grad and it.grad is not None]
-            cleared = self._cleared_before == self.setting.peers.position.pass_number
-            uncleared = [] if cleared else [index for index in holding if index not in accumulated]
+            zeroed = self._cleared_before == self.setting.peers.position.pass_number
+            uncleared = [] if zeroed else [index for index in holding if index not in accumulated]
             name = table.names[uncleared[0]] if uncleared else None
-            self.setting.divisor.look(name, any(index in accumulated for index in holding))
+            self.setting.divisor.look(name, cleared=bool(accumulated) and accumulated.isdisjoint(holding))
         storage.open()
 
     def prepare(self, it: Pass) -> Pass:
@@ -195,6 +195,7 @@ class Upkeep:
         reducer.storage.zero()
         reducer.buckets.pending.clear()
         self._parts.sparse.zero()
+        self.setting.divisor.look(None, cleared=True)
         self._cleared_before = self.setting.peers.position.pass_number
 
     # -- communication hooks -------------------------------------------------------------------------

@@ -55,11 +55,13 @@ class EvenedLoader:
         return max(self._lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches, then the last one until all ranks have run out."""
+        """This rank's batches, then the last one until all ranks have run out."""
         self._active.clear()
         self.started = True
         self._iteration += 1
-        batches = iter(self._loader)
+        return self._evened(iter(self._loader))  # begins now: a DataLoader draws a random number
+
+    def _evened(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             batch = next(batches, _END)
             state = self._state_of(batch)

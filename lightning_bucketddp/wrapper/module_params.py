@@ -16,7 +16,12 @@ from lightning_bucketddp.layout.plan import ParamSpec
 from lightning_bucketddp.optim.swap import holders_of_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.reducer.sparse import find_sparse
-from lightning_bucketddp.wrapper.validation import named_parameters, names_to_ignore, require_valid_parameters
+from lightning_bucketddp.wrapper.validation import (
+    named_parameters,
+    names_to_ignore,
+    require_own_memory,
+    require_valid_parameters,
+)
 
 
 class ModuleParams:
@@ -78,6 +83,8 @@ class ModuleParams:
             ValueError: If an option names a parameter that does not exist.
         """
         require_valid_parameters(self.module, self._may_be_frozen)
+        if self._options.shard_optimizer:
+            require_own_memory([*self.named, *self.named_buffers().items()])
         names = [name for name, _ in self.named]
         declared = self._options.sparse_parameters
         if self.changes:

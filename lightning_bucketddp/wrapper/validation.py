@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bucketddp.grads.hooks import is_reducers_own
 from lightning_bucketddp.peers.agreement import WrapError
@@ -76,6 +77,24 @@ def _require_plain(name: str, param: nn.Parameter) -> None:
             f"parameter {name!r} has an optimizer that steps during backward (torch's _apply_optimizer_in_backward), "
             "before the gradient is averaged. Use an ordinary optimizer, and step after backward()"
         )
+
+
+def require_own_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Require that no trainable parameter shares memory with another tensor: sharded parameters move elsewhere.
+
+    Args:
+        tensors: The parameters and module buffers, by name.
+
+    Raises:
+        WrapError: If two of them overlap.
+    """
+    plain = [it for it in tensors if type(it[1]) in (Tensor, nn.Parameter) and it[1].layout is torch.strided]
+    for (first, one), (second, other) in pairwise(sorted(plain, key=lambda it: it[1].data_ptr())):
+        if one.data_ptr() + one.nbytes > other.data_ptr() and (one.requires_grad or other.requires_grad):
+            raise WrapError(
+                f"expected tensors that share no memory, as shard_optimizer moves parameters, found {first!r} and "
+                f"{second!r} in one place; make them one Parameter, or compute the buffer in forward"
+            )
 
 
 def input_device(

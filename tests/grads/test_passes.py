@@ -81,6 +81,20 @@ def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
     return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
 
 
+@on_ranks(2)
+def test_tokens_count_where_a_rank_has_no_gradient() -> None:
+    plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")
+    for idle in (0, 1, 2):  # of the passes of a step
+        ours.zero_grad()
+        plain.zero_grad()
+        for at in range(3):
+            ours.count_tokens(5)
+            with ours.no_sync() if at < 2 else nullcontext(), ours.backward_pass(torch.zeros(())):
+                if at != idle or dist.get_rank() == 0:
+                    summed([plain, ours], at)
+        assert_grads(ours.module, divided_sum(plain, 30))
+
+
 @on_ranks(2, cases=("optimizer", "zero_grad_buffer", "raise"))
 def test_tokens_are_dropped_with_their_gradients(how: str) -> None:
     plain, ours = pair(Fragile, TINY, gradient_divide_by="tokens")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves_with_path
 
 from tests.models import batch, loss_of
 from tests.reference import mean_over_ranks
@@ -57,20 +58,11 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
-    if isinstance(theirs, Tensor):
-        assert isinstance(mine, Tensor), where
-        assert mine.dtype is theirs.dtype, f"{where}: {mine.dtype} {theirs.dtype}"
-        assert torch.equal(mine, theirs), f"{where}: {mine} {theirs}"
-    elif isinstance(theirs, dict):
-        assert mine.keys() == theirs.keys(), f"{where}: {list(mine)} {list(theirs)}"
-        for key in theirs:
-            assert_equal(mine[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(mine) == len(theirs), where
-        for at, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-            assert_equal(one, other, f"{where}.{at}")
-    else:
-        assert mine == theirs, f"{where}: {mine} {theirs}"
+    found, expected = (dict(tree_leaves_with_path(it)) for it in (mine, theirs))
+    assert found.keys() == expected.keys(), where
+    for path, it in expected.items():
+        same = found[path].dtype is it.dtype and torch.equal(found[path], it) if isinstance(it, Tensor) else None
+        assert found[path] == it if same is None else same, f"{where}{path}: {found[path]} {it}"
 
 
 def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: str = "", tolerance: float = 1e-5) -> None:

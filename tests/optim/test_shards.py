@@ -234,12 +234,11 @@ def by_hand(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     ours.zero_grad_buffer() if step == 3 else optimizer.zero_grad()
 
 
-def twice(ours: BucketDDP, optimizer: Optimizer, step: int, local: bool = False) -> None:
+def twice(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     x, target = batch(step, dist.get_rank())
     cleared = step % 3 == 2
-    local = cleared or local
-    for at, take in enumerate(("left", "right", "right") if local else ("left", ("right", "both")[step % 3])):
-        with ours.no_sync() if at == 1 and local else nullcontext():
+    for at, take in enumerate(("left", "right", "right") if cleared else ("left", ("right", "both")[step % 3])):
+        with ours.no_sync() if at == 1 and cleared else nullcontext():
             nn.functional.mse_loss(ours.module(x, take), target).backward()
         if at == 1 and cleared:
             optimizer.zero_grad()
@@ -291,7 +290,6 @@ TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "uneven": partial(loop, take=unevenly, steps=6),
     "by_hand": partial(loop, take=by_hand, steps=6),
     "two_backwards": partial(loop, take=twice, build=Branches),
-    "two_local_between": partial(loop, take=partial(twice, local=True), build=Branches, steps=3),
 }
 ROUGH = {"wire_bf16": 2e-2, "hook_powersgd": 1e-4}
 SOME = ["gan", "low_precision", "divide_by_int", "two_backwards"]
@@ -353,6 +351,7 @@ def test_what_goes_with_no_shards_is_refused() -> None:
     master_params(prepared)
     with pytest.raises(ValueError, match="or has whole master parameters"):
         ours.prepare_optimizer(prepared)
+    assert ours.prepare_optimizer(torch.optim.LBFGS([torch.ones(1)])) is None, "of other parameters"
     size = (1, 3, 3)[dist.get_rank()]
     for error, shard, options, words in [
         (ValueError, False, SCATTERED, "cannot be combined with shard_optimizer=False"),

@@ -97,6 +97,10 @@ def test_modules_that_cannot_be_wrapped_are_refused() -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, [module.head.bias], {"lr": 0.1})
     with pytest.raises(ValueError, match=r"'head\.bias' has an optimizer that steps during backward .* after backward"):
         BucketDDP(module)
+    module = Mlp()
+    module.register_buffer("last", module.head.weight.data[1:])
+    with pytest.raises(ValueError, match=r"share no memory, .* found 'head\.weight' and 'last' in one place"):
+        BucketDDP(module, shard_optimizer=True)
 
 
 def test_without_a_process_group_the_error_says_what_to_do() -> None:

@@ -76,6 +76,9 @@ def test_it_passes_on_what_the_loader_has() -> None:
     inner.state_dict = lambda: {"at": 3}  # type: ignore[attr-defined]
     inner.load_state_dict = lambda state: None  # type: ignore[attr-defined]
     assert evened(inner, 2).state_dict() == {"at": 3}
+    before = torch.get_rng_state()
+    iter(loader)
+    assert not torch.equal(torch.get_rng_state(), before), "a DataLoader draws its workers' seed at once"
 
 
 LENGTHS = [3, 5, 4]

@@ -267,3 +267,8 @@ def test_a_closed_or_dropped_wrapper_leaves_nothing_behind(
         assert not hasattr(param, "main_grad")
         assert param.grad.untyped_storage().nbytes() == param.grad.nbytes, "a plain tensor, not a view"
     backward(module, 0, dtype)
+    wrapper = BucketDDP(module, **options)
+    backward(wrapper, 0, dtype)
+    for param in module.parameters():
+        param.data = param.data.double()  # no longer the dtype of gradients
+    wrapper.close()
