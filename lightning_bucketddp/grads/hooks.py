@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
@@ -37,8 +38,10 @@ class GradientHooks:
         self._buckets, self._on_gradient = buckets, on_gradient
         self.removed = False
         self._handles = []
+        self._refs = []  # with them torch refuses to swap a parameter's content, as hooks would go with it
         for index, param in enumerate(table.all_params):
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
+                self._refs.append(weakref.ref(param))
                 trainable = param.requires_grad
                 param.requires_grad_(True)  # torch refuses hooks on frozen parameters
                 self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
@@ -68,3 +71,4 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._refs.clear()

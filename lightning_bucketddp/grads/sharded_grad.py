@@ -115,3 +115,4 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) 
     if parts:
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
     next(grad for grad in grads if isinstance(grad, ShardedGrad)).sum_over_ranks(found_inf)
+    found_inf.clamp_(max=1.0)  # fused optimizers skip a step at 1 only

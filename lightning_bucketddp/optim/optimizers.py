@@ -85,6 +85,9 @@ class Optimizers:
             ValueError: With shards, if it is not known to be element-wise, or has another swap.
         """
         require_optimizer(optimizer)
+        if self._params is None and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            inner: Any = optimizer
+            return self.prepare(inner.optim)  # which steps, and has hooks of its own
         own = {id(param) for param in self._module.parameters()}
         if own.isdisjoint(map(id, params_of(optimizer))):
             return None
@@ -121,6 +124,8 @@ class Optimizers:
                 own = self._passes.upkeep.trains() if self._params is None else self._params.part_of
                 if any(id(param) in own for param in params_of(optimizer)):
                     self.prepare(optimizer)
+            if optimizer in self._known and (swap := swap_of(optimizer)) is not None:
+                swap.be_innermost(optimizer)
 
         return register_optimizer_step_pre_hook(look)
 
@@ -137,9 +142,10 @@ class Optimizers:
             )
 
     def restore(self) -> None:
-        """Give sharded optimizers their parameters back if their last step raised."""
-        for _, swap in list(self._sharded.values()) if self._params is not None else ():
-            swap.restore()
+        """Give optimizers their parameters back if their last step raised."""
+        for optimizer in list(self._known) if self._params is not None or self._with_masters else ():
+            if (swap := swap_of(optimizer)) is not None:
+                swap.restore()
 
     # -- gradients -------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class _Swapped:
         param: The module's parameter.
         tensor: The tensor in its place.
         grad: The tensor's gradient when it was swapped in.
+        param_grad: The parameter's, then.
         version: The tensor's version when it was swapped in.
         address: Where its memory was then.
     """
@@ -52,6 +53,7 @@ class _Swapped:
     param: Tensor
     tensor: Tensor
     grad: Tensor | None
+    param_grad: Tensor | None
     version: int
     address: int
 
@@ -166,6 +168,14 @@ class Swap:
 
     # -- around a step -------------------------------------------------------------------------------
 
+    def be_innermost(self, optimizer: Optimizer) -> None:
+        """Swap in after the optimizer's other pre-hooks, and out before its other post-hooks."""
+        # torch has no public way. Should its attributes go, hooks run in the order in which they were registered.
+        for name, hook, last in zip(("pre", "post"), self._hooks, (True, False), strict=False):
+            hooks: Any = getattr(optimizer, f"_optimizer_step_{name}_hooks", {})
+            if hook.id in hooks:
+                hooks.move_to_end(hook.id, last=last)
+
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -211,7 +221,8 @@ class Swap:
         tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
         for param, tensor in tensors.items():
             if tensor is not param:
-                self._swapped.append(_Swapped(param, tensor, tensor.grad, tensor._version, tensor.data_ptr()))
+                grads = tensor.grad, param.grad
+                self._swapped.append(_Swapped(param, tensor, *grads, tensor._version, tensor.data_ptr()))
                 if param in state:
                     state[tensor] = state.pop(param)
         if self._stepping:
@@ -254,7 +265,7 @@ class Swap:
         for it in swapped:
             if it.tensor in state:
                 state[it.param] = state.pop(it.tensor)
-            if it.grad is not None and it.tensor.grad is None:
+            if it.grad is not None and it.tensor.grad is None and it.param.grad is it.param_grad:
                 it.param.grad = None  # the optimizer has cleared it
             it.tensor.grad = None
         self._write_back([it for it in swapped if id(it.param) not in self._sent])

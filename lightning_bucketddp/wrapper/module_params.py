@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from itertools import chain
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ class ModuleParams:
         self._dtypes = [param.dtype for _, param in self.named]
         registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
         self._members = [registry.values() for registry in registries]  # live views
-        self._member_ids = self._ids_of_members()
+        self._members_before = [*chain.from_iterable(self._members)]  # held, so that none has the place of an old one
         self._buffers = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in self.module.named_modules()
@@ -63,9 +64,10 @@ class ModuleParams:
             if f"{prefix}.{name}".lstrip(".") not in ignored
         }
 
-    def _ids_of_members(self) -> list[int]:
-        """The ids of all submodules and parameters. Every pass asks."""
-        return [*map(id, chain.from_iterable(self._members))]
+    def _same_members(self) -> bool:
+        """Whether submodules and parameters are those of the last look. Every pass asks."""
+        now, before = [*chain.from_iterable(self._members)], self._members_before
+        return len(now) == len(before) and all(map(is_, now, before))
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module buffers as they are now, each once, by name."""
@@ -121,7 +123,7 @@ class ModuleParams:
         """Whether parameters were added, removed, replaced or re-typed since the last look."""
         if [param.dtype for _, param in self.named] != self._dtypes:
             return True
-        if self._ids_of_members() == self._member_ids:
+        if self._same_members():
             return False
         now = named_parameters(self.module)
         if [(name, id(param)) for name, param in now] != [(name, id(param)) for name, param in self.named]:

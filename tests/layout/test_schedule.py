@@ -18,8 +18,7 @@ from lightning_bucketddp.layout.schedule import (
     tree_all_reduce,
 )
 
-MB, MS = 1_000_000, 0.001
-BANDWIDTH_ONLY = CollectiveCost(0.0, 1.0)
+MB = 1_000_000
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,44 +43,6 @@ def test_no_plan_finishes_before_the_planned_one(
     best = min(simulate(ready, nbytes, plan, cost).finish for plan in plans if fits(plan, -1e-9))
     assert timeline.finish <= best * (1 + 1e-9)
     assert timeline.lower_bound <= timeline.finish * (1 + 1e-9)
-
-
-def test_the_example_of_the_documentation() -> None:
-    cost = CollectiveCost(4 * MS, 8 * MS / MB)
-    ready, nbytes = [10 * MS, 14 * MS, 18 * MS, 40 * MS], [MB] * 4
-    assert plan_boundaries(ready, nbytes, cost) == (1, 3, 4)
-    for boundaries, times in [
-        ((4,), [(40, 76)]),
-        ((1, 2, 3, 4), [(10, 22), (22, 34), (34, 46), (46, 58)]),
-        ((1, 3, 4), [(10, 22), (22, 42), (42, 54)]),
-    ]:
-        timeline = simulate(ready, nbytes, boundaries, cost)
-        assert [(round(bucket.start / MS), round(bucket.end / MS)) for bucket in timeline.buckets] == times
-    assert (timeline.lower_bound / MS, timeline.exposed / MS) == pytest.approx((52, 14))
-
-
-def test_latency_wants_one_bucket_and_bandwidth_many() -> None:
-    ready, nbytes = [1.0, 2.0, 3.0], [5.0, 5.0, 5.0]
-    assert plan_boundaries(ready, nbytes, CollectiveCost(10.0, 0.0)) == (3,)
-    planned = plan_boundaries(ready, nbytes, BANDWIDTH_ONLY)
-    assert simulate(ready, nbytes, planned, BANDWIDTH_ONLY).finish == 16.0
-    timeline = simulate([5.0, 1.0], [1.0, 1.0], (1, 2), BANDWIDTH_ONLY)
-    assert [bucket.ready for bucket in timeline.buckets] == [5.0, 5.0], "a gradient waits for those before it"
-    count = 20_000  # are planned quickly
-    boundaries = plan_boundaries([at / count for at in range(count)], [1000.0] * count, CollectiveCost(1e-4, 1e-8))
-    assert boundaries[-1] == count > len(boundaries) > 1
-
-
-def test_wrong_arguments_are_refused() -> None:
-    for boundaries, ready in [((2,), [1.0]), ((), [1.0]), ((1, 1), [1.0]), ((2, 1, 3), [1.0] * 3), ((1,), [])]:
-        with pytest.raises(ValueError, match="expected"):
-            simulate(ready, [1.0] * len(ready), boundaries, BANDWIDTH_ONLY)
-    with pytest.raises(ValueError, match="found 2 and 1"):
-        plan_boundaries([1.0, 2.0], [1.0], BANDWIDTH_ONLY)
-    with pytest.raises(ValueError, match="positive bandwidth"):
-        Link(0.0, 0.0)
-    with pytest.raises(ValueError, match="costs from 0 s"):
-        CollectiveCost(-1.0, 0.0)
 
 
 def test_rings_and_trees_cost_what_the_literature_says() -> None:

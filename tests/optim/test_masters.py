@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
@@ -195,6 +196,7 @@ def test_after_a_step_that_raised_the_parameters_are_back(what: str) -> None:
     elif what == "save":
         optimizer.load_state_dict(optimizer.state_dict())
     else:
+        optimizer.zero_grad()
         backward(module, 3)
         optimizer.step()
     assert_at_rest(optimizer, module)
@@ -300,3 +302,16 @@ def test_an_optimizer_nobody_prepared_has_masters_from_its_first_step() -> None:
         param.grad, param.grad_dtype = None, FP32
     with pytest.raises(RuntimeError, match=r"same dtype|expected scalar type|expected dtype"):  # torch's own refusal
         train(module, OPTIMIZERS["adamw"](module.parameters()), range(1))
+
+
+@on_ranks(2)
+def test_the_optimizer_inside_zero_has_the_masters() -> None:
+    found = []
+    for kind in (optim.SGD, partial(ZeroRedundancyOptimizer, optimizer_class=optim.SGD)):
+        ours = BucketDDP(low(), grad_dtype=FP32)
+        optimizer = kind(ours.parameters(), lr=0.1)
+        for step in range(3):
+            backward(ours, step)
+            optimizer.step()
+        found.append([param.detach() for param in ours.module.parameters()])
+    assert_equal(*found)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.optim import SGD, Optimizer
 
-from lightning_bucketddp import BucketDDP, RankMismatchError
+from lightning_bucketddp import BucketDDP, RankMismatchError, declare_element_wise
 from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
 from tests.inside import reducer_of, upkeep_of
@@ -175,24 +175,34 @@ def test_closing_waits_for_parameters() -> None:
 
 
 def loop(
-    wrap: Wrap, take: Take = plainly, build: Any = Mlp, steps: int = 8, optimizer: str = "adamw", **options: Any
+    wrap: Wrap, take: Take = plainly, build: Any = Mlp, steps: int = 8, optimizer: Any = "adamw", **options: Any
 ) -> nn.Module:
     ours = wrap(seeded(build), **options)
-    stepper = OPTIMIZERS[optimizer](ours.parameters())
+    stepper = OPTIMIZERS.get(optimizer, optimizer)(ours.parameters())
     for step in range(steps):
         take(ours, stepper, step)
     return ours.module
 
 
+def hooked(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
+    if step < 2:  # before the optimizer's swap has hooks, and after
+        optimizer.register_step_pre_hook(lambda *_: [param.grad.mul_(0.7) for param in ours.parameters()] and None)
+        optimizer.register_step_post_hook(lambda *_: ours.module.head.bias.data.mul_(0.8))
+    plainly(ours, optimizer, step)
+
+
+@declare_element_wise
+class Moving(SGD):
+    """Gives parameters other memory."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.data = param.data - 0.1 * param.grad
+
+
 def use(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     by_rank = dist.get_rank() if step > 5 else 0
-    if step == 1:
-
-        @optimizer.register_step_pre_hook  # runs after the swap's
-        def to_other_memory(*_: Any) -> None:
-            for param in optimizer.param_groups[0]["params"]:
-                param.data = param.data.clone()
-
     mse(ours, step, ("left", "right", "none", "both")[(step // 2 + by_rank) % 4]).backward()
     stepped(optimizer, set_to_none=step < 4)
     assert ours.module.idle not in optimizer.state
@@ -278,7 +288,7 @@ POWERSGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compr
 TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "gan": gan,
     "divide_by_int": partial(loop, take=freeze, steps=8, optimizer="sgd", gradient_divide_by=5, overlap=False),
-    "unused": partial(loop, take=use, build=Branches, steps=12),
+    "unused": partial(loop, take=use, build=Branches, steps=12, optimizer=Moving),
     "freezing": partial(loop, take=freeze, steps=12),
     "tied": partial(loop, build=SharedWeights, max_abs_grad=1e3),
     "sparse_and_ignored": sparse_and_ignored,
@@ -288,6 +298,7 @@ TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "wire_bf16": partial(loop, optimizer="sgd", wire_dtype="bfloat16"),
     "low_precision": partial(loop, build=lambda: Mlp().bfloat16(), grad_dtype=FP32),
     "uneven": partial(loop, take=unevenly, steps=6),
+    "hooks": partial(loop, take=hooked),
     "by_hand": partial(loop, take=by_hand, steps=6),
     "two_backwards": partial(loop, take=twice, build=Branches),
 }

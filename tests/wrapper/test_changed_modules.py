@@ -5,6 +5,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ class Looked(nn.Module):
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "replace head": lambda module: setattr(module, "head", nn.Linear(16, 4)),
+    "remove and add head": lambda module: (delattr(module, "head"), setattr(module, "head", nn.Linear(16, 4))),
     "replace head by another kind": lambda module: setattr(module, "head", Looked()),
     "add layer": lambda module: module.layers.append(nn.Linear(16, 16)),
     "remove layer": lambda module: delattr(module.layers, "1"),
@@ -49,6 +51,13 @@ COALESCED: dict[str, Any] = {"use_contiguous_buffers": False}
 # Options, and which passes are local.
 WAYS = [({}, set()), (COALESCED, {1}), ({"comm_hook": "fp16"}, set()), ({}, {1, 2}), (COALESCED, set()), ({}, {1})]
 CASES = {f"{name}, {n % 6}": [name, *WAYS[n % 6]] for m, name in enumerate(CHANGES) for n in (m, m + 3)}
+
+
+@on_ranks(1)
+def test_parameters_keep_their_hooks() -> None:
+    swap = patch.object(torch.__future__, "_swap_module_params_on_conversion", True)
+    with swap, pytest.raises(RuntimeError, match="Couldn't swap"):  # as with torch DDP
+        BucketDDP(Mlp()).double()
 
 
 @on_ranks(2, cases=CASES)
