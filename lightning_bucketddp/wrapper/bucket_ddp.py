@@ -394,7 +394,8 @@ class BucketDDP(nn.Module, Joinable):
             optimizer: An optimizer that holds parameters of the module.
 
         Returns:
-            The optimizer's swap; None without ``master_params`` and ``shard_optimizer``.
+            The optimizer's swap, for a ``ZeroRedundancyOptimizer`` that of the one inside; None without
+            ``master_params`` and ``shard_optimizer``, and if it holds no parameter of the module.
 
         Raises:
             TypeError: If it is no torch optimizer.

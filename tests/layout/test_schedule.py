@@ -60,6 +60,5 @@ def test_a_node_sends_each_byte_once_over_the_slow_link() -> None:
     inner, outer = Link(1e-6, 300e9), Link(1e-5, 25e9)
     assert Cluster(1, 8, inner, outer).all_reduce(MB) == ring_all_reduce(inner, 8)
     many = Cluster(512, 8, inner, outer)
-    assert many.world_size == 4096
     assert many.all_reduce(100 * MB).seconds_per_byte == pytest.approx(2 * 7 / 8 / 300e9 + 2 / 25e9, rel=0.01)
     assert many.all_reduce(1000).latency < 3e-4, "small tensors use trees"
