@@ -35,7 +35,7 @@ GROUPS = [{"shard_group_size": size, **wire} for size in (1, 2) for wire in ({},
 
 def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
     """Trains beside one process, with accumulation, freezing and a rebuild; each element has state on one rank."""
-    group = dist.new_group([0, 1, 2, 3], use_local_synchronization=True) if "wire_dtype" in options else None
+    group = dist.new_group([0, 1, 2, 3]) if "wire_dtype" in options else None
     plain = seeded(MODELS[model])
     ours = sharded(copy.deepcopy(plain), process_group=group, **options)
     steppers = [OPTIMIZERS[optimizer](two_groups(module)) for module in (plain, ours.module)]
