@@ -54,9 +54,8 @@ class ModuleParams:
         ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
         self._dtypes = [param.dtype for _, param in self.named]
-        self._members: list[Iterable[object]] = []  # live views; of module buffers the names, as they are replaced
-        for it in self.module.modules():
-            self._members += it._modules.values(), it._parameters.values(), it._buffers.keys()
+        registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
+        self._members = [registry.values() for registry in registries]  # live views
         self._members_before = [*chain.from_iterable(self._members)]  # held, so that none has the place of an old one
         self._buffers = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
@@ -66,7 +65,7 @@ class ModuleParams:
         }
 
     def _same_members(self) -> bool:
-        """Whether submodules, parameters and names of module buffers are those of the last look. Every pass asks."""
+        """Whether submodules and parameters are those of the last look. Every pass asks."""
         now, before = [*chain.from_iterable(self._members)], self._members_before
         return len(now) == len(before) and all(map(is_, now, before))
 
