@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -19,6 +20,9 @@ from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.work import Handle, Handles, Work
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
+
+_most_groups = 0
+"""The largest number after which torch has named such a group; see :func:`_equally_many_groups`."""
 
 _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
@@ -114,10 +118,11 @@ class Collectives:
         """
         everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
         mine: dist.ProcessGroup | None = None
-        for part in parts:
-            if of_all or self.rank in part:  # within the default group, every process has to help with every part
-                made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
-                mine = made if self.rank in part else mine
+        with nullcontext() if of_all else _equally_many_groups(self):
+            for part in parts:
+                if of_all or self.rank in part:  # within the default group, every process has to help with every part
+                    made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
+                    mine = made if self.rank in part else mine
         assert mine is not None
         # A part of another group is never destroyed: torch would use its name again, and find under this name what
         # its ranks have left in the store.
@@ -363,6 +368,26 @@ class Collectives:
 
     def _started(self, handle: Handle | None, finish: Callable[[], object] | None, tensor: Tensor) -> Work:
         return Work(handle, finish, tensor.device.type == "cpu", self.leave_behind)
+
+
+@contextmanager
+def _equally_many_groups(collectives: Collectives) -> Iterator[None]:
+    """Have torch think that all ranks know equally many groups, and more than before.
+
+    It names a group that only its members make after that number. Ranks may differ in it: in groups with others, and in
+    when a dropped wrapper's groups are destroyed.
+    """
+    global _most_groups
+    # Private; without it ranks with different numbers wait for each other, as a test notices.
+    known: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
+    _most_groups = max(collectives.exchange_objects(max(len(known), _most_groups) + 1))
+    fillers = {object(): "no group" for _ in range(len(known), _most_groups)}
+    known.update(fillers)
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del known[filler]
 
 
 def _at_once(tensor: Tensor, nbytes: int, on_gloo: Container[str]) -> bool:

@@ -193,10 +193,9 @@ class CommHook:
         try:
             yield
         except Exception as error:
-            self._leave_behind(str(error))
-            raise CommHookError(
-                f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
-            ) from error
+            why = f"communication hook {self.name!r} failed for {bucket.description}: {type(error).__name__}: {error}"
+            self._leave_behind(why)
+            raise CommHookError(why) from error
 
     # -- PowerSGD's memory of buckets ----------------------------------------------------------------
 

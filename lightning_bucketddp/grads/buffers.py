@@ -89,21 +89,22 @@ class GradBuffers:
             slots: The slots.
             grads: Their gradients: the views, or tensors that lie elsewhere.
             scale: A factor; None for no scaling.
-            flat: If there is a factor, the bucket that holds these slots. The factor may be applied to all of it.
+            flat: The bucket that holds these slots, if the factor may be applied to all of it.
 
         Raises:
             RuntimeError: If a gradient does not fit into its view. Nothing has been copied then.
         """
         targets, sources = self._outside(slots, grads)
         views = self.views
-        if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
+        if scale is not None and (flat is None or flat.nbytes >= LARGE_BYTES * len(slots)):
             for slot, grad in zip(slots, grads, strict=True):
                 view = views[slot]
                 torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
             return
         if targets:
             torch._foreach_copy_(targets, sources)
-        if scale is not None and flat is not None:
+        if scale is not None:
+            assert flat is not None
             flat.mul_(scale)
 
     def pack_into(self, into: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:

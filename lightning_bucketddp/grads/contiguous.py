@@ -41,6 +41,7 @@ class Contiguous(Storage):
         self._pending_before: set[int] = set()  # as this pass began
         # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._packed: set[int] = set()  # early, in this pass
         self._make_buffers()
         self._make_buckets()
 
@@ -112,6 +113,7 @@ class Contiguous(Storage):
     def open(self) -> None:
         """Remember the gradients that are pending already."""
         self._pending_before = self._buckets.pending.copy()
+        self._packed.clear()
 
     def gradient_ready(self, slot: int) -> None:
         """Remember the gradient's stream. Pack it at once if gradients may pile up out of order."""
@@ -146,20 +148,35 @@ class Contiguous(Storage):
         for slot in fresh:
             buffers.bind(slot, params[slot])
 
+    def pack_early(self, slot: int, scale: float | None) -> None:
+        """Bring a gradient into its view. A second one in the same pass is added."""
+        param = self._table.params[slot]
+        grad = param.grad
+        if grad is None or slot not in self._buckets.pending:
+            return
+        if slot in self._packed:
+            self.views[slot].add_(grad.detach(), alpha=1.0 if scale is None else scale)
+        else:
+            self.buffers.pack([slot], [grad], scale)
+            self._packed.add(slot)
+        param.grad = None
+
     def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
         """Bring a bucket's gradients into its memory, scaled. Its parameters have no ``.grad`` until it is published.
 
         The loops run for every parameter in every pass.
         """
         params, pending = self._table.params, self._buckets.pending
+        early = self._packed.intersection(bucket.slots) if self._packed else ()
         slots, grads, absent = gradients_of(bucket, self._table)
+        absent.difference_update(early)
         self._wait_for_streams(grads)
         if not pending.issuperset(slots):  # keep the others, should no rank have a gradient for them
             for slot, grad in zip(slots, grads, strict=True):
                 if slot not in pending:
                     self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
         if into is None:
-            self.buffers.pack(slots, grads, scale, bucket.flat)
+            self.buffers.pack(slots, grads, scale, None if early else bucket.flat)
         else:
             self.buffers.pack_into(into, self.layout.buckets[bucket.index], slots, grads)
         leave_out(absent, self.buffers.view, self._buckets)

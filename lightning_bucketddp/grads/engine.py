@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,25 @@ class BackwardEnd:
             self._dropped()
 
 
+def accumulates() -> bool:
+    """Whether the backward that runs in this thread adds to ``.grad`` of leaves; ``torch.autograd.grad`` does not.
+
+    Called in a hook of a tensor: looks at the leaves behind it.
+    """
+    # Private, but torch's own checkpointing and multi-grad hooks use them. Without them each backward counts.
+    current = getattr(torch._C, "_current_autograd_node", lambda: None)()
+    executes = getattr(torch._C, "_will_engine_execute_node", None)
+    if current is None or executes is None:
+        return True
+    for node in _ends([current]):
+        try:
+            if isinstance(node, BackwardCFunction) or executes(node):
+                return True
+        except RuntimeError:  # autograd.grad is asked for this leaf
+            continue
+    return False
+
+
 def reachable_leaves(root: Tensor) -> set[int] | None:
     """The ids of the leaf tensors into which ``root.backward()`` will accumulate.
 
@@ -65,16 +85,21 @@ def reachable_leaves(root: Tensor) -> set[int] | None:
         re-entrant checkpointing does, and the graph does not show its leaves.
     """
     leaves: set[int] = set()
+    for node in _ends([get_gradient_edge(root).node] if root.requires_grad else []):
+        if isinstance(node, BackwardCFunction):
+            return None
+        leaves.add(id(node.variable))
+    return leaves
+
+
+def _ends(stack: list[Any]) -> Iterator[Any]:
+    """Walk a graph, and yield its ends: nodes that accumulate into a leaf, and functions written in Python."""
     seen = set()
-    stack = [get_gradient_edge(root).node] if root.requires_grad else []
     while stack:
         node = stack.pop()
         if node in seen:
             continue
-        if isinstance(node, BackwardCFunction):
-            return None
-        if (variable := getattr(node, "variable", None)) is not None:  # only AccumulateGrad nodes have one
-            leaves.add(id(variable))
         seen.add(node)
+        if isinstance(node, BackwardCFunction) or hasattr(node, "variable"):
+            yield node
         stack += [successor for successor, _ in node.next_functions if successor is not None]
-    return leaves

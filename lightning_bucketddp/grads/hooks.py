@@ -10,6 +10,9 @@ from torch import Tensor
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 
+LARGE_BYTES = 256 * 1024
+"""From this size on, gradients in the host's memory are packed as they come: autograd can use their memory again."""
+
 HOOK_NAME = "GradientHooks.on_gradient"
 """The qualified name of every hook."""
 
@@ -17,6 +20,12 @@ HOOK_NAME = "GradientHooks.on_gradient"
 def is_reducers_own(hook: object) -> bool:
     """Whether a post-accumulate-grad hook belongs to a reducer."""
     return getattr(hook, "__qualname__", None) == HOOK_NAME
+
+
+def has_other_hooks(param: Tensor) -> bool:
+    """Whether somebody has added a post-accumulate-grad hook to a parameter that has a reducer's."""
+    # Private, but there is no public way to ask. Should it go, such hooks may find no gradient.
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1
 
 
 class GradientHooks:
@@ -27,14 +36,13 @@ class GradientHooks:
     Args:
         table: The parameters and their slots.
         buckets: The buckets.
-        on_gradient: Called with a parameter's index, the parameter, and whether its gradient has been noted. Not called
-            for gradients that only have to be noted.
+        on_gradient: :meth:`Reducer.on_gradient`. Not called for gradients that only have to be noted.
 
     Attributes:
         removed: Whether the hooks were removed.
     """
 
-    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[[int, Tensor, bool], None]) -> None:
+    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[..., None]) -> None:
         self._buckets, self._on_gradient = buckets, on_gradient
         self.removed = False
         self._handles = []
@@ -44,10 +52,11 @@ class GradientHooks:
                 self._refs.append(weakref.ref(param))
                 trainable = param.requires_grad
                 param.requires_grad_(True)  # torch refuses hooks on frozen parameters
-                self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index)))
+                large = param.device.type == "cpu" and param.nbytes >= LARGE_BYTES
+                self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index, large)))
                 param.requires_grad_(trainable)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, index: int, large: bool) -> Callable[[Tensor], None]:
         """The hook of the parameter at ``index``.
 
         Autograd calls it for every parameter in every pass, so it does next to nothing.
@@ -56,11 +65,11 @@ class GradientHooks:
 
         def on_gradient(param: Tensor) -> None:
             if not buckets.enough:
-                tell(index, param, False)
+                tell(index, param, False, large)
             else:
                 noted.append(index)
-                if len(noted) >= buckets.enough:
-                    tell(index, param, True)
+                if large or len(noted) >= buckets.enough:
+                    tell(index, param, True, large)
 
         on_gradient.__qualname__ = HOOK_NAME
         return on_gradient

@@ -151,6 +151,10 @@ class Sharded(Storage):
         """As for contiguous buffers."""
         self._inner.hold(slots)
 
+    def pack_early(self, slot: int, scale: float | None) -> None:
+        """As for contiguous buffers."""
+        self._inner.pack_early(slot, scale)
+
     def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
         """As for contiguous buffers."""
         self._inner.pack(bucket, scale, into)

@@ -53,6 +53,15 @@ class Storage(Protocol):
         """Pack gradients before their bucket is launched, and bind their views: then no gradient exists twice."""
         return
 
+    def pack_early(self, slot: int, scale: float | None) -> None:
+        """Pack a gradient that is ready before its bucket is launched, and hide it, if that saves time.
+
+        Args:
+            slot: The slot.
+            scale: As for :meth:`pack`.
+        """
+        return
+
     def require_memory(self) -> None:
         """Make the memory of buckets, if there is none."""
         return

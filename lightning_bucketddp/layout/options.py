@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_bucketddp.layout.plan import MIB
@@ -196,6 +196,8 @@ class Options:
             ("sparse_parameters", "a list of names", Sequence, lambda names: all(isinstance(it, str) for it in names)),
             ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
             ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
+            ("process_group", "None or a process group", ProcessGroup | int | None, _is_group),
+            ("device_mesh", "None or a DeviceMesh", DeviceMesh | None, lambda mesh: True),
             ("timeout", "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)),
             ("report_after", "a positive number of seconds", float | int, lambda seconds: seconds > 0),
         )
@@ -314,6 +316,11 @@ class Options:
             if each.compare:
                 yield each.name, repr(getattr(self, each.name))
         yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
+
+
+def _is_group(value: ProcessGroup | int) -> bool:
+    # Collectives refuses what a rank outside of a group has in its place, in torch's words.
+    return isinstance(value, ProcessGroup) or value == GroupMember.NON_GROUP_MEMBER
 
 
 def _is_divisor(value: int | str) -> bool:

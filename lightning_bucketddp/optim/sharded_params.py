@@ -96,14 +96,14 @@ class ShardedParams(Parts):
         """Add this and the other ranks' shards of gradients to a norm. All ranks must call this.
 
         Args:
-            norm: The norm of gradients that are whole on every rank; fp32.
+            norm: The norm of gradients that are whole on every rank; its dtype is the result's.
             shards: This rank's shards.
             norm_type: The order of the norm.
         """
         device = self._slots.all_params[0].device
         mine = nn.utils.get_total_norm([shard for shard in shards if shard.numel()], norm_type)
         with self._peers.waiting_for("the norm of the gradients"):
-            norms, work = self._storage.groups.inside.all_gather(mine.to(device, torch.float32))
+            norms, work = self._storage.groups.inside.all_gather(mine.to(device, norm.dtype))
             work.wait(self._peers.poll)
         return torch.linalg.vector_norm(torch.stack([*norms, norm.to(device)]), norm_type)
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from lightning_bucketddp.peers.status import Phase, Status
 
-LOOK_FOR_BATCHES = 'look for ranks with different numbers of batches, which need uneven_inputs="world_size"'
+LOOK_FOR_BATCHES = (
+    "look for an exception in its output; else look for ranks with different numbers of batches, which need "
+    'uneven_inputs="active_ranks" in a Trainer, and "with model.join():" in plain PyTorch'
+)
 LOOK_FOR_STEPS = (
     "look for an optimizer.step() in a branch that depends on the rank, or for one that raised. The parameters of the "
     "ranks are no longer the same; restart from a checkpoint"
@@ -70,7 +73,8 @@ def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure |
 def silent(statuses: Sequence[Status]) -> str:
     """Which ranks have not answered, in words; empty if all have. They may still come."""
     ranks = ", ".join(str(status.rank) for status in statuses if not status.heard)
-    return f"nothing is heard of rank(s) {ranks}" if ranks else ""
+    hint = "look whether a process was killed, in its output and the system's log"
+    return f"nothing is heard of rank(s) {ranks}: {hint}" if ranks else ""
 
 
 def _has_come(other: Status, waiting: Status) -> bool:
@@ -96,7 +100,7 @@ def _ended(waiting: Status, other: Status, _: Sequence[str]) -> str:
         return ""
     hint = LOOK_FOR_STEPS if waiting.phase is Phase.UPDATE else LOOK_FOR_BATCHES
     passes = other.position.pass_number
-    return f"rank {other.rank} has ended training after {passes} passes, while {_describe(waiting)}; {hint}"
+    return f"rank {other.rank} has ended training after {passes} pass(es), while {_describe(waiting)}; {hint}"
 
 
 def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:

@@ -186,6 +186,8 @@ class RollCall:
         found, now = [], time.monotonic()
         for rank, value in enumerate(values):
             answered, statuses = pickle.loads(value) if value else (0, [Status(rank)])
+            if rank == self.rank:  # its listener may be late
+                answered, statuses = call, self.records()
             seconds = now - min((at for number, at in self._calls if number > answered), default=now)
             status = statuses[min(wrapper, len(statuses)) - 1]  # without such a wrapper the last one
             found.append(replace(status, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))

@@ -75,9 +75,9 @@ class Watch(threading.Thread):
         try:
             if not self._roll_call.claim_report(f"{before}/{due:g}"):
                 return
-            statuses = [status for status in self._roll_call.ask(wrapper) if status.rank != mine.rank]
+            statuses = self._roll_call.ask(wrapper)
             if self._progress() == before and not self._closed.is_set():  # else the others came while ranks answered
-                self._roll_call.publish_report(report([mine, *statuses], mine.rank, self._seconds))
+                self._roll_call.publish_report(report(statuses, mine.rank, self._seconds))
         except RuntimeError:  # this rank reports alone
             self._roll_call.report = report([mine], mine.rank, self._seconds, STORE_SILENT)
             _log.warning("%s", self._roll_call.report)

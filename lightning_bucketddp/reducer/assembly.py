@@ -162,6 +162,8 @@ def reduction_of(
         if dtype is not None and all(param.device.type == "cpu" for param in table.all_params):
             return CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
         return HookReduce(hook, buckets, table, storage)
+    plain: Reduction = AllReduce(setting.collectives, buckets, wire_dtype, scales=contiguous)
     if isinstance(storage, Sharded):
-        return ReduceScatter(storage.groups, buckets, wire_dtype)
-    return AllReduce(setting.collectives, buckets, wire_dtype, scales=contiguous)
+        plain = ReduceScatter(storage.groups, buckets, wire_dtype)
+    plain.packs_early = wire_dtype is None and setting.options.max_abs_grad is None
+    return plain

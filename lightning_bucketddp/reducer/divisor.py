@@ -56,7 +56,7 @@ class GradientDivisor(Participant):
             return
         number = tokens.item() if isinstance(tokens, Tensor) else tokens
         if not (number >= 0 and number % 1 == 0):  # NaN and Inf are neither
-            raise ValueError(f"expected a whole number of tokens, found {number}")
+            raise ValueError(f"expected a whole number of tokens from 0, found {number}")
         self._tokens = _sum(self._tokens, int(number))
 
     def look(self, uncleared: str | None, cleared: bool) -> None:

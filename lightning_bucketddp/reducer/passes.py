@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.grads.engine import BackwardEnd, reachable_leaves
+from lightning_bucketddp.grads.engine import BackwardEnd, accumulates, reachable_leaves
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.peers import Peers
@@ -227,7 +227,7 @@ class Passes:
             if self.reducer.state is not PassState.IDLE:
                 return
             self.upkeep.look_before_gradients()
-            if synchronised and self.setting.options.find_unused_parameters:
+            if synchronised and self.setting.options.find_unused_parameters and accumulates():
                 self._open(Origin.ROOT, synchronised)
 
     @contextmanager

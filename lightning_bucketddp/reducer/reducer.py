@@ -36,6 +36,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.checks import GradientError
+from lightning_bucketddp.grads.hooks import has_other_hooks
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.peers.agreement import PeerFailureError
@@ -154,18 +155,22 @@ class Reducer:
 
     # -- called by autograd --------------------------------------------------------------------------
 
-    def on_gradient(self, index: int, param: Tensor, noted: bool = False) -> None:
+    def on_gradient(self, index: int, param: Tensor, noted: bool = False, large: bool = False) -> None:
         """Mark gradients as ready, and launch full buckets.
 
         Args:
             index: The parameter's index in the module.
             param: The parameter.
             noted: Whether its gradient and others have been noted; if so, they are marked.
+            large: Whether it may be packed before its bucket is launched.
 
         Raises:
             RuntimeError: If the bucket of a gradient has been launched.
         """
         with self.lock:
+            watched = has_other_hooks(param)  # they run after this one, and must find the gradient
+            if watched and noted:
+                return  # the next gradient's hook sees to it, or the end of backward
             if not noted and not param.requires_grad:
                 return  # frozen since forward: autograd calls the hook, but accumulates nothing
             if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
@@ -177,7 +182,9 @@ class Reducer:
                     reducer.on_gradient(index, param)
                     return
             full = self._mark_noted() if noted else self._mark(index)
-            if full and self.state is PassState.SYNCHRONISED and self.queue.is_first():
+            if large and not watched and self.buckets.enough and self.state is PassState.SYNCHRONISED:
+                self._pack_early(index)
+            if full and not watched and self.state is PassState.SYNCHRONISED and self.queue.is_first():
                 with _Launching(self.peers):
                     while (bucket := self._next_full()) is not None:
                         self.launch(bucket)
@@ -186,6 +193,11 @@ class Reducer:
                 waits_for_end = bucket.with_tail is not None and bucket is self.buckets.next()
                 if not bucket.launched and not waits_for_end:
                     self.storage.hold(bucket.slots)
+
+    def _pack_early(self, index: int) -> None:
+        slot = self.table.slot_of(index)
+        if slot is not None and self.reduction.packs_early:
+            self.storage.pack_early(slot, self.reduction.scale(self.buckets.of_slot[slot]))
 
     def _mark_noted(self) -> list[Bucket]:
         """Mark the gradients that hooks have noted; return the buckets that are full now."""

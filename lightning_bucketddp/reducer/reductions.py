@@ -25,9 +25,11 @@ class Reduction(Protocol):
 
     Attributes:
         name: For people.
+        packs_early: Whether gradients may be packed as they come: into the bucket, with nobody to look at them before.
     """
 
     name: str = "all-reduce"
+    packs_early: bool = False
     _buckets: Buckets
     _thread: StageThread | None = None
 

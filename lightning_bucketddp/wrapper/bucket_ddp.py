@@ -29,7 +29,7 @@ from lightning_bucketddp.replicas.nested import move_to
 from lightning_bucketddp.wrapper.compiled import cutting_graphs, leave_untraced
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
-from lightning_bucketddp.wrapper.runtime import Runtime, group_of, refuse, without_group
+from lightning_bucketddp.wrapper.runtime import Runtime, refuse, without_group
 from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class BucketDDP(nn.Module, Joinable):
                 self._input_device = input_device(module, device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
             timeout = self._options.timeout if "_options" in self.__dict__ else None
-            refuse(group_of(given.get("process_group"), given.get("device_mesh")), timeout, error)
+            refuse(given, timeout, error)
         self._make_runtime()
         self.find_unused_parameters = self._options.find_unused_parameters
         self.static_graph = self._options.static_graph

@@ -147,7 +147,8 @@ class ModuleParams:
         if self._options.shard_optimizer:
             raise WrapError(
                 "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
-                f"shards of the old ones{_listed(replaced.values())}; close() it, wrap again and make a new optimizer"
+                f"shards of the old ones{_listed(replaced.values())}; do it before training, in a Trainer "
+                "before fit(); or close() the wrapper, wrap again and make a new optimizer"
             )
         for optimizer in self.optimizers:
             params = (param for group in optimizer.param_groups for param in group["params"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -197,9 +197,11 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
     return replace(options, process_group=None, device_mesh=None, comm_hook_state=None if in_state else state)
 
 
-def refuse(process_group: dist.ProcessGroup | None, timeout: timedelta | None, problem: Exception) -> NoReturn:
+def refuse(given: Mapping[str, Any], timeout: timedelta | None, problem: Exception) -> NoReturn:
     """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
-    Peers(Collectives(process_group), timeout).require_same(_AGREED, [], problem)
+    with suppress(Exception):  # the group may be the problem
+        group = group_of(given.get("process_group"), given.get("device_mesh"))
+        Peers(Collectives(group), timeout).require_same(_AGREED, [], problem)
     raise problem
 
 

@@ -50,7 +50,8 @@ def require_valid_parameters(module: nn.Module, may_be_frozen: bool = False) -> 
         _require_plain(name, param)
     types = sorted({param.device.type for _, param in params})
     if len(types) > 1 or types == ["meta"]:
-        raise WrapError(f"expected parameters on one type of device that holds values, found {types}")
+        hint = "; to_empty() gives those on meta memory" if "meta" in types else ""
+        raise WrapError(f"expected parameters on one type of device that holds values, found {types}{hint}")
     for name, owner in module.named_modules():
         if isinstance(owner, nn.SyncBatchNorm) and not isinstance(owner, SyncBatchNorm) and types == ["cpu"]:
             raise WrapError(
@@ -112,7 +113,8 @@ def input_device(
     if devices == ["cpu"] or len(devices) > 1:
         raise ValueError(
             "expected no device_ids and no output_device for a module on the CPU or on several devices, found "
-            f"device_ids={device_ids}, output_device={output_device} and parameters on {devices}"
+            f"device_ids={device_ids}, output_device={output_device} and parameters on {devices}; leave both out, or "
+            'name a device for each replica in this process, as device_ids=["cpu", "cpu"]'
         )
     own = params[0][1].device
     named = [torch.device(own.type, it) if isinstance(it, int) else torch.device(it) for it in device_ids or ()]

@@ -72,10 +72,6 @@ def chain(monkeypatch: pytest.MonkeyPatch) -> Chain:
     return Chain()
 
 
-def give_up() -> None:
-    raise KeyError("rank 1 failed")
-
-
 def test_a_wait_runs_all_stages_once(chain: Chain) -> None:
     three = chain.of("a", "b", "c")
     assert not three.done()
@@ -126,6 +122,7 @@ def test_a_failed_stage_leaves_its_own_group_behind(chain: Chain) -> None:
 
 
 def test_a_wait_polls_on_the_host_alone(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = Mock(side_effect=KeyError("rank 1 failed"))
     chain.start("d", on_host=False).wait(give_up)
     stages = StageThread()
     for work_of in (chain.start, lambda name: stages.take(chain.start(name))):
@@ -143,10 +140,6 @@ def eventually(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.001)
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "bucketddp-stages"}
 
 
 def test_the_thread_starts_stages_in_order_and_ends_them(chain: Chain) -> None:
@@ -177,11 +170,11 @@ def test_an_error_in_the_thread_is_raised_by_the_wait(chain: Chain, errors: tupl
 
 
 def test_the_thread_ends_with_its_owner(chain: Chain) -> None:
-    before, stages = threads(), StageThread()
+    before, stages = {*threading.enumerate()}, StageThread()
     taken = stages.take(chain.of("a", "b"))
-    (own,) = threads() - before
+    (own,) = {*threading.enumerate()} - before
     del stages
     gc.collect()
-    eventually(lambda: own not in threads())
+    eventually(lambda: not own.is_alive())
     with pytest.raises(RuntimeError, match="closed"):
         taken.wait()

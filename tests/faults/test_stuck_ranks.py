@@ -223,7 +223,7 @@ def store_ends(port: int) -> str:
 
 def test_the_end_of_the_rank_that_serves_the_store_is_told(run_ranks: RunRanks) -> None:
     _, error = run_ranks(2, store_ends, free_port(), fresh=True, may_exit=[0])
-    assert "failed in pass 1: rank 0, which serves the store, has ended training; look for ranks with dif" in error
+    assert "failed in pass 1: rank 0, which serves the store, has ended training; look for an exception in its" in error
 
 
 def requests_in_an_agreement(port: int) -> int:

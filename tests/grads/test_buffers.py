@@ -1,51 +1,23 @@
 """Gradient buffers, and the layouts that follow what a planner learns, without a process group."""
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bucketddp.grads import buffers
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.planner import MAX_GROUPING_SETS, LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import Layout, ParamSpec, plan
+from lightning_bucketddp.layout.plan import ParamSpec, plan
 
 
 def some_params() -> list[nn.Parameter]:
     conv = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     return [nn.Parameter(tensor) for tensor in (conv, torch.randn(7), torch.randn(2, 5), torch.randn(()))]
-
-
-def layout_of(params: list[nn.Parameter]) -> Layout:
-    return plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(params)], range(len(params)), 100)
-
-
-@pytest.mark.parametrize(("large_bytes", "inside"), [(1, True), (1, False), (10**6, True), (10**6, False)])
-def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes: int, inside: bool) -> None:
-    monkeypatch.setattr(buffers, "LARGE_BYTES", large_bytes)  # above it gradients are packed one by one
-    params = some_params()
-    layout = layout_of(params)
-    made = GradBuffers(layout)
-    for bucket in layout.buckets:
-        expected = [torch.randn_like(params[slot]) for slot in bucket.slots]
-        grads = [grad.clone() for grad in expected]
-        if inside:
-            grads = [made.views[slot].copy_(grad) for slot, grad in zip(bucket.slots, expected, strict=True)]
-        made.pack(bucket.slots, grads, 0.5, made.bucket_flat(bucket))
-        for slot, grad in zip(bucket.slots, expected, strict=True):
-            torch.testing.assert_close(made.views[slot], grad * 0.5)
-            assert made.views[slot].stride() == params[slot].stride()
-            assert made.holds(slot, made.views[slot])
-        flat = made.bucket_flat(bucket)
-        wire = torch.full((len(flat) + 3,), math.nan, dtype=torch.bfloat16)
-        made.pack_into(wire, bucket, bucket.slots, [made.views[slot] for slot in bucket.slots])
-        assert wire.tolist() == [*flat.to(torch.bfloat16).tolist(), 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +31,8 @@ def test_packing_copies_and_scales(monkeypatch: pytest.MonkeyPatch, large_bytes:
     ],
 )
 def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], message: str) -> None:
-    made = GradBuffers(layout_of(some_params()))
+    specs = [ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())]
+    made = GradBuffers(plan(specs, range(4), 100))
     with pytest.raises(RuntimeError, match=message):
         made.pack([0, 1], [torch.ones(4, 3, 2, 2), grad()])
     assert not made.flats[0].any(), "nothing was copied"

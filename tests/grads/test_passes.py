@@ -52,7 +52,7 @@ def test_local_passes_accumulate_in_the_buffers() -> None:
 
 @on_ranks(2)
 def test_hooks_of_the_user_stay() -> None:
-    plain, ours = pair()
+    plain, ours = pair(cap=TINY)
     params, calls = dict(ours.module.named_parameters()), []
 
     def note(param: Tensor, name: str) -> None:

@@ -20,9 +20,9 @@ from tests.pool import on_ranks
 from tests.reference import everyones, largest_difference_between_ranks, run_backward, seeded
 
 
-def pair(**options: Any) -> tuple[BucketDDP, nn.Module]:
+def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[BucketDDP, nn.Module]:
     """A sharded Mlp and a plain one, after one backward whose gradients are averaged."""
-    plain = seeded(Mlp)
+    plain = seeded(Mlp).to(dtype)
     ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options)
     backward(ours, plain)
     average(plain)
@@ -68,9 +68,9 @@ def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     assert_full(ours, plain)
 
 
-@on_ranks(2)
-def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
-    ours, plain = pair()
+@on_ranks(2, cases=(torch.float32, torch.float64))
+def test_norms_and_clipping_are_those_of_whole_gradients(dtype: torch.dtype) -> None:
+    ours, plain = pair(dtype)
     for norm_type in (2.0, 1.0, 3.0, math.inf):
         theirs = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
         torch.testing.assert_close(ours.grad_norm(norm_type), theirs)
@@ -78,8 +78,8 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     theirs = nn.utils.get_total_norm([plain.head.weight.grad, plain.layers[0].bias.grad])
     torch.testing.assert_close(ours.grad_norm(parameters=chosen), theirs)
     for module in (ours.module, plain):
-        module.extra = nn.Parameter(torch.ones(3))  # not of the wrapper: whole on every rank
-        module.extra.grad = torch.full((3,), 2.0)
+        module.extra = nn.Parameter(torch.ones(3, dtype=dtype))  # not of the wrapper: whole on every rank
+        module.extra.grad = torch.full((3,), 2.0, dtype=dtype)
     for max_norm in (100.0, 0.5):
         mine = ours.clip_grad_norm_(max_norm)
         torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), max_norm))

@@ -88,6 +88,19 @@ def test_training_in_shard_groups_is_that_of_one_process(options: dict[str, Any]
     parity("mlp", "adamw", options)
 
 
+@on_ranks(4)
+def test_ranks_may_be_in_different_numbers_of_groups() -> None:
+    row = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    of_one = dist.new_group([0])
+    for number in range(2):
+        ours = sharded(seeded(Mlp), process_group=row)
+        backward(ours)
+        assert ours.passes == 1
+        ours.close()
+        if dist.get_rank() == 0 and number == 0:
+            dist.destroy_process_group(of_one)
+
+
 def in_stages(name: str, dtype: torch.dtype, most: int) -> dict[str, Tensor]:
     """What forward needs first is on its way while the rest is stepped on."""
     ours = sharded(seeded(Mlp).to(dtype), grad_dtype=FP32)

@@ -52,8 +52,7 @@ def test_ranks_built_differently_are_told_the_first_difference() -> None:
         module = built_differently(kind, rank == 2)
         with raises_soon(RankMismatchError, within=5) as error:
             BucketDDP(module, bucket_cap_mb=3.0 if kind == "option" and rank == 2 else None)
-        about = f"rank {rank}: ranks disagree on parameters, module buffers and options: "
-        assert str(error.value).startswith(about)
+        assert str(error.value).startswith(f"rank {rank}: ranks disagree on parameters, module buffers and options: ")
         assert words in str(error.value)
 
 
@@ -72,8 +71,7 @@ def test_an_error_in_wrapping_reaches_the_other_ranks() -> None:
         assert message in str(error.value)
         who = "rank 0: rank 1 cannot go on with parameters, module buffers and options: "
         assert str(error.value).startswith("" if mine else who)
-    ours = BucketDDP(Mlp())  # the failed attempts leave nothing that the next could stumble over
-    both([ours], inputs_of(0))
+    both([BucketDDP(Mlp())], inputs_of(0))  # the failed attempts leave nothing that the next could stumble over
 
 
 @on_ranks(3, fresh=True)

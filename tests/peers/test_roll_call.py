@@ -29,6 +29,10 @@ def test_records_show_the_thread_that_trains() -> None:
         waits.set()
 
 
+def test_a_rank_needs_no_answer_from_its_own_listener() -> None:
+    assert [status.heard for status in RollCall(HashStore(), 0, 2).ask(1)] == [True, False]
+
+
 class Garbage:
     """Starts a thread when it is collected, as a group's end does."""
 

@@ -11,6 +11,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import buffers
-from lightning_bucketddp.grads.buffers import LARGE_BYTES
+from lightning_bucketddp.grads import buffers, hooks
 from tests.inside import views_of
 from tests.pool import RunRanks
 from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
@@ -302,13 +302,15 @@ def run_cases(seeds: list[int], sharded: bool) -> list[list[str]]:
     for seed in seeds:
         case = draw_case(seed, dist.get_world_size(), sharded)
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
-        buffers.LARGE_BYTES = 64 if seed % 2 else LARGE_BYTES  # type: ignore[misc]
+        together = patch.object(buffers, "LARGE_BYTES", 64 if seed % 2 else buffers.LARGE_BYTES)
+        early = patch.object(hooks, "LARGE_BYTES", 16 if seed % 3 else 2**18)
         run = None
         try:
-            run = Run(case)
-            run.run()
-            if sharded:
-                run = shard(run)
+            with together, early:
+                run = Run(case)
+                run.run()
+                if sharded:
+                    run = shard(run)
         except BaseException as error:
             number = run.number if run else "-"
             raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error

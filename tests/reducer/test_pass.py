@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.grads import hooks
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
@@ -42,6 +43,19 @@ def test_find_unused_parameters_keeps_the_overlap() -> None:
         assert layout.slots[layout.buckets[0].slots[0]].spec.name.startswith("spare"), "the first bucket is unused"
         assert twins.ours.last_pass().early_launches == (0 if reentrant else 7)
         twins.ours.close()
+
+
+@on_ranks(2)
+def test_a_gradient_that_one_rank_asks_for_opens_no_pass() -> None:
+    def loss(net: nn.Module) -> Tensor:
+        output = net(inputs := inputs_of(0).requires_grad_())
+        if dist.get_rank():
+            torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        return output.square().mean()
+
+    twins = Twins(seeded(Mlp), find_unused_parameters=True)
+    twins.step(loss)
+    assert twins.ours.passes == 1
 
 
 @on_ranks(2)
@@ -83,13 +97,16 @@ def test_buckets_launch_before_backward_has_finished() -> None:
     assert all(ours.module.get_parameter(name).grad is view for name, view in views_of(ours).items())
 
 
-@on_ranks(2)
-def test_gradients_behind_a_bucket_that_waits_exist_once() -> None:
-    ours = BucketDDP(seeded(Branches), bucket_cap_mb=0.0001)
-    views, module = [], ours.module
-    module.stem.weight.register_hook(  # the last one
-        lambda _: views.append({name for name, it in views_of(ours).items() if module.get_parameter(name).grad is it})
-    )
+@on_ranks(2, cases=(False, True))
+def test_gradients_behind_a_bucket_that_waits_exist_once(early: bool) -> None:
+    with patch.object(hooks, "LARGE_BYTES", 0 if early else 2**18):
+        ours = BucketDDP(seeded(Branches), bucket_cap_mb=0.0001)
+    views, get = [], ours.module.get_parameter
+
+    def look(_: Tensor) -> None:
+        views.append({name for name, it in views_of(ours).items() if get(name).grad is (None if early else it)})
+
+    get("stem.weight").register_hook(look)  # the last one
     for take in ("both", "both", "left"):  # the first bucket is one of the other branch
         ours.zero_grad()
         taking(0, take)(ours).backward()

@@ -138,7 +138,7 @@ def test_an_exception_on_one_rank_is_an_error_everywhere() -> None:
 def test_a_rank_with_fewer_batches_is_named() -> None:
     count = 4 - dist.get_rank()
     dataset = TensorDataset(torch.randn(count, 4, 8), torch.randn(count, 4, 4))
-    with raises_soon(PeerFailureError, match=r"(?s)rank 1 has ended training after 3 passes.*uneven_inputs", within=30):
+    with raises_soon(PeerFailureError, match=r"(?s)rank 1 has ended training after 3 pass.*uneven_inputs", within=30):
         trainer(ours(timeout=timedelta(seconds=30))).fit(Regression(), DataLoader(dataset, batch_size=None))
         os._exit(0)  # as a script that ends: until then Lightning waits in a broadcast of its own
 

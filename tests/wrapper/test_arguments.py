@@ -54,13 +54,14 @@ def test_arguments_that_cannot_be_honoured_are_refused() -> None:
         (Mlp(), {"output_device": 0}, "no device_ids and no output_device"),
         (Mlp(), both, "found both"),
         (Mlp(), {"device_mesh": plane}, "one dimension"),
+        (Mlp(), {"process_group": 3}, "process_group to be None or a process group, found 3"),
         (nn.SyncBatchNorm.convert_sync_batchnorm(ConvBatchNorm()), {}, "torch's on the CPU, found 'norm'"),
         (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")]), {}, r"found \['cpu', 'meta'\]"),
         (nn.Linear(2, 2, device="meta"), {}, r"one type of device that holds values, found \['meta'\]"),
         (sharded, {}, "parameter 'weight' is a DTensor"),
         (Mlp().requires_grad_(False), {}, "at least one parameter that requires grad"),
     ]:
-        with pytest.raises(ValueError, match=words) as error:
+        with pytest.raises((TypeError, ValueError), match=words) as error:
             BucketDDP(module, **arguments)
         if words in ("found both", "one dimension", "at least one parameter that requires grad"):
             with pytest.raises((RuntimeError, ValueError)) as theirs:

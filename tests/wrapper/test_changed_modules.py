@@ -157,7 +157,7 @@ OLD = r"of the old ones \('head.weight', 'head.bias'\); "
 STALE: dict[str, list[Any]] = {
     "plain": [{}, FP32, r"after the module was wrapped.*AdamW still holds the old ones \('head.weight', 'head.bi"],
     "masters": [{"grad_dtype": FP32}, BF16, f"AdamW has fp32 masters {OLD}make a new"],
-    "shards": [{"shard_optimizer": True}, FP32, rf"shards {OLD}close\(\) it"],
+    "shards": [{"shard_optimizer": True}, FP32, rf"shards {OLD}do it before"],
 }
 
 
