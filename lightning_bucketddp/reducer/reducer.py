@@ -169,8 +169,6 @@ class Reducer:
         """
         with self.lock:
             watched = has_other_hooks(param)  # they run after this one, and must find the gradient
-            if watched and noted:
-                return  # the next gradient's hook sees to it, or the end of backward
             if not noted and not param.requires_grad:
                 return  # frozen since forward: autograd calls the hook, but accumulates nothing
             if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
