@@ -47,7 +47,7 @@ from wrapped import Wrapping, bucketddp, ddp, fairscale, fsdp2, local_pass, try_
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import ALIGNMENT_BYTES, MIB
-from lightning_bucketddp.optim.swap import master_params
+from lightning_bucketddp.optim.swap import swap_of
 
 RANKS = 2
 TOLERANCE_BYTES = 64 * 1024
@@ -166,13 +166,12 @@ def _storage_bytes(tensors: Iterable[Any]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, has_masters: bool) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's state on this rank, fp32 master parameters included."""
     state = getattr(optimizer, "optim", optimizer).state  # ZeroRedundancyOptimizer's is inside
     tensors = [value for entry in state.values() for value in entry.values()]
-    if has_masters:
-        masters = master_params(optimizer)
-        tensors += [masters.master(param) for group in optimizer.param_groups for param in group["params"]]
+    if (swap := swap_of(optimizer)) is not None:
+        tensors += [swap.master(param) for group in optimizer.param_groups for param in group["params"]]
     return _storage_bytes(tensors)
 
 
@@ -187,7 +186,8 @@ class Ledger(TorchDispatchMode):
             the value of ``fixed`` when the phase began.
         params: The parameters.
         fixed: Returns the bytes of parameters and optimizer state.
-        resized: Whether storages change their size without an operator, as FSDP2's do.
+        recounts: Whether memory is counted anew at each look. FSDP2's storages change their size without an operator;
+            those of sharded parameters lie in their bucket's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,7 +196,7 @@ class Ledger(TorchDispatchMode):
         self.peaks: dict[str, tuple[int, int]] = {}
         self.params: list[nn.Parameter] = []
         self.fixed: Callable[[], int] = lambda: 0
-        self.resized = False
+        self.recounts = False
         self.phase = ""
         self._fixed = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
@@ -230,9 +230,14 @@ class Ledger(TorchDispatchMode):
         self.phase = ""
 
     def _used(self) -> int:
-        if self.resized:
-            return sum(storage.nbytes() for ref in list(self._sizes) if (storage := ref()) is not None)
-        return self._sum
+        if not self.recounts:
+            return self._sum
+        storages = [storage for ref in list(self._sizes) if (storage := ref()) is not None]
+        used = end = 0
+        for start, stop in sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages):
+            used += max(stop, end) - max(start, end)
+            end = max(stop, end)
+        return used
 
     def _look(self) -> int:
         used = self._used()
@@ -271,9 +276,8 @@ def worker(device: torch.device, model_name: str, peer_name: str, small: bool) -
             return {"note": note}
         params = ledger.params = list(model.parameters())
         optimizer = chosen.wrapping.optimizer(params)
-    ledger.resized = isinstance(model, FSDPModule)
-    has_masters = isinstance(model, BucketDDP) and chosen.dtype is torch.bfloat16
-    ledger.fixed = lambda: _storage_bytes(params) + _state_bytes(optimizer, has_masters)
+    ledger.recounts = isinstance(model, FSDPModule) or "sharded" in peer_name
+    ledger.fixed = lambda: _storage_bytes(params) + _state_bytes(optimizer)
     for name, param in module.named_parameters():
         if not isinstance(param, DTensor):  # whose gradient is there only after backward
             param.register_hook(lambda grad, name=name: ledger.note(f"{ledger.phase}/{name}", grad))

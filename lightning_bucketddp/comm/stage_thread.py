@@ -75,7 +75,7 @@ class _Taken:
         """Wait for the first stage, and start the second one, if there is one."""
         try:
             if not self._work.start_next(self._raise_if_ended):
-                self._work.wait(self._raise_if_ended)
+                self._work.complete(self._raise_if_ended)
         except BaseException as error:  # raised by every wait
             self._error = error
         self._has_started.set()

@@ -111,14 +111,14 @@ class Work:
             RuntimeError: As :meth:`wait`.
         """
         if self._later:
-            self._complete(poll)
+            self.complete(poll)
             started = self._later[0]()
             self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
             self.left_behind, self._sends_more = started.left_behind, started._sends_more
             self._later[:1] = started._later
             return True
         if self._sends_more:
-            self._complete(poll)
+            self.complete(poll)
         return False
 
     def proceed(self, poll: Callable[[], None] | None = None) -> None:
@@ -145,7 +145,7 @@ class Work:
         self.proceed(poll)
         if self._handle is not None and self._on_host:
             _stay_awake(self._handle)
-        self._complete(poll)
+        self.complete(poll)
 
     def settle(self) -> bool:
         """Finish the last stage if it has completed, without waiting.
@@ -159,13 +159,20 @@ class Work:
         if not self._on_host or not self.done():
             return False
         try:
-            self._complete(None)
+            self.complete(None)
         except Exception:  # raised anew by every wait
             return False
         return True
 
-    def _complete(self, poll: Callable[[], None] | None) -> None:
-        """Wait for the present stage and finish it."""
+    def complete(self, poll: Callable[[], None] | None = None) -> None:
+        """Wait for the present stage and finish it. No haste: :meth:`wait` stays awake for a moment.
+
+        Args:
+            poll: As for :meth:`wait`.
+
+        Raises:
+            RuntimeError: As :meth:`wait`.
+        """
         if self._handle is not None:
             try:
                 if poll is not None and self._on_host:

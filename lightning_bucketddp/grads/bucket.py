@@ -111,7 +111,7 @@ class Buckets:
 
     def forget(self) -> None:
         """Drop all buckets and their memory."""
-        self.all, self.active, self.of_slot = [], [], []
+        self.all, self.active, self.of_slot, self.launched = [], [], [], 0
         self._expected.clear()
 
     def begin(self, trainable: TrainableSet, reachable: set[int] | None, in_order: bool) -> None:

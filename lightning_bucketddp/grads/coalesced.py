@@ -38,12 +38,11 @@ class Coalesced(Storage):
         """The view of each slot; none outside of a reduction."""
         return [] if self._buffers is None else self._buffers.views
 
-    def lay_out(self, layout: Layout) -> bool:
+    def lay_out(self, layout: Layout) -> None:
         """Move to another layout."""
         self.layout = layout
         self._buckets.forget()
         self._buckets.lay_out(layout, [self._nothing] * len(layout.buckets))
-        return True
 
     def require_memory(self) -> None:
         """Make the memory of buckets, if there is none."""

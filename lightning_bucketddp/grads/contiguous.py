@@ -23,7 +23,7 @@ class Contiguous(Storage):
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        largest_carrier: The last bucket has room for the control vector if it has at most so many bytes, and its dtype
+        largest_carrier: The last bucket has room for the control vector if it has fewer bytes than this, and its dtype
             is exact enough.
 
     Attributes:
@@ -58,7 +58,7 @@ class Contiguous(Storage):
         if self._streams is None and self.layout.buckets:
             last = self.layout.buckets[-1]
             exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
-            if exact and self.layout.bucket_nbytes(last) <= self._largest_carrier:
+            if exact and self.layout.bucket_nbytes(last) < self._largest_carrier:
                 self._tail = HEADER + len(self.layout.slots)
         self.buffers = GradBuffers(self.layout, self._tail)
 
@@ -78,7 +78,7 @@ class Contiguous(Storage):
             else:
                 self._table.params[slot].__dict__.pop("main_grad", None)
 
-    def lay_out(self, layout: Layout) -> bool:
+    def lay_out(self, layout: Layout) -> None:
         """Move to another layout. If no gradient is in the buffers, their memory is given back first."""
         self.bind_main_grads(False)
         self._buckets.forget()
@@ -91,7 +91,6 @@ class Contiguous(Storage):
             for slot in moving:
                 self._table.params[slot].grad = self.views[slot].copy_(old.views[slot])
         self._make_buckets()
-        return True
 
     def _held(self, slots: Iterable[int]) -> list[int]:
         """The slots whose ``.grad`` lies in the buffers."""

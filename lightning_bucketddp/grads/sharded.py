@@ -12,7 +12,7 @@ Operations that scale or clear the ShardedGrad do the same to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -32,8 +32,16 @@ from lightning_bucketddp.layout.plan import Layout
 class LayoutObserver(Protocol):
     """Owns values that lie as the buckets do, and moves them when buckets are rebuilt."""
 
-    def before_layout(self, layout: Layout) -> None:
-        """Prepare for a layout that every rank is about to make."""
+    def before_layout(self, layout: Layout, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+        """Prepare for a layout that every rank is about to make.
+
+        Args:
+            layout: The layout.
+            grads: This rank's parts of published gradients, by slot; None where only other ranks have one.
+
+        Returns:
+            This rank's parts of the same gradients in that layout.
+        """
 
     def on_layout(self, layout: Layout) -> None:
         """Follow the buckets to their new layout."""
@@ -121,10 +129,14 @@ class Sharded(Storage):
             return
         self.require_memory()
         self._inner.open()
+        self.shards.set_apart(self._take_published())
+
+    def _take_published(self) -> set[int]:
+        """Leave only local gradients in ``.grad``, and remember the slots of published ones."""
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
-        self.shards.set_apart(self._accumulating)
         for slot in self._accumulating:
             self._table.params[slot].grad = self._inner.views[slot] if slot in self._buckets.pending else None
+        return self._accumulating
 
     def require_untouched(self, slot: int) -> None:
         """Require that autograd added nothing to a published gradient.
@@ -218,29 +230,31 @@ class Sharded(Storage):
 
     # -- layout --------------------------------------------------------------------------------------
 
-    def lay_out(self, layout: Layout) -> bool:
-        """Move to another layout if gradients are cleared. All ranks must call this at the same point.
-
-        Raises:
-            RuntimeError: On all ranks, if the new layout cannot wait, because parameters have become trainable.
-        """
+    def lay_out(self, layout: Layout) -> None:
+        """Move to another layout. All ranks must call this at the same point."""
+        self.require_memory()
         if layout == self.layout:
-            return self._inner.lay_out(layout)
+            self._inner.lay_out(layout)
+            return
         assert self._observer is not None
-        accumulating = any(count for (count,) in self._observer.exchange([len(self._accumulating or ())]))
-        if accumulating and len(layout.slots) == len(self.layout.slots):
-            return False
-        if accumulating:
-            raise RuntimeError(
-                f"rank {self.groups.inside.rank}: expected cleared gradients where further parameters become trainable "
-                "with shard_optimizer, found accumulated ones on some rank; call module.zero_grad() before backward, "
-                "which also sets those to None that no optimizer holds"
-            )
-        self._observer.before_layout(layout)
+        opened = self._accumulating is not None
+        mine = {slot: self.shards.part(slot) for slot in self._accumulating or self._take_published()}
+        # Some ranks may have cleared theirs.
+        published = self._accumulating = set().union(*self._observer.exchange(sorted(mine)))
+        moved = self._observer.before_layout(layout, {slot: mine.get(slot) for slot in published})
+        del self._sharded, self.shards, mine  # which hold the old memory
         self._inner.lay_out(layout)
         self._make_shards()
+        if self._buckets.pending:  # local gradients wait in the buckets
+            self.shards.set_apart(published)
+        for slot, part in moved.items():
+            self.shards.part(slot).copy_(part)
+        moved.clear()
         self._observer.on_layout(layout)
-        return True
+        if opened:
+            self.shards.set_apart(published)
+        else:
+            self.abandon()
 
     def release(self) -> None:
         """Free the buffers, and drop published gradients, because this rank holds only parts of them."""

@@ -26,12 +26,8 @@ class Storage(Protocol):
     layout: Layout
     _table: SlotTable
 
-    def lay_out(self, layout: Layout) -> bool:
-        """Move to another layout of the same slots, or of more slots behind them. Gradients move along.
-
-        Returns:
-            False if nothing has moved, because the storage waits until gradients are cleared.
-        """
+    def lay_out(self, layout: Layout) -> None:
+        """Move to another layout of the same slots, or of more slots behind them. Gradients move along."""
 
     def open(self) -> None:
         """Prepare for a backward, before it adds to ``.grad``."""

@@ -23,9 +23,6 @@ from torch import nn
 
 from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
 
-_waits: dict[int, Callable[[], None]] = {}
-"""By id of a parameter: waits for it and for the rest of its bucket."""
-
 _CALLS_WITHOUT_VALUES = frozenset({
     "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__",
     "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device",
@@ -41,9 +38,11 @@ class AwaitedParameter(nn.Parameter):
 
     Attributes:
         kind: The class that the parameter gets back.
+        wait_for_values: Waits for the parameter and for the rest of its bucket.
     """
 
     kind: type[nn.Parameter]
+    wait_for_values: Callable[[], None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a parameter of the original class, for code like ``type(param)(data)``."""
@@ -86,7 +85,7 @@ def _wait_for_all(*values: Any) -> None:
     """Wait for all parameters in ``values`` and in containers among them."""
     for value in values:
         if isinstance(value, AwaitedParameter):
-            _waits[id(value)]()
+            value.wait_for_values()
         elif isinstance(value, Mapping):
             _wait_for_all(*value.values())
         elif isinstance(value, list | tuple | set | frozenset):
@@ -117,7 +116,7 @@ class Arrival:
                 self.wait()
                 return
             self._late.append(param)
-            _waits[id(param)] = self.wait
+            self._late[-1].wait_for_values = self.wait  # nowhere else: a module that is dropped now is collected
 
     def wait(self) -> None:
         """Wait, and give the parameters their classes back. Does nothing after it has succeeded once."""
@@ -130,7 +129,7 @@ class Arrival:
         """Give the parameters their classes back, whether or not they have arrived."""
         for param in self._late:
             param.__class__ = type(param).kind
-            _waits.pop(id(param), None)
+            del param.wait_for_values
         self._late.clear()
 
 

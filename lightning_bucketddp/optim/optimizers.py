@@ -250,7 +250,9 @@ class Optimizers:
                 flat = self._params.gather(bucket, dtype, parts, f"the optimizer's state {key!r}")
                 for index in having:
                     whole[index][key] = found[index].whole_in_bucket(flat)
-            yield from whole.items()
+            for index, state in whole.items():
+                yield index, state
+                state.clear()  # its memory is free for the next bucket
 
     def _described(
         self, found: Mapping[int, ParamPart], mine: Mapping[int, dict[str, Any]]
@@ -274,8 +276,15 @@ class Optimizers:
 
     # -- layout: called by the gradients' storage ------------------------------------------------------
 
-    def before_layout(self, layout: Layout) -> None:
-        """Move optimizer state to the ranks that own it in a new layout.
+    def before_layout(self, layout: Layout, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+        """Move optimizer state and gradients to the ranks that own them in a new layout.
+
+        Args:
+            layout: The layout.
+            grads: This rank's parts of published gradients, by slot; None where only other ranks have one.
+
+        Returns:
+            This rank's parts of the same gradients in that layout.
 
         Raises:
             RankMismatchError: On all ranks, if they have made different optimizer steps.
@@ -300,10 +309,13 @@ class Optimizers:
             stepped, params = self._sharded[mine[number]][1].stepped, list(params_of(mine[number]))
             for index, whole in self._whole_state(mine[number]):
                 stepped.put_part(mine[number], params[index], parts[id(params[index])], whole)
+        return self._params.regather(grads, parts)
 
     def on_layout(self, layout: Layout) -> None:
         """Move the parameters after their gradients."""
         assert self._params is not None
+        for _, swap in self._sharded.values():
+            swap.stepped.forget_shards()
         for param in self._params.lay_out(layout):
             for optimizer, (_, swap) in self._sharded.items():
                 swap.stepped.keep_own_part(optimizer, param)  # was frozen; its state may have been loaded meanwhile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -91,6 +91,24 @@ class ShardedParams(Parts):
         with self._peers.waiting_for(what):
             self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         return flat
+
+    def regather(self, grads: Mapping[int, Tensor | None], parts: Mapping[int, ParamPart]) -> dict[int, Tensor]:
+        """Gather gradients bucket by bucket, and return other parts of them, by slot. All ranks must call this.
+
+        Args:
+            grads: This rank's parts, by slot; None where only other ranks have one.
+            parts: The parts to return, by the parameter's id.
+        """
+        layout, params = self._storage.layout, self._slots.params
+        found: dict[int, Tensor] = {}
+        for index, bucket in enumerate(layout.buckets):
+            here = {slot: self.part_of[id(params[slot])] for slot in bucket.slots if slot in grads}
+            if here:
+                own = [(part, grads[slot]) for slot, part in here.items()]
+                flat = self.gather(index, layout.buffers[bucket.buffer].dtype, own, "the gradients of earlier passes")
+                for slot, part in here.items():
+                    found[slot] = parts[id(params[slot])].of(part.whole_in_bucket(flat)).clone()
+        return found
 
     def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:
         """Add this and the other ranks' shards of gradients to a norm. All ranks must call this.

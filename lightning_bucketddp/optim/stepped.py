@@ -252,6 +252,10 @@ class Stepped:
         if part:
             optimizer.state[param] = part
 
+    def forget_shards(self) -> None:
+        """Let go of the memory of parameters that are about to be moved."""
+        self._shards.clear()
+
     def keep_own_part(self, optimizer: Optimizer, param: Tensor) -> None:
         """Cut a whole parameter's state and master down to this rank's part, if the parameter is sharded."""
         if (found := self.parts.find(param)) is not None:

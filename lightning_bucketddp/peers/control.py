@@ -137,7 +137,6 @@ class Control:
 
     @cached_property
     def _used(self) -> Tensor:
-        # Made where a slot is unused on this rank, in that pass: the vector may lie in a bucket, which changes.
         return self._summed[HEADER:] > 0
 
     def used_somewhere(self, slot: int) -> bool:
@@ -192,7 +191,10 @@ class ControlExchange:
             poll: As for :meth:`Work.wait`.
         """
         self._work.wait(poll)
-        if self._vector.device.type != "cpu":
+        if self._vector.device.type == "cpu":
+            # Not to keep the memory of a bucket. Tools that look for clones in backward need not see one here.
+            self._vector = self._on_host = torch.empty_like(self._vector).copy_(self._vector)
+        else:
             self._on_host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
             self._on_host.copy_(self._vector, non_blocking=True)
             self._event = torch.Event(self._vector.device)
@@ -212,7 +214,7 @@ class ControlExchange:
         """The sum; waits until it has come to the host."""
         if self._event is not None:
             self._event.synchronize()
-        if self._control is None:  # a bucket's memory changes
+        if self._control is None:
             self._control = Control(self._on_host, self._world_size)
         return self._control
 

@@ -107,6 +107,8 @@ class Passes:
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
             self.upkeep.note_trainable()
+        if self.synchronise and reducer.state is PassState.IDLE and not self.joining.uneven:
+            self.upkeep.move_shards()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number of tokens by which gradients are divided."""

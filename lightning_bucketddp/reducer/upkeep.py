@@ -162,15 +162,20 @@ class Upkeep:
             self._parts.learner.look_at(since)
         # Shards move with collectives, and a rank whose loss reaches no parameter opens no local pass.
         if planner.due and (it.synchronised or not self.setting.options.shard_optimizer):
+            self.reducer.storage.open()
             self._lay_out()
         return replace(it, trainable=since)
+
+    def move_shards(self) -> None:
+        """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory."""
+        if self.setting.options.shard_optimizer and self._parts.planner.due:
+            self.take_in_changed()
+            self._lay_out()
 
     def _lay_out(self) -> None:
         reducer, planner = self.reducer, self._parts.planner
         before = reducer.storage.layout
-        reducer.storage.open()
-        if not reducer.storage.lay_out(planner.plan()):
-            return
+        reducer.storage.lay_out(planner.plan())
         planner.due = False
         if reducer.storage.layout != before:
             reducer.reduction.forget()

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
 from lightning_bucketddp.trainer.sigterm import end_training, register_instead
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
@@ -52,12 +53,14 @@ class PreemptionCheckpoint(Callback):
         path: The checkpoint, except under Slurm: ``preempted.ckpt`` in ``dirpath``. A later one replaces it.
 
     Raises:
+        TypeError, ValueError: If ``patience`` is no number above 0.
         MisconfigurationException: When training starts, with another strategy than ``bucketddp``, or with ranks that
             the main process has forked or spawned: a job's signals would end that process.
         RuntimeError: When training starts, in another thread than the main one, where Python handles no signals.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS) -> None:
+        require("patience", patience, "a number of seconds, more than 0", int | float, lambda it: it > 0)
         self.path = os.path.join(dirpath, "preempted.ckpt")
         self._patience, self._saving = patience, False
         self._resumes: tuple[Any, Any] | None = None

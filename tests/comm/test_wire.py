@@ -166,9 +166,9 @@ def test_bytes_on_the_wire() -> None:
     assert least < plain / 10
 
 
-@on_ranks(2, cases=[(100, True), (600, False)])
-def test_a_short_last_bucket_of_shards_carries_the_control_vector(width: int, carries: bool) -> None:
-    ours = BucketDDP(nn.Linear(width, width), shard_optimizer=True)
+@on_ranks(2, cases=[(100, None, True), (600, None, False), (100, 1, False), (0, 1, False)])
+def test_a_short_last_bucket_of_shards_carries_the_control_vector(width: int, size: int | None, carries: bool) -> None:
+    ours = BucketDDP(nn.Linear(width, width), shard_optimizer=True, shard_group_size=size)
     assert (ours._passes.reducer.buckets.all[-1].with_tail is not None) == carries
 
 

@@ -5,12 +5,14 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options, declare_element_wise
+from lightning_bucketddp.trainer.preemption import PreemptionCheckpoint
 from tests.models import Mlp
 from tests.pool import on_ranks
 
@@ -33,10 +35,12 @@ OF_TRAINER = OF_STRATEGIES | {
     "state_dict_type": ["parts"],
     "exact_evaluation": ["yes", 1],
 }
-
-
-def wrapper(**options: Any) -> BucketDDP:
-    return BucketDDP(Mlp(), **options)
+MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
+    (lambda **options: BucketDDP(Mlp(), **options), BAD),
+    (BucketDDPFabricStrategy, OF_STRATEGIES),
+    (BucketDDPStrategy, OF_TRAINER),
+    (partial(PreemptionCheckpoint, "here"), {"patience": [0, "long"]}),
+]
 
 
 def refused(option: str, value: object) -> Any:
@@ -44,7 +48,7 @@ def refused(option: str, value: object) -> Any:
     return pytest.raises((TypeError, ValueError), match=rf"(?s)^expected {option} .*found {found}")
 
 
-@on_ranks(1, cases=[(wrapper, BAD), (BucketDDPFabricStrategy, OF_STRATEGIES), (BucketDDPStrategy, OF_TRAINER)])
+@on_ranks(1, cases=MAKERS)
 def test_bad_values_are_refused_where_they_are_given(maker: Callable[..., Any], options: dict[str, list[Any]]) -> None:
     for option, values in options.items():
         for value in values:

@@ -4,7 +4,9 @@ Gathers are put off to the moment in which somebody waits for them, so that code
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -156,6 +158,16 @@ def test_nobody_waits_for_more_than_is_used() -> None:
         late = {name for name, param in twins.module.named_parameters() if isinstance(param, AwaitedParameter)}
         assert not {"layers.0.weight", "layers.0.bias"} & late
         assert {"recurrent.weight_hh_l0", "attention.in_proj_weight"} <= late
+
+
+@on_ranks(2)
+def test_a_module_that_is_dropped_on_the_way_leaves_no_memory() -> None:
+    twins = Twins()
+    twins.step()
+    gone = weakref.ref(twins.module.head.weight)
+    del twins
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.filterwarnings("ignore")

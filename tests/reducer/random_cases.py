@@ -219,12 +219,7 @@ def shardable(case: Case) -> Case:
     options = {name: it for name, it in case.options.items() if not any(name in way for way in OTHER_WAYS)}
     stages = tuple(replace(stage, checkpoint=stage.checkpoint and "plain") for stage in case.stages)
     rounds = tuple(
-        replace(
-            step,
-            zero="none" if step.trainable else step.zero,
-            nudge=False,
-            backwards=tuple(replace(backward, guarded=True) for backward in step.backwards),
-        )
+        replace(step, nudge=False, backwards=tuple(replace(backward, guarded=True) for backward in step.backwards))
         for step in case.rounds
     )
     return replace(case, stages=stages, options=options, rounds=rounds)

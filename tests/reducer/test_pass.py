@@ -1,6 +1,7 @@
 """A pass in plain PyTorch, against means worked out one parameter at a time; a gradient's way to the wire."""
 
 import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,21 @@ def test_the_first_pass_teaches_the_order() -> None:
         ours.close()
     assert [name.split(".")[0] for name in names[0][::2]] == ["last", "middle", "first"]
     assert names[1][-1] == "idle", "a parameter never seen holds nobody up"
+
+
+@on_ranks(2, cases=[False, True])
+def test_old_buckets_have_no_memory_when_there_are_new_ones(sharded: bool) -> None:
+    ours, freed = BucketDDP(seeded(OutOfOrder), shard_optimizer=sharded), []
+    mse(0)(ours).backward()
+    torch.optim.SGD(ours.parameters(), 0.1).step()
+    last, middle = ours.module.first.weight, ours.module.middle.weight
+    old = weakref.ref((middle if sharded else middle.grad).untyped_storage())
+    loss = mse(1)(ours)  # gradients are cleared after forward, as in a Trainer
+    assert (old() is None) == sharded, "parameters move before the graph holds them"
+    last.register_hook(lambda grad: freed.append(old() is None))
+    ours.zero_grad()
+    loss.backward()
+    assert (ours.last_pass().rebuilt, freed) == (True, [True])
 
 
 @on_ranks(2)
