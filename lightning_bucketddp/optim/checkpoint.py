@@ -193,11 +193,12 @@ class ShardedCheckpoint:
         present = self._module.state_dict(keep_vars=True) if with_module else {}
         by_name = [{self._names[id(param)]: param for param in params_of(optimizer)} for optimizer in optimizers]
         room: dict[str, Any] = {}
+        own_ids = self._own_ids()
         for key, stored in metadata.state_dict_metadata.items():
             match metadata.planner_data[key]:
                 case ("model", name) if name in present:
-                    extra = _is_extra(name, present[name])
-                    room[key] = _empty(stored) if extra else self._memory(present[name])
+                    own = id(present[name]) in own_ids
+                    room[key] = self._memory(present[name]) if own else _empty(stored)
                 case ("optimizers", number, "state" | "master_params" as kind, name, *rest) if optimizers:
                     param = by_name[number][name]
                     found = self._parts.find(param)
@@ -208,7 +209,7 @@ class ShardedCheckpoint:
         return room
 
     def _apply(self, nested: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Load the optimizers' state and the modules' extra state, which were read into memory of their own."""
+        """Load the optimizers' state and what modules make for a state dict, which were read into other memory."""
         for number, optimizer in enumerate(optimizers):
             saved = {"state": {}, STATE_DICT_KEY: {}, **nested["optimizers"][number]}
             others = saved.get("others", {"state": {}, "entries": {}})
@@ -221,11 +222,16 @@ class ShardedCheckpoint:
             shard = {SHARD_KEY: own[SHARD_KEY]} if SHARD_KEY in own else {}
             optimizer.load_state_dict({**others["entries"], **loaded, **shard})
         present = self._module.state_dict(keep_vars=True)
-        extra_state = {name: it for name, it in nested.get("model", {}).items() if _is_extra(name, present[name])}
-        if extra_state:
-            self._module.load_state_dict(extra_state, strict=False)
+        own_ids = self._own_ids()
+        made = {name: it for name, it in nested.get("model", {}).items() if id(present[name]) not in own_ids}
+        if made:
+            self._module.load_state_dict(made, strict=False)
 
     # -- details -------------------------------------------------------------------------------------
+
+    def _own_ids(self) -> set[int]:
+        """The ids of parameters and module buffers. Other entries of a state dict, as extra state, are made for it."""
+        return {*self._names, *map(id, self._module.buffers())}
 
     def _memory(self, value: Any) -> Any:
         """Return this rank's memory of an entry of the module's state dict."""
@@ -276,11 +282,6 @@ def _storable(value: Any) -> Any:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
-
-
-def _is_extra(name: str, value: Any) -> bool:
-    """Tell whether an entry of a state dict comes from a module's ``get_extra_state``, which may return a tensor."""
-    return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
 
 
 def _empty(stored: Any) -> Tensor | None:

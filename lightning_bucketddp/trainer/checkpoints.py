@@ -26,7 +26,7 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 
 def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
-    if wrapper is not None:
+    if wrapper is not None and wrapper.module is module:  # else another one has been validated since
         return wrapper._sharded_checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
 
@@ -116,9 +116,10 @@ def whole_state(wrapper: BucketDDP, optimizer: Optimizer, interrupted: bool) -> 
 
 def _require_own_weights(state_dict: Mapping[str, Any], module: pl.LightningModule) -> None:
     """Require that a checkpoint holds the module's own weights: none was added, removed or replaced."""
-    found, own = ({name: _address(value) for name, value in each.items()} for each in (state_dict, module.state_dict()))
+    dicts = state_dict, module.state_dict(), module.state_dict()  # what has no fixed address is made for each of them
+    found, own, again = ({name: _address(value) for name, value in each.items()} for each in dicts)
     for name in {**own, **found}:
-        if found.get(name) != own.get(name):
+        if found.get(name) != own.get(name) == again.get(name):
             raise ValueError(
                 'expected the LightningModule\'s own weights in a checkpoint with state_dict_type="sharded", as every '
                 f"rank saves its parts of them; found another tensor as {name!r}, or none: a callback or "

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import AdamW, Optimizer
+from torchmetrics import SumMetric
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
@@ -65,8 +66,11 @@ class Evaluated(Quiet):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []
+        self.steps = SumMetric()
+        self.steps.persistent(True)  # a state dict holds a copy
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps.update(1)
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -195,11 +199,15 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
         runs.fit(module, data(), **options)
         return runs
 
-    runs = fit(model, saves)
-    for strategy in (parts(), lightning_models.ours()):
-        again = Evaluated()
-        (logged,) = trainer(strategy).validate(again, data(), ckpt_path=last, verbose=False)
-        close_to(again, model)
+    runs, other = fit(model, saves), Evaluated()
+    runs.validate(other, data(), verbose=False)
+    runs.save_checkpoint(tmp_path / "other", weights_only=True)
+    for strategy in (parts, lightning_models.ours):
+        for path, saved in ((tmp_path / "other", other), (last, model)):
+            again = Evaluated()
+            (logged,) = trainer(strategy()).validate(again, data(), ckpt_path=path, verbose=False)
+            close_to(again, saved)
+            assert again.steps.sum_value == saved.steps.sum_value
         scores.append(logged["score"])
     assert scores[0] == pytest.approx(scores[1])
     with pytest.raises(ValueError, match="weights_only"):
@@ -208,7 +216,7 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
     with pytest.raises(KeyError, match="only the model"):
         fit(Evaluated(), ckpt_path=tmp_path / "weights")
     kept = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert kept == {"last.ckpt", "weights", Path(saves.best_model_path).name}, "others were removed"
+    assert kept == {"last.ckpt", "other", "weights", Path(saves.best_model_path).name}, "others were removed"
 
 
 @on_ranks(2, fresh=True)
