@@ -26,7 +26,8 @@ def plot(record: PassRecord, path: str | os.PathLike[str]) -> None:
     )
     axes.axvspan(0, end, color="0.93", label="backward")
     names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in record.buckets]
-    ready, launched, done = zip(*((it.ready_at, it.launched_at, it.done_at) for it in record.buckets), strict=True)
+    moments = "ready_at", "launched_at", "done_at"
+    ready, launched, done = ([getattr(it, moment) for it in record.buckets] for moment in moments)
     for height, starts, ends, label, color in (
         (0.15, ready, launched, "ready to launched: waits for its turn, is packed", "0.5"),
         (0.6, launched, done, "launched to done", "tab:blue"),

@@ -22,8 +22,9 @@ from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end
 from lightning_bucketddp.trainer.sigterm import end_training, register_instead
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
-_RANKS, _ORDER = "bucketddp_ranks", "bucketddp_order"
-"""Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients."""
+_RANKS, _ORDER, _STOPS = "bucketddp_ranks", "bucketddp_order", "bucketddp_stops"
+"""Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
+whether a callback has asked training to stop."""
 
 
 class PreemptionCheckpoint(Callback):
@@ -63,7 +64,7 @@ class PreemptionCheckpoint(Callback):
         require("patience", patience, "a number of seconds, more than 0", int | float, lambda it: it > 0)
         self.path = os.path.join(dirpath, "preempted.ckpt")
         self._patience, self._saving = patience, False
-        self._resumes: tuple[Any, Any] | None = None
+        self._resumes: tuple[Any, Any, bool] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's handlers, which it registers after this."""
@@ -91,10 +92,16 @@ class PreemptionCheckpoint(Callback):
         """End after it, if the ranks have agreed on that before."""
         end_training(trainer, end_signals.ending)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not end before ``on_train_end`` after the last epoch: no resumed run would call it."""
+        if _is_complete(trainer):
+            end_training(trainer, False)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ask the other ranks, as no pass follows."""
+        """Ask the other ranks, as no pass follows. End when all have done what they do at the end."""
         if _wrapper_of(trainer).preempted(no_pass_follows=True):
-            raise SIGTERMException
+            strategy: Any = trainer.strategy
+            strategy.on_train_end = partial(_end, strategy)  # the last that Lightning calls
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, when everything that belongs to the step or epoch has been done."""
@@ -127,26 +134,31 @@ class PreemptionCheckpoint(Callback):
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
         checkpoint[_RANKS] = Collectives(None).exchange_objects((_random_state(), states))
-        checkpoint[_ORDER] = _wrapper_of(trainer).learner.lessons
+        checkpoint[_ORDER], checkpoint[_STOPS] = _wrapper_of(trainer).learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
         ranks = checkpoint.get(_RANKS, ())
         if trainer.training and len(ranks) == trainer.world_size:
             random_state, loaders = ranks[trainer.global_rank]
-            self._resumes = random_state, checkpoint[_ORDER]
+            self._resumes = random_state, checkpoint[_ORDER], checkpoint.get(_STOPS, False)
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from there: only now, as dataloaders draw random numbers when they are made."""
         if self._resumes is None:
             return
-        (random_state, order), self._resumes = self._resumes, None
+        (random_state, order, trainer.should_stop), self._resumes = self._resumes, None
         for lesson in order:
             _wrapper_of(trainer).learner.learn(*lesson)
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()
+            loop: Any = trainer.fit_loop
+            if states := loop._combined_loader_states_to_load:  # Lightning leaves them then
+                loop._combined_loader._load_state_dicts(states)
+                loop._combined_loader_states_to_load = []
+                iter(loop._data_fetcher)  # is at its end; the epoch begins another one
         _random_state(random_state)
 
 
@@ -159,6 +171,18 @@ def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return environment.requeue_signal if requeues else None
+
+
+def _end(strategy: Any) -> None:
+    del strategy.on_train_end
+    strategy.on_train_end()
+    raise SIGTERMException
+
+
+def _is_complete(trainer: Trainer) -> bool:
+    """Whether the epoch that ends is the last one. Lightning's ``fit_loop.done`` would change its counters."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return 0 < (trainer.max_epochs or 0) <= epochs.processed or 0 < trainer.max_steps <= trainer.global_step
 
 
 def _epoch_has_ended(trainer: Trainer) -> bool:

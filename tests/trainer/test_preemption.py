@@ -26,34 +26,44 @@ from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
 from tests.pool import RunRanks, on_ranks
 
 Options = dict[str, Any]
-BATCHES = 6
+BATCHES, MANY = 6, 9
 STEP, VALIDATION, END = "training_step", "validation_step", "on_train_epoch_end"
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Loader:
-    """Draws the order of an epoch's batches, another one on each rank, and knows where it is."""
+    """Draws the order of an epoch's batches, another one on each rank. Goes on where it was, even if at the end.
+
+    As torchdata's ``StatefulDataLoader``, it keeps a generator of its own from epoch to epoch.
+    """
 
     def __init__(self) -> None:
         self.batches = [(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(BATCHES)]
         self.order: list[int] = []
-        self.at = 0
+        self.generator, self.at, self.goes_on = torch.Generator(), 0, False
 
     def __len__(self) -> int:
         return BATCHES
 
     def __iter__(self) -> Iterator[Any]:
-        if self.at == len(self.order):
-            self.order, self.at = torch.randperm(BATCHES).tolist(), 0
+        if not self.order:
+            self.generator.manual_seed(int(torch.randint(1000, ())))
+        if not self.goes_on:
+            self.order, self.at = torch.randperm(BATCHES, generator=self.generator).tolist(), 0
+        self.goes_on = False
+        return self.rest()
+
+    def rest(self) -> Iterator[Any]:
         while self.at < BATCHES:
             self.at += 1
             yield self.batches[self.order[self.at - 1]]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "at": self.at}
+        return {"order": self.order, "at": self.at, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.at = state["order"], state["at"]
+        self.order, self.at, self.goes_on = state["order"], state["at"], True
+        self.generator.set_state(state["generator"])
 
 
 class Preempted(pl.LightningModule):
@@ -65,7 +75,7 @@ class Preempted(pl.LightningModule):
         self.last, self.first, self.dropout = nn.Linear(16, 4), nn.Linear(8, 16), nn.Dropout(0.3)
         self.place, self.batch, self.ranks, self.number = place, batch, ranks, number
         self.losses: list[tuple[int, float]] = []  # with the epoch's number, which samplers go by
-        self.validated = 0
+        self.validated = self.ended = 0
 
     def come(self, place: str) -> None:
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -88,6 +98,10 @@ class Preempted(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.come(END)
+        self.trainer.should_stop |= self.trainer.max_epochs == MANY
+
+    def on_train_end(self) -> None:
+        self.ended += 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -128,7 +142,9 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
     "a validation under way": (VALIDATION, 2, (1,), 3, VALIDATED, {}),
     "a validation that follows": (STEP, 4, (1,), 4, VALIDATED, {}),
     "the epoch's end": (STEP, 6, (1,), 6, PLAIN, {}),
+    "the epoch's end, a loader with a state": (STEP, 6, (1,), 6, {}, {}),
     "the epoch's end, with max_steps": (STEP, 6, (1,), 6, {**PLAIN, "max_epochs": -1, "max_steps": 12}, {}),
+    "the epoch after which training stops": (STEP, 6, (0,), 6, {"max_epochs": MANY}, {}),
     "the last validation": (VALIDATION, 12, (1,), 12, {}, {}),
     "after all": (END, 12, (1,), 12, {}, {}),
     "accumulated in shards": (STEP, 3, (1,), 4, ACCUMULATED, {"shard_optimizer": True, "scatter_every_pass": True}),
@@ -147,6 +163,7 @@ def preempted_and_resumed(folder: Path, name: str) -> None:
     assert not run(folder, second, options, strategy, seed=20, resume=str(folder / "preempted.ckpt"))
     assert first.losses + second.losses == undisturbed.losses
     assert first.validated + second.validated == undisturbed.validated
+    assert first.ended + second.ended == undisturbed.ended == 1
     assert all(map(torch.equal, undisturbed.parameters(), second.parameters()))
 
 
