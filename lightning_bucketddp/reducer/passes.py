@@ -168,13 +168,15 @@ class Passes:
         self._require_idle()
         if origin is not Origin.GRADIENT:
             self.upkeep.look_before_gradients()
+        contributes = role is None and self.joining.contributes()
         it = Pass(
             self.peers.position.pass_number,
             synchronised,
             (),
             origin,
             self.joining.role if role is None else role,
-            contributes=role is None and self.joining.contributes(),
+            contributes,
+            sends_zeros=self.joining.divides_by_active and not contributes,
         )
         it = self.upkeep.prepare(it)
         if synchronised:

@@ -250,6 +250,8 @@ class Reducer:
             with label("pack", bucket):
                 sent = self.reduction.wire_memory(bucket)
                 self.storage.pack(bucket, self.reduction.scale(bucket), sent)
+                if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
+                    (bucket.flat if sent is None else sent).zero_()
         if self.reduction.carries_control(bucket):
             self._control.put_in(bucket, self._report(failed), self.buckets.pending)
         with label(self.reduction.name, bucket):

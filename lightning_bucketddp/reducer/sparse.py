@@ -87,6 +87,7 @@ class SparseGrads(Participant):
         self._collectives, self._peers, self._divisor = collectives, peers, divisor
         self._max_abs_grad = max_abs_grad
         self._trainable: TrainableSet = ()
+        self._sends_zeros = False
         self._held: list[tuple[int, Tensor | None]] = []
         self.contributing: set[int] = set()
         self.used_somewhere: frozenset[int] = frozenset()
@@ -99,7 +100,7 @@ class SparseGrads(Participant):
 
     def opened(self, it: Pass) -> None:
         """Remember the trainable set. A reduction by hand takes every gradient."""
-        self._trainable = it.trainable
+        self._trainable, self._sends_zeros = it.trainable, it.sends_zeros
         if it.origin is Origin.CALL:
             self.contributing.update(index for index in self._table.sparse if self._params[index].grad is not None)
 
@@ -124,7 +125,7 @@ class SparseGrads(Participant):
 
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
-        if grad is None:
+        if grad is None or self._sends_zeros:
             self.contributing.discard(index)  # zero_grad() has dropped the gradient
             return None
         self._require_fit(index, grad)

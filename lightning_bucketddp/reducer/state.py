@@ -70,6 +70,7 @@ class Pass:
         origin: Who opened it.
         role: What this rank does in it.
         contributes: Whether it reduces gradients of this rank's own batches.
+        sends_zeros: Whether this rank sends zeros in place of its gradients: the mean is that of the other ranks.
     """
 
     number: int
@@ -78,3 +79,4 @@ class Pass:
     origin: Origin
     role: Role
     contributes: bool
+    sends_zeros: bool = False

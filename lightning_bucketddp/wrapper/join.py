@@ -98,6 +98,8 @@ class UnevenInputs(JoinHook):
         Args:
             active: The ranks, in ascending order; at least one.
         """
+        if self.active is not None and not self._module_buffers.due:
+            self._module_buffers.synchronise(self.active)  # a rank that repeated its last batch may have its own again
         self.active = None if len(active) == self._collectives.world_size else tuple(active)
         self._passes.joining.join(self._collectives.rank not in active)
 
@@ -179,6 +181,8 @@ class UnevenInputs(JoinHook):
             tensors += self._params.named_buffers().values()
         broadcast_tensors(tensors, self._collectives, source=source)
         restart_masters(tensors)  # on the source too: all ranks go on from the same bits
+        self._module_buffers.due = True  # ranks have run different forwards
+        self._passes.upkeep.note_trainable()
         self.end()
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, grads, largest_difference_between_ranks, local_if, taking
+from tests.reference import (
+    TINY,
+    assert_grads,
+    backward,
+    everyones,
+    grads,
+    largest_difference_between_ranks,
+    local_if,
+    taking,
+)
 
 BATCHES = [3, 6, 4]  # by rank
 
@@ -135,6 +145,49 @@ def test_a_joined_rank_keeps_its_gradients(cleared: bool) -> None:
             seen.append(None if weight.grad is None else weight.grad.item())
     assert rank == 1 or seen[2] == (None if cleared else seen[1])
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+@on_ranks(2, cases=[2, 3])
+def test_after_join_ranks_go_on_together_wherever_they_have_ended(batches: int) -> None:
+    """Rank 1 has ended after a local pass, rank 0 after a reduced one or a local one. Then all freeze a layer."""
+    ours = BucketDDP(ConvBatchNorm())
+    with ours.join():
+        for step in range(1 if dist.get_rank() else batches):
+            with nullcontext() if step % 2 else ours.no_sync():
+                backward(ours, step)
+    ours.zero_grad()
+    ours.module.conv2.requires_grad_(False)
+    backward(ours, 5)
+    reduced = [param.grad for param in ours.parameters() if param.grad is not None]
+    assert len(reduced) == 3
+    assert all(map(torch.equal, reduced, everyones(reduced)[0]))
+
+
+@on_ranks(2, cases=[{}, {"use_contiguous_buffers": False}, {"sparse_parameters": ["weight"]}])
+def test_means_of_earlier_passes_are_not_sent_where_a_rank_has_run_out(options: dict[str, Any]) -> None:
+    table, rank = nn.Embedding(2, 1, sparse="sparse_parameters" in options), dist.get_rank()
+    ours = BucketDDP(table, **options)
+    ours._uneven.divide_by_active()
+    for values, active in (((2.0, 6.0), [0, 1]), ((2.0, 8.0), [1])):
+        ours._uneven.set_active(active)
+        loss = (ours(torch.tensor([1])) * values[rank]).sum()
+        loss = loss.detach() if ours._uneven.is_replaying else loss
+        with ours.backward_pass(loss):
+            if loss.requires_grad:
+                loss.backward()
+    assert table.weight.grad.to_dense()[1].item() == (2.0 + 6.0) / 2 + 8.0
+
+
+@on_ranks(2)
+def test_module_buffers_of_a_repeated_batch_do_not_stay() -> None:
+    ours, rank = BucketDDP(ConvBatchNorm()), dist.get_rank()
+    mean = ours.module.norm.running_mean
+    ours._uneven.set_active([1])
+    with ours.no_sync():
+        ours(batch(0, rank)[0])
+    mean.fill_(5.0 - 4.0 * rank)
+    ours._uneven.set_active([0, 1])
+    assert mean.eq(1.0).all()
 
 
 @on_ranks(2, fresh=True)
