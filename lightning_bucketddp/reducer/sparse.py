@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.checks import require_sound
-from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.peers.control import Report
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
@@ -86,8 +86,7 @@ class SparseGrads(Participant):
         self._names, self._params = table.names, table.all_params
         self._collectives, self._peers, self._divisor = collectives, peers, divisor
         self._max_abs_grad = max_abs_grad
-        self._trainable: TrainableSet = ()
-        self._sends_zeros = False
+        self._opened: Pass | None = None
         self._held: list[tuple[int, Tensor | None]] = []
         self.contributing: set[int] = set()
         self.used_somewhere: frozenset[int] = frozenset()
@@ -99,8 +98,8 @@ class SparseGrads(Participant):
         return bool(self._held)
 
     def opened(self, it: Pass) -> None:
-        """Remember the trainable set. A reduction by hand takes every gradient."""
-        self._trainable, self._sends_zeros = it.trainable, it.sends_zeros
+        """Remember the pass. A reduction by hand takes every gradient."""
+        self._opened = it
         if it.origin is Origin.CALL:
             self.contributing.update(index for index in self._table.sparse if self._params[index].grad is not None)
 
@@ -121,11 +120,14 @@ class SparseGrads(Participant):
         Raises:
             RuntimeError: If a gradient cannot be reduced.
         """
-        self._held = [(index, self._own(index)) for index in sorted(self._table.sparse) if self._trainable[index]]
+        it = self._opened
+        assert it is not None
+        sparse = [index for index in sorted(self._table.sparse) if it.trainable[index]]
+        self._held = [(index, None if it.sends_zeros else self._own(index)) for index in sparse]
 
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
-        if grad is None or self._sends_zeros:
+        if grad is None:
             self.contributing.discard(index)  # zero_grad() has dropped the gradient
             return None
         self._require_fit(index, grad)
