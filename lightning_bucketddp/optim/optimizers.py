@@ -277,14 +277,7 @@ class Optimizers:
     # -- layout: called by the gradients' storage ------------------------------------------------------
 
     def before_layout(self, layout: Layout, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
-        """Move optimizer state and gradients to the ranks that own them in a new layout.
-
-        Args:
-            layout: The layout.
-            grads: This rank's parts of published gradients, by slot; None where only other ranks have one.
-
-        Returns:
-            This rank's parts of the same gradients in that layout.
+        """Move optimizer state and gradients to the ranks that own them in a new layout; see :class:`LayoutObserver`.
 
         Raises:
             RankMismatchError: On all ranks, if they have made different optimizer steps.
