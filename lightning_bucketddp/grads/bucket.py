@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from operator import is_
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.planner import LayoutPlanner
-from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet
 from lightning_bucketddp.layout.plan import Layout
 
 NONE: frozenset[int] = frozenset()
@@ -30,6 +31,7 @@ class Bucket:
     Attributes:
         index: Its place in the layout.
         slots: Its slots.
+        params: The parameter of each.
         held_back: Whether it waits for the end of backward, because a slot may get several gradients or none.
         flat: Its contiguous 1-D tensor.
         with_tail: ``flat`` and the control vector behind it, if the control vector travels in this bucket.
@@ -43,6 +45,7 @@ class Bucket:
 
     index: int
     slots: tuple[int, ...]
+    params: list[Tensor]
     held_back: bool
     flat: Tensor
     with_tail: Tensor | None = None
@@ -69,7 +72,7 @@ class Buckets:
         awaited: The bucket that this rank waits for now.
         pending: Slots with a gradient since their last reduction.
         in_order: Whether gradients are expected bucket by bucket in this pass.
-        noted: Indices of the parameters whose hooks have noted that gradients are ready.
+        noted: The parameters whose hooks have noted that gradients are ready.
         enough: So many noted gradients may make a bucket full. 0: hooks do not note, and tell the reducer of each.
     """
 
@@ -82,7 +85,7 @@ class Buckets:
         self.awaited: Bucket | None = None
         self.pending: set[int] = set()
         self.in_order = False
-        self.noted: list[int] = []
+        self.noted: list[Tensor] = []
         self.enough = 0
         self._expected: dict[TrainableSet, _Expected] = {}
 
@@ -95,8 +98,9 @@ class Buckets:
             with_tail: The last bucket's tensor, and room for the control vector behind it. The control vector is final
                 only after backward, so this bucket is held back.
         """
+        params = self._table.params
         self.all = [
-            Bucket(index, it.slots, self._planner.holds_back(it.slots), flat)
+            Bucket(index, it.slots, [params[slot] for slot in it.slots], self._planner.holds_back(it.slots), flat)
             for index, (it, flat) in enumerate(zip(layout.buckets, memory, strict=True))
         ]
         if with_tail is not None:
@@ -150,24 +154,30 @@ class Buckets:
         if self.enough:
             self.enough = next((len(bucket.missing) for bucket in self.all[index:] if bucket.missing), sys.maxsize)
 
-    def mark_noted(self) -> tuple[list[Bucket], list[int]]:
-        """Mark the gradients that hooks have noted. The loop runs for every parameter in every pass.
+    def mark_noted(self) -> tuple[list[Bucket], list[Tensor]]:
+        """Mark the gradients that hooks have noted, all together where they complete a bucket in order.
 
         Returns:
             The buckets that are full now; and the parameters that have no slot, or whose bucket was launched.
         """
-        params, slot_of, of_slot = self._table.all_params, self._table.slot_of_index, self.of_slot
         noted = self.noted[:]
         del self.noted[: len(noted)]  # other threads may have added to it
         full: list[Bucket] = []
-        others: list[int] = []
-        at = 0
-        for index in noted:
-            if not params[index].requires_grad:
+        others: list[Tensor] = []
+        bucket = self._completed_by(noted)
+        if bucket is not None:
+            self.pending |= bucket.missing
+            bucket.missing.clear()
+            bucket.ready_at = time.perf_counter()
+            self.look_from(bucket.index)
+            return [bucket], others
+        at, slot_of, index_of, of_slot = 0, self._table.slot_of_index, self._table.index_of, self.of_slot
+        for param in noted:
+            if not param.requires_grad:
                 continue  # frozen since forward: autograd calls the hook, but accumulates nothing
-            slot = slot_of.get(index)
+            slot = slot_of.get(index_of[id(param)])
             if slot is None or (bucket := of_slot[slot]).launched:
-                others.append(index)
+                others.append(param)
                 continue
             at, missing = bucket.index, bucket.missing
             self.pending.add(slot)
@@ -177,6 +187,17 @@ class Buckets:
                 full.append(bucket)
         self.look_from(at)
         return full, others
+
+    def _completed_by(self, params: list[Tensor]) -> Bucket | None:
+        """The bucket whose missing gradients are those of these parameters, if they are its last ones in order."""
+        slot = self._table.slot_of_index.get(self._table.index_of[id(params[0])]) if params else None
+        if slot is None:
+            return None
+        bucket, count = self.of_slot[slot], len(params)
+        if bucket.launched or len(bucket.missing) != count or not bucket.missing.issuperset(bucket.slots[-count:]):
+            return None
+        in_order = all(map(is_, params, bucket.params[-count:]))
+        return bucket if in_order and all(map(REQUIRES_GRAD, params)) else None
 
     def unused(self, trainable: TrainableSet) -> AbstractSet[int]:
         """The slots that are not pending in the active buckets of this set."""

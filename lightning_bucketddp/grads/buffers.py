@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from operator import is_
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.grads.slots import REQUIRES_GRAD
 from lightning_bucketddp.layout.plan import Bucket, Layout
 
 LARGE_BYTES = 16 * 1024
@@ -36,9 +37,6 @@ class GradBuffers:
         ]
         self.views = [self._view(slot) for slot in range(len(layout.slots))]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._accepted = [  # per slot: the shape, dtypes and device that a gradient may have
-            (it.spec.shape, (it.spec.dtype, it.spec.param_dtype), self.flats[it.buffer].device) for it in layout.slots
-        ]
 
     def _view(self, index: int) -> Tensor:
         slot = self._layout.slots[index]
@@ -92,17 +90,21 @@ class GradBuffers:
             flat: The bucket that holds these slots, if the factor may be applied to all of it.
 
         Raises:
-            RuntimeError: If a gradient does not fit into its view. Nothing has been copied then.
+            RuntimeError: If a gradient does not fit into its view.
         """
-        targets, sources = self._outside(slots, grads)
-        views = self.views
         if scale is not None and (flat is None or flat.nbytes >= LARGE_BYTES * len(slots)):
+            self.require_fits(slots, grads)
             for slot, grad in zip(slots, grads, strict=True):
-                view = views[slot]
+                view = self.view(slot)
                 torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
             return
+        targets, sources = self._outside(slots, grads)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            try:
+                torch._foreach_copy_(targets, sources)
+            except RuntimeError:
+                self.require_fits(slots, grads)
+                raise
         if scale is not None:
             assert flat is not None
             flat.mul_(scale)
@@ -119,7 +121,7 @@ class GradBuffers:
         Raises:
             RuntimeError: As for :meth:`pack`.
         """
-        self._outside(slots, grads)
+        self.require_fits(slots, grads)
         if sum(grad.numel() for grad in grads) < into.numel():
             into.zero_()
         places = [self._layout.slots[slot] for slot in slots]
@@ -128,21 +130,20 @@ class GradBuffers:
             torch._foreach_copy_(views, list(grads))
 
     def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one does not fit."""
-        views, addresses, accepted, strided = self.views, self._addresses, self._accepted, torch.strided
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for slot, grad in zip(slots, grads, strict=True):
-            view = views[slot] if views[slot].data_ptr() == addresses[slot] else self.view(slot)
-            if grad is view:
-                continue
-            shape, dtypes, device = accepted[slot]
-            fits = grad.shape == shape and grad.dtype in dtypes and grad.device == device and grad.layout is strided
-            if not fits or grad.requires_grad:
-                self._refuse(slot, grad)
-            targets.append(view)
-            sources.append(grad)
-        return targets, sources
+        """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one requires grad.
+
+        Looks at nothing else, as that takes time for every parameter in every pass. Autograd makes gradients like their
+        parameters, and torch compares parameters and views when gradients are published.
+        """
+        if any(map(REQUIRES_GRAD, grads)):
+            self.require_fits(slots, grads)
+        views = [*map(self.views.__getitem__, slots)]
+        if [*map(Tensor.data_ptr, views)] != [*map(self._addresses.__getitem__, slots)]:
+            views = [*map(self.view, slots)]
+        if any(map(is_, grads, views)):
+            outside = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not view]
+            return [view for view, _ in outside], [grad for _, grad in outside]
+        return views, list(grads)
 
     def bind(self, slot: int, param: Tensor, view: Tensor | None = None) -> None:
         """Make the slot's view, or ``view`` if given, the parameter's ``.grad``."""
@@ -152,21 +153,29 @@ class GradBuffers:
             param.grad_dtype = own.dtype
         param.grad = own if view is None else view
 
-    def _refuse(self, slot: int, grad: Tensor) -> NoReturn:
-        spec, device = self._layout.slots[slot].spec, self._accepted[slot][2]
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"the gradient of parameter {spec.name!r} requires grad, because of backward(create_graph=True). "
-                "`.grad` is a view into a buffer that is reduced in place and cannot be differentiated. Use "
-                "torch.autograd.grad(..., create_graph=True) for the inner gradient and a plain backward() for the loss"
-            )
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of parameter {spec.name!r} is {grad.layout}, but the parameter was not declared sparse "
-                f"when the module was wrapped; pass sparse_parameters=[{spec.name!r}] to BucketDDP"
-            )
-        raise RuntimeError(
-            f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
-            f"{spec.shape}, {spec.dtype} on {device}, found {grad.layout} of shape {tuple(grad.shape)}, "
-            f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
-        )
+    def require_fits(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Require that gradients fit into their views.
+
+        Raises:
+            RuntimeError: If one does not. It names the parameter.
+        """
+        for slot, grad in zip(slots, grads, strict=True):
+            spec, view = self._layout.slots[slot].spec, self.views[slot]
+            if grad.requires_grad:
+                raise RuntimeError(
+                    f"the gradient of parameter {spec.name!r} requires grad, because of backward(create_graph=True). "
+                    "`.grad` is a view into a buffer that is reduced in place and cannot be differentiated. Use "
+                    "torch.autograd.grad(..., create_graph=True) for the inner gradient and a plain backward() for "
+                    "the loss"
+                )
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of parameter {spec.name!r} is {grad.layout}, but the parameter was not declared "
+                    f"sparse when the module was wrapped; pass sparse_parameters=[{spec.name!r}] to BucketDDP"
+                )
+            if grad.shape != view.shape or grad.device != view.device:
+                raise RuntimeError(
+                    f"the gradient of parameter {spec.name!r} cannot be reduced: expected a dense gradient of shape "
+                    f"{spec.shape}, {spec.dtype} on {view.device}, found {grad.layout} of shape {tuple(grad.shape)}, "
+                    f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
+                )

@@ -55,13 +55,13 @@ class Coalesced(Storage):
         self.require_memory()
         assert self._buffers is not None
         assert into is None
-        slots, grads, absent = gradients_of(bucket, self._table)
+        slots, grads, absent = gradients_of(bucket)
         self._buffers.pack(slots, grads, scale, bucket.flat)
         leave_out(absent, self.views.__getitem__, self._buckets)
 
     def publish(self, bucket: Bucket) -> None:
         """Copy the reduced gradients of a bucket back."""
-        slots, grads, _ = gradients_of(bucket, self._table)
+        slots, grads, _ = gradients_of(bucket)
         used = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if slot in self._buckets.pending]
         if used:
             torch._foreach_copy_([grad for _, grad in used], [self.views[slot] for slot, _ in used])

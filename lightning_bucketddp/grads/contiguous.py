@@ -165,9 +165,9 @@ class Contiguous(Storage):
 
         The loops run for every parameter in every pass.
         """
-        params, pending = self._table.params, self._buckets.pending
+        pending = self._buckets.pending
         early = self._packed.intersection(bucket.slots) if self._packed else ()
-        slots, grads, absent = gradients_of(bucket, self._table)
+        slots, grads, absent = gradients_of(bucket)
         absent.difference_update(early)
         self._wait_for_streams(grads)
         if not pending.issuperset(slots):  # keep the others, should no rank have a gradient for them
@@ -179,20 +179,24 @@ class Contiguous(Storage):
         else:
             self.buffers.pack_into(into, self.layout.buckets[bucket.index], slots, grads)
         leave_out(absent, self.buffers.view, self._buckets)
-        for slot in slots:
-            params[slot].grad = None
+        for param in bucket.params:
+            param.grad = None
 
     # -- gradients are there -------------------------------------------------------------------------
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the views of slots with a gradient on this rank."""
-        params, views, pending = self._table.params, self.views, self._buckets.pending
-        for slot in bucket.slots:
-            if slot in pending:
-                if slot in self._with_main_grad:
-                    self.buffers.bind(slot, params[slot])
-                else:
-                    params[slot].grad = views[slot]
+        views, pending = self.views, self._buckets.pending
+        try:
+            for slot, param in zip(bucket.slots, bucket.params, strict=True):
+                if slot in pending:
+                    if slot in self._with_main_grad:
+                        self.buffers.bind(slot, param)
+                    else:
+                        param.grad = views[slot]
+        except RuntimeError:  # the parameter has got another shape or device since it was wrapped
+            self.buffers.require_fits(bucket.slots, [param.detach() for param in bucket.params])
+            raise
 
     def publish_unused(self, slot: int, used_elsewhere: bool) -> None:
         """Bind the mean if another rank had a gradient, else put the old gradient back."""

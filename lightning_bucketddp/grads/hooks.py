@@ -31,7 +31,8 @@ def has_other_hooks(param: Tensor) -> bool:
 class GradientHooks:
     """A post-accumulate-grad hook on each parameter that can have a gradient.
 
-    The hooks keep ``on_gradient`` and its owner alive until :meth:`remove`.
+    Parameters share one function: autograd calls it for every parameter in every pass, and a function for each would
+    not stay in the processor's caches. The hooks keep ``on_gradient`` and its owner alive until :meth:`remove`.
 
     Args:
         table: The parameters and their slots.
@@ -47,29 +48,27 @@ class GradientHooks:
         self.removed = False
         self._handles = []
         self._refs = []  # with them torch refuses to swap a parameter's content, as hooks would go with it
-        for index, param in enumerate(table.all_params):
+        hook, hook_of_large = self._hook(large=False), self._hook(large=True)
+        for param in table.all_params:
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
                 self._refs.append(weakref.ref(param))
                 trainable = param.requires_grad
                 param.requires_grad_(True)  # torch refuses hooks on frozen parameters
                 large = param.device.type == "cpu" and param.nbytes >= LARGE_BYTES
-                self._handles.append(param.register_post_accumulate_grad_hook(self._hook(index, large)))
+                self._handles.append(param.register_post_accumulate_grad_hook(hook_of_large if large else hook))
                 param.requires_grad_(trainable)
 
-    def _hook(self, index: int, large: bool) -> Callable[[Tensor], None]:
-        """The hook of the parameter at ``index``.
-
-        Autograd calls it for every parameter in every pass, so it does next to nothing.
-        """
+    def _hook(self, large: bool) -> Callable[[Tensor], None]:
+        """A hook for parameters whose gradients are large, or for those whose gradients are not."""
         buckets, noted, tell = self._buckets, self._buckets.noted, self._on_gradient
 
         def on_gradient(param: Tensor) -> None:
             if not buckets.enough:
-                tell(index, param, False, large)
+                tell(param, False, large)
             else:
-                noted.append(index)
+                noted.append(param)
                 if large or len(noted) >= buckets.enough:
-                    tell(index, param, True, large)
+                    tell(param, True, large)
 
         on_gradient.__qualname__ = HOOK_NAME
         return on_gradient

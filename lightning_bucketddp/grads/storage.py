@@ -101,9 +101,9 @@ class Storage(Protocol):
         """Turn gradients into plain tensors, and give the buffers' memory back."""
 
 
-def gradients_of(bucket: Bucket, table: SlotTable) -> tuple[Sequence[int], list[Tensor], set[int]]:
+def gradients_of(bucket: Bucket) -> tuple[Sequence[int], list[Tensor], set[int]]:
     """The bucket's slots with a gradient, these gradients, and its slots without one."""
-    grads = [table.params[slot].grad for slot in bucket.slots]
+    grads = [param.grad for param in bucket.params]
     absent = {slot for slot, grad in zip(bucket.slots, grads, strict=True) if grad is None}
     slots = [slot for slot in bucket.slots if slot not in absent] if absent else bucket.slots
     return slots, [grad for grad in grads if grad is not None], absent

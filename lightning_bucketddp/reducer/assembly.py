@@ -99,14 +99,13 @@ class Assembly:
         sparse: Reduces sparse gradients.
         reducer: The reducer.
         hooks: The hooks on the parameters. They keep the reducer alive, so its owner removes them.
-        index_of: The index in the module of each parameter, by its id.
     """
 
     def __init__(
         self,
         setting: Setting,
         hook: CommHook | None,
-        open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
+        open_by_gradient: Callable[[Tensor], Reducer | None],
     ) -> None:
         options, collectives, peers = setting.options, setting.collectives, setting.peers
         table = SlotTable(setting.changes.params.named, setting.changes.params.sparse)
@@ -134,7 +133,6 @@ class Assembly:
             open_by_gradient,
         )
         self.hooks = GradientHooks(table, buckets, self.reducer.on_gradient)
-        self.index_of = {id(param): index for index, param in enumerate(table.all_params)}
 
 
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:

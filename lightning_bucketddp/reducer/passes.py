@@ -183,26 +183,25 @@ class Passes:
             self.setting.checks.read_what_arrived()
         self.reducer.open(it, reachable)
 
-    def _open_by_gradient(self, index: int, param: Tensor) -> tuple[Reducer, int] | None:
+    def _open_by_gradient(self, param: Tensor) -> Reducer | None:
         """Open the pass in which a gradient has been accumulated already.
 
         Without a root (backward reached no output of forward) the running backward also ends the pass, even if it is
         an inner one.
         """
-        name = self.reducer.table.names[index]
+        table = self.reducer.table
+        name = table.names[table.index_of[id(param)]]
         if not self.joining.counts() and not self._guarded:
             raise RuntimeError(not_own_batch(self.reducer.peers.rank, name))
         if not self._end_queued:
             self.upkeep.take_in_changed()
-            found = self.upkeep.index_of(param)
-            if found is None:
+            if id(param) not in self.reducer.table.index_of:
                 return None
-            index = found
             self._root_synchronises = self.reduces
             self._queue_end()
             self.setting.divisor.require_root(name)
         reducer = self.reducer
-        slot = reducer.table.slot_of(index)
+        slot = reducer.table.slot_of(reducer.table.index_of[id(param)])
         if slot is not None:
             reducer.storage.require_untouched(slot)
         try:
@@ -211,7 +210,7 @@ class Passes:
             if slot is not None:
                 reducer.buckets.pending.add(slot)  # dropped with the rest of the pass
             raise
-        return self.reducer, index
+        return self.reducer
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
         """Queue the end of the pass, as backward has reached a tensor that ``forward`` returned.

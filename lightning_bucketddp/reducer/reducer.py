@@ -73,8 +73,8 @@ class Reducer:
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks, which autograd calls from several threads.
         open_by_gradient: Opens a pass in which a gradient has been accumulated already. Returns the reducer that
-            opened it, another one than this if parameters have changed, and the parameter's index there; None for a
-            parameter that the module no longer has.
+            opened it, another one than this if parameters have changed; None for a parameter that the module no longer
+            has.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reducer:
         control: PassControl,
         queue: WrapperQueue,
         lock: threading.RLock,
-        open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
+        open_by_gradient: Callable[[Tensor], Reducer | None],
     ) -> None:
         self.table = table
         self.buckets = buckets
@@ -155,11 +155,10 @@ class Reducer:
 
     # -- called by autograd --------------------------------------------------------------------------
 
-    def on_gradient(self, index: int, param: Tensor, noted: bool = False, large: bool = False) -> None:
+    def on_gradient(self, param: Tensor, noted: bool = False, large: bool = False) -> None:
         """Mark gradients as ready, and launch full buckets.
 
         Args:
-            index: The parameter's index in the module.
             param: The parameter.
             noted: Whether its gradient and others have been noted; if so, they are marked.
             large: Whether it may be packed before its bucket is launched.
@@ -172,16 +171,14 @@ class Reducer:
             if not noted and not param.requires_grad:
                 return  # frozen since forward: autograd calls the hook, but accumulates nothing
             if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
-                opened = self._open_by_gradient(index, param)
-                if opened is None:
-                    return
-                reducer, index = opened
+                reducer = self._open_by_gradient(param)
                 if reducer is not self:
-                    reducer.on_gradient(index, param)
+                    if reducer is not None:
+                        reducer.on_gradient(param)
                     return
-            full = self._mark_noted() if noted else self._mark(index)
+            full = self._mark_noted() if noted else self._mark(param)
             if large and not watched and self.buckets.enough and self.state is PassState.SYNCHRONISED:
-                self._pack_early(index)
+                self._pack_early(param)
             if full and not watched and self.state is PassState.SYNCHRONISED and self.queue.is_first():
                 with _Launching(self.peers):
                     while (bucket := self._next_full()) is not None:
@@ -192,22 +189,22 @@ class Reducer:
                 if not bucket.launched and not waits_for_end:
                     self.storage.hold(bucket.slots)
 
-    def _pack_early(self, index: int) -> None:
-        slot = self.table.slot_of(index)
+    def _pack_early(self, param: Tensor) -> None:
+        slot = self.table.slot_of(self.table.index_of[id(param)])
         if slot is not None and self.reduction.packs_early:
             self.storage.pack_early(slot, self.reduction.scale(self.buckets.of_slot[slot]))
 
     def _mark_noted(self) -> list[Bucket]:
         """Mark the gradients that hooks have noted; return the buckets that are full now."""
         full, others = self.buckets.mark_noted()
-        for index in others:
-            self._mark(index)
+        for param in others:
+            self._mark(param)
         return full
 
-    def _mark(self, index: int) -> Sequence[Bucket]:
+    def _mark(self, param: Tensor) -> Sequence[Bucket]:
         """Mark a gradient as ready; return its bucket if that is full now."""
         self.require_not_by_hand()
-        it = self._pass
+        it, index = self._pass, self.table.index_of[id(param)]
         if it is not None and it.role is Role.JOINED and it.origin is not Origin.CONTEXT:
             raise RuntimeError(not_own_batch(self.peers.rank, self.table.names[index]))
         slot = self.table.slot_of_index.get(index)

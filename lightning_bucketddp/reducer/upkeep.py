@@ -36,17 +36,13 @@ class Upkeep:
         self,
         setting: Setting,
         hook: CommHook | None,
-        open_by_gradient: Callable[[int, Tensor], tuple[Reducer, int] | None],
+        open_by_gradient: Callable[[Tensor], Reducer | None],
     ) -> None:
         self.setting = setting
         self._hook = hook
         self._cleared_before = -1  # the pass before which all gradients were set to zero
         self._open_by_gradient = open_by_gradient
         self._assemble()
-
-    def index_of(self, param: Tensor) -> int | None:
-        """The index of a parameter in the module; None if the module does not have it."""
-        return self._parts.index_of.get(id(param))
 
     def removed(self) -> bool:
         """Whether the hooks on the parameters were removed, for good."""
@@ -102,7 +98,7 @@ class Upkeep:
         self._assemble()
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
-            before = parts.index_of.get(id(param))
+            before = old.table.index_of.get(id(param))
             if before is None:
                 self.setting.changes.add(param)
             if before in accumulated or (before is None and param.grad is not None):  # takes part in the next reduction

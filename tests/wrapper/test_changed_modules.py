@@ -90,6 +90,16 @@ def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], l
 
 
 @on_ranks(2)
+def test_a_parameter_whose_data_got_another_shape_is_named() -> None:
+    model = BucketDDP(nn.Linear(8, 4))
+    for step in range(2):
+        backward(model, step)
+    model.module.bias.data = torch.ones(1)  # its gradient, of one element, would fit into any view
+    with pytest.raises(RuntimeError, match=r"'bias' cannot be reduced: expected .*shape \(4,\).*found .*shape \(1,\)"):
+        backward(model, 2)
+
+
+@on_ranks(2)
 def test_new_parameters_start_as_rank_0_has_them() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours)
