@@ -99,9 +99,8 @@ def taking(step: int, take: str = "both") -> Callable[[nn.Module], Tensor]:
 
 
 def mse(step: int, direct: bool = False) -> Callable[[nn.Module], Tensor]:
-    """The loss of this rank's batch; ``direct`` goes past the wrapper."""
-    inputs, target = batch(step, dist.get_rank())
-    return lambda model: loss_of((inner(model) if direct else model)(inputs), target)
+    """``loss_at`` of a step; ``direct`` goes past the wrapper."""
+    return lambda model: loss_at(inner(model) if direct else model, step)
 
 
 def local_if(ours: BucketDDP, local: bool) -> AbstractContextManager[None]:
@@ -147,12 +146,16 @@ def everyones(value: Any) -> list[Any]:
     return found
 
 
-def backward(
-    model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32, rank: int | None = None, **options: Any
-) -> Tensor:
-    """A forward and a backward of this rank's batch, or another rank's; the loss."""
+def loss_at(model: nn.Module, step: int = 0, rank: int | None = None, **options: Any) -> Tensor:
+    """The loss of this rank's batch, or another rank's, given in the dtype of the parameters, and forward's options."""
     inputs, target = batch(step, dist.get_rank() if rank is None else rank)
-    loss = loss_of(model(inputs.to(dtype), **options), target.to(dtype))
+    dtype = next(param.dtype for param in model.parameters() if param.is_floating_point())
+    return loss_of(model(inputs.to(dtype), **options), target)
+
+
+def backward(model: nn.Module, step: int = 0, rank: int | None = None, **options: Any) -> Tensor:
+    """Run a backward of ``loss_at``, and return that."""
+    loss = loss_at(model, step, rank, **options)
     loss.backward()
     return loss
 

@@ -20,9 +20,9 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.stage_thread import StageThread
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
-from tests.models import Mlp, batch, loss_of
+from tests.models import Mlp
 from tests.pool import case, on_ranks
-from tests.reference import TINY, backward, everyones
+from tests.reference import TINY, backward, everyones, loss_at
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -141,7 +141,7 @@ def bytes_of_a_pass(options: dict[str, Any]) -> int:
     ours = BucketDDP(Mlp(width=512, depth=3), **options)
     for step in range(5):
         ours.zero_grad()
-        loss = loss_of(ours(batch(step, dist.get_rank())[0]), batch(step, 0)[1])
+        loss = loss_at(ours, step)
         dist.barrier()
         before = written()
         loss.backward()

@@ -13,9 +13,9 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.reducer.reducer import PassState
 from tests.hooks import options_for
 from tests.inside import reducer_of
-from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch, loss_of
+from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, inputs_of, mean_over_ranks, pair, raises_soon, run_backward
+from tests.reference import TINY, assert_grads, inputs_of, loss_at, mean_over_ranks, pair, raises_soon, run_backward
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 
@@ -24,8 +24,7 @@ def options_of(way: str) -> dict[str, Any]:
 
 
 def run_pass(model: Any, step: int, guarded: bool = False, **options: Any) -> None:
-    inputs, target = batch(step, dist.get_rank())
-    run_backward(model, loss_of(model(inputs, **options), target), guarded)
+    run_backward(model, loss_at(model, step, **options), guarded)
 
 
 SMALL = 0.0001

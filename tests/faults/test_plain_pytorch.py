@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from tests.launchers import free_port
-from tests.models import MODELS, Mlp, batch, build, loss_of
+from tests.models import MODELS, Mlp, batch, build
 from tests.pool import ROOT, on_ranks
-from tests.reference import backward
+from tests.reference import backward, loss_at
 
 PARAMETERS = 24
 ELEMENTS = 1024 * 1024  # of fp32: 4 MiB each
@@ -112,8 +112,7 @@ def train(rank: int, port: int, what: str, which: int, where: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=len(RANKS), timeout=timedelta(seconds=60))
     model = BucketDDP(Mlp())
     for step in range(6):
-        inputs, target = batch(step, rank)
-        loss = loss_of(model(inputs), target)
+        loss = loss_at(model, step)
         if step == STEP and rank == which:
             end(what)
         if step == STEP and where == "nowhere" and rank != which:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError, declare_element_wise
-from tests.models import Branches, Fragile, batch, loss_of
+from tests.models import Branches, Fragile, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, raises_soon
+from tests.reference import TINY, backward, raises_soon
 
 SECONDS = 15  # far below the collectives' timeout
 
@@ -40,10 +40,9 @@ def begin(module: nn.Module, **options: Any) -> tuple[BucketDDP, Breaking]:
 
 
 def train(ours: BucketDDP, optimizer: Breaking, step: int, what: str = "") -> None:
-    inputs, target = batch(step, dist.get_rank())
     optimizer.when = {"raises in step": "before", "raises late in step": "after"}.get(what)
     try:
-        loss_of(ours(inputs, fail=True) if what == "raises in backward" else ours(inputs), target).backward()
+        backward(ours, step, fail=what == "raises in backward")
         if what != "skips":
             optimizer.step()
     except ArithmeticError:  # and goes on as if nothing had happened

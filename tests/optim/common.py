@@ -5,12 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves_with_path
 
-from tests.models import batch, loss_of
 from tests.reference import mean_over_ranks
 
 TINY = 0.0004  # MiB: several buckets
@@ -30,16 +28,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def two_groups(module: nn.Module) -> list[dict[str, Any]]:
     params = [param for name, param in module.named_parameters() if name != "later"]
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 0.003, "weight_decay": 0.0}]
-
-
-def mse(model: nn.Module, step: int, *args: Any) -> Tensor:
-    inputs, target = batch(step, dist.get_rank())
-    return loss_of(model(inputs.to(next(model.parameters()).dtype), *args), target)
-
-
-def backward(*models: nn.Module, step: int = 0) -> None:
-    for model in models:
-        mse(model, step).backward()
 
 
 def average(plain: nn.Module) -> None:

@@ -15,18 +15,24 @@ from torch import Tensor, nn
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
-from tests.optim.common import TINY, average, backward, mse, values
+from tests.optim.common import TINY, average, values
 from tests.pool import on_ranks
-from tests.reference import everyones, largest_difference_between_ranks, run_backward, seeded
+from tests.reference import backward, everyones, largest_difference_between_ranks, loss_at, run_backward, seeded
 
 
 def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[BucketDDP, nn.Module]:
     """A sharded Mlp and a plain one, after one backward whose gradients are averaged."""
     plain = seeded(Mlp).to(dtype)
     ours = BucketDDP(copy.deepcopy(plain), shard_optimizer=True, bucket_cap_mb=TINY, **options)
-    backward(ours, plain)
-    average(plain)
+    run_pass(ours, plain)
     return ours, plain
+
+
+def run_pass(ours: BucketDDP, plain: nn.Module, step: int = 0) -> None:
+    """Run a backward of each; the plain one's gradients are averaged then."""
+    for model in (ours, plain):
+        backward(model, step)
+    average(plain)
 
 
 def assert_full(ours: BucketDDP, plain: nn.Module) -> None:
@@ -117,16 +123,16 @@ def test_accumulated_gradients_move_when_buckets_are_rebuilt(options: dict[str, 
             module.layers[1].weight.requires_grad_(not frozen)
             module.layers[0].bias.requires_grad_(thawed)
         with ours.no_sync():
-            backward(ours, plain, step=step + 10)
-        backward(ours, plain, step=step)
-        average(plain)
+            backward(ours, step + 10)
+        backward(plain, step + 10)
+        run_pass(ours, plain, step)
         assert_full(ours, plain)
         layouts.add(ours.layout)
     assert len(layouts) >= 2
     if dist.get_rank() % 2:
         ours.zero_grad()
     ours.module.head.weight.requires_grad_(False)
-    backward(ours, step=4)
+    backward(ours, 4)
     full = [ours.full_grad(param) for param in ours.parameters()]
     assert ours.layout not in layouts
     assert all(map(torch.equal, full, everyones(full)[0]))
@@ -150,8 +156,7 @@ def test_reduced_gradients_outlive_a_backward_that_raises(local: bool, early: bo
         assert all(param.grad is None for param in ours.parameters()), "as they were in its buckets"
     ours.zero_grad()
     plain.zero_grad()
-    backward(ours, plain, step=2)
-    average(plain)
+    run_pass(ours, plain, 2)
     assert_full(ours, plain)
 
 
@@ -164,7 +169,7 @@ def test_an_overflow_in_one_part_concerns_all(options: dict[str, Any]) -> None:
     scales = []
     for step in range(6):
         before = values(ours)
-        scaler.scale(mse(ours, step)).backward()
+        scaler.scale(loss_at(ours, step)).backward()
         whole = ours.module.head.weight.grad
         if step == 2 and whole.own_part.numel():
             whole.own_part[0] = float("inf")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import AdamW, Optimizer
@@ -21,11 +20,11 @@ from torchmetrics import SumMetric
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
 from tests.fixtures.checkpoints import At
-from tests.lightning_models import Gan, PoolEnvironment, Regression, close_to, data, trainer
+from tests.lightning_models import Gan, PoolEnvironment, Regression, close_to, data, scaler, trainer
 from tests.models import Mlp
-from tests.optim.common import assert_close, mse, stepped, values
+from tests.optim.common import assert_close, stepped, values
 from tests.pool import RunRanks, on_ranks
-from tests.reference import largest_difference_between_ranks, seeded
+from tests.reference import largest_difference_between_ranks, loss_at, seeded
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
 parts = partial(sharded, state_dict_type="sharded")
@@ -95,15 +94,12 @@ class Relay(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=0.005)
 
 
-def scaler() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5))
-
-
+growing = partial(scaler, 64.0, growth_interval=5)
 RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "accumulated and clipped": (Quiet, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
     "bf16-mixed": (Quiet, lambda: {"precision": "bf16-mixed"}),
     "clipped values": (Clipping, lambda: {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}),
-    "scaled": (Clipping, lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, "plugins": [scaler()]}),
+    "scaled": (Clipping, lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, "plugins": [growing()]}),
     "toggled": (ShardedGan, dict),
     "averaged": (Evaluated, lambda: {"val_check_interval": 2, "callbacks": [EMAWeightAveraging()]}),
     "fine-tuned": (Quiet, lambda: {"callbacks": [Relay()]}),
@@ -250,13 +246,13 @@ def fabric_run(folder: Path, shard: bool, steps: range, load: bool = False, save
         fabric.load(f"{folder}/fabric.ckpt", state)
     for step in steps:
         with fabric.no_backward_sync(model, enabled=step % 3 == 1):
-            fabric.backward(mse(model, step))
+            fabric.backward(loss_at(model, step))
         if step % 3 != 1:
             limit = {"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}
             fabric.clip_gradients(model, optimizer, **limit)
             stepped(optimizer)
     if shard:
-        fabric.backward(mse(model, 50))
+        fabric.backward(loss_at(model, 50))
         norm = fabric.strategy.grad_norm(model)
         torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0), norm)
         assert 0 < fabric.strategy.wrapper_of(model).full_grad(plain.head.weight).norm() < norm

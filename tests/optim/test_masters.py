@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.optim.swap import Swap, master_params
-from tests.models import Bits, ConvBatchNorm, MixedDtypes, Mlp, batch, loss_of
+from tests.models import Bits, ConvBatchNorm, MixedDtypes, Mlp
 from tests.optim.common import assert_equal
 from tests.pool import on_ranks
+from tests.reference import backward, loss_at
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -60,16 +61,6 @@ def low(model: Callable[[], nn.Module] = Mlp, dtype: torch.dtype = BF16) -> nn.M
     return module
 
 
-def loss(module: nn.Module, step: int, *args: Any) -> Tensor:
-    inputs, target = batch(step, rank=0)
-    return loss_of(module(inputs.to(next(module.parameters()).dtype), *args).float(), target)
-
-
-def backward(module: nn.Module, step: int = 0) -> None:
-    module.zero_grad()
-    loss(module, step).backward()
-
-
 def params_in(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -80,13 +71,13 @@ def assert_at_rest(optimizer: Optimizer, module: nn.Module) -> None:
     assert all(key in known for key in optimizer.state)
 
 
-def train(module: nn.Module, optimizer: Optimizer, steps: range, *args: Any) -> None:
+def train(module: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         found: list[Tensor] = []
 
         def closure(step: int = step, found: list[Tensor] = found) -> Tensor:
             assert_at_rest(optimizer, module)
-            found.append(loss(module, step, *args))
+            found.append(loss_at(module, step, rank=0))
             optimizer.zero_grad()
             found[-1].backward()
             return found[-1]
@@ -127,10 +118,11 @@ class ByHand:
 
     def closure(self, step: int) -> Tensor:
         self.round_copies()
-        backward(self.module, step)
+        self.module.zero_grad()
+        loss = backward(self.module, step, rank=0)
         for param, fp32 in zip(self.params, self.copies, strict=True):
             fp32.grad = param.grad
-        return loss(self.module, step)
+        return loss
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for step, factor in [(0, 1.0), (1, math.inf), (1, 1.0)]:
         module.zero_grad()
-        (scaler.scale(loss(module, step)) * factor).backward()
+        (scaler.scale(loss_at(module, step, rank=0)) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 128.0
@@ -197,7 +189,8 @@ def test_after_a_step_that_raised_the_parameters_are_back(what: str) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
     else:
         optimizer.zero_grad()
-        backward(module, 3)
+        module.zero_grad()
+        backward(module, 3, rank=0)
         optimizer.step()
     assert_at_rest(optimizer, module)
     assert_equal(list(module.parameters()), ByHand(4 if what == "step" else 3, "child").params)
@@ -311,7 +304,8 @@ def test_the_optimizer_inside_zero_has_the_masters() -> None:
         ours = BucketDDP(low(), grad_dtype=FP32)
         optimizer = kind(ours.parameters(), lr=0.1)
         for step in range(3):
-            backward(ours, step)
+            ours.zero_grad()
+            backward(ours, step, rank=0)
             optimizer.step()
         found.append([param.detach() for param in ours.module.parameters()])
     assert_equal(*found)

@@ -20,9 +20,9 @@ from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
 from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
-from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, backward, mse, stepped, two_groups, values
+from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, stepped, two_groups, values
 from tests.pool import close_wrappers, on_ranks
-from tests.reference import everyones, largest_difference_between_ranks, seeded
+from tests.reference import backward, everyones, largest_difference_between_ranks, loss_at, seeded
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Wrap = Callable[..., BucketDDP]
@@ -46,8 +46,8 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
             list(module.parameters())[-1].requires_grad_(step not in (4, 5))
         for at in range(2):
             with ours.no_sync() if at < step % 2 else nullcontext():
-                backward(ours, step=2 * step + at)
-            backward(plain, step=2 * step + at)
+                backward(ours, 2 * step + at)
+            backward(plain, 2 * step + at)
         average(plain)
         if step == 3:
             planner = upkeep_of(ours)._parts.planner
@@ -108,7 +108,7 @@ def in_stages(name: str, dtype: torch.dtype, most: int) -> dict[str, Tensor]:
     optimizer.register_step_post_hook(hooked := Mock(return_value=None))
     parts, cut = ours._runtime.optimizers.parts, sharded_params.ShardedParams.in_stages
     for step in range(4):
-        backward(ours, step=step)
+        backward(ours, step)
         with (
             patch.object(parts, "send", side_effect=parts.send) as send,
             patch.object(parts, "in_stages", partial(cut, parts) if most > 1 else lambda params: []),
@@ -137,7 +137,7 @@ def outside_changes(shard: bool) -> dict[str, Tensor]:
     ours = sharded(seeded(Mlp), shard_optimizer=shard)
     optimizer = OPTIMIZERS["adamw"](ours.parameters())
     for step in range(6):
-        backward(ours, step=step)
+        backward(ours, step)
         saved = ours.module(batch(step, 0)[0]).square().mean()
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -167,7 +167,7 @@ Take = Callable[[BucketDDP, Optimizer, int], object]
 
 
 def plainly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
-    backward(ours, step=step)
+    backward(ours, step)
     stepped(optimizer)
 
 
@@ -216,7 +216,7 @@ class Moving(SGD):
 
 def use(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     by_rank = dist.get_rank() if step > 5 else 0
-    mse(ours, step, ("left", "right", "none", "both")[(step // 2 + by_rank) % 4]).backward()
+    backward(ours, step, take=("left", "right", "none", "both")[(step // 2 + by_rank) % 4])
     stepped(optimizer, set_to_none=step < 4)
 
 
@@ -224,7 +224,7 @@ def freeze(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     ours.module.layers[0].requires_grad_(step >= 3)
     ours.module.layers[1].bias.requires_grad_(step not in (6, 7))
     with ours.no_sync() if step == 4 else nullcontext():
-        backward(ours, step=step)
+        backward(ours, step)
     if step != 4:
         stepped(optimizer)
 
@@ -233,7 +233,7 @@ def unevenly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     ours._uneven.divide_by_active()
     ours._uneven.set_active([rank for rank in range(dist.get_world_size()) if step < 2 + rank or rank == 1])
     with ours.no_sync() if step % 3 == 1 else nullcontext():
-        loss = mse(ours, min(step, 5))
+        loss = loss_at(ours, min(step, 5))
         loss = loss.detach() if ours._uneven.is_replaying else loss
         with ours.backward_pass(loss):
             if loss.requires_grad:
@@ -245,7 +245,7 @@ def unevenly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
 def by_hand(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     for at in range(2):
         with ours.no_sync():
-            backward(ours, step=2 * step + at)
+            backward(ours, 2 * step + at)
     if step % 2:
         ours.allreduce_gradients()
     else:
@@ -345,9 +345,9 @@ def test_only_shards_of_gradients_have_memory_between_passes() -> None:
     buffers = reducer_of(ours).storage._inner.buffers
     for step in range(3):
         with ours.no_sync():
-            mse(ours, step).backward()
+            backward(ours, step)
         assert all(flat.untyped_storage().nbytes() == 0 for flat in buffers.flats)
-        mse(ours, step).backward()
+        backward(ours, step)
         norm = ours.grad_norm()
         torch._foreach_mul_([param.grad for param in ours.parameters()], torch.tensor(2.0))
         torch.testing.assert_close(ours.grad_norm(), 2 * norm)
@@ -366,8 +366,8 @@ def test_what_goes_with_no_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="nobody would update the shard"), ours.join():
         pass
     with ours.join(throw_on_early_termination=True):
-        mse(ours, 0).backward()
-    mse(other, 0).backward()
+        backward(ours)
+    backward(other)
     with pytest.raises(ValueError, match="that is sharded by another one"):
         SGD([*ours.parameters(), *other.parameters()], lr=0.1).step()
     prepared = SGD(ours.parameters(), lr=0.1)

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
-from tests.models import ConvBatchNorm, Mlp, batch
+from tests.models import ConvBatchNorm, Mlp
 from tests.optim.common import TINY, assert_equal
 from tests.pool import on_ranks
+from tests.reference import backward
 
 OPTIONS = {
     "default": {},
@@ -55,7 +56,7 @@ def made(wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], steps: 
     optimizer = torch.optim.RMSprop([param for param in model.parameters() if param.requires_grad], 0.01, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(batch(step, 0)[0]), batch(step, 0)[1]).backward()
+        backward(model, step, rank=0)
         optimizer.step()
     return model, optimizer
 
@@ -160,7 +161,7 @@ def test_shards_and_masters_are_refused_to_torchs_functions() -> None:
     assert dcp.get_model_state_dict(other).keys() == model.state_dict().keys()
     low = BucketDDP(Mlp().bfloat16(), grad_dtype=torch.float32)
     low_optimizer = torch.optim.AdamW(low.parameters())
-    low(batch(0, dist.get_rank())[0].bfloat16()).square().mean().backward()
+    backward(low)
     low_optimizer.step()
     for each in ((other, other_optimizer), (low, low_optimizer)):
         with pytest.raises(RuntimeError, match=r"expected optimizer_state_dict\(\).*found get_optimizer_state_dict"):

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDPFabricStrategy
 from tests.lightning_models import Gan, PoolEnvironment, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp
-from tests.reference import TINY
+from tests.reference import TINY, loss_at
 from tests.traces.recorder import mark
-from tests.traces.scenarios import SCENARIOS, Scenario, adamw, mse, sgd
+from tests.traces.scenarios import SCENARIOS, Scenario, adamw, sgd
 
 MARKS = LambdaCallback(
     on_train_epoch_start=lambda runs, _: mark(f"epoch {runs.current_epoch}"),
@@ -97,7 +97,7 @@ def runs_fabric(name: str, accumulate: int = 1, clip: bool = True, **options: An
             mark(f"backward {step}")
             last = step % accumulate == accumulate - 1
             with runs.no_backward_sync(model, enabled=not last):
-                runs.backward(mse(model, step))
+                runs.backward(loss_at(model, step))
             if last:
                 mark(f"step {step}")
                 if clip:

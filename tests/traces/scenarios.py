@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, convert_sync_batchnorm
 from tests import models
-from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, batch, loss_of, tokens
-from tests.reference import TINY
+from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, batch, tokens
+from tests.reference import TINY, loss_at
 from tests.traces.recorder import mark
 
 
@@ -47,12 +47,6 @@ def wrap(module: nn.Module, **options: Any) -> BucketDDP:
     return BucketDDP(module, **{"bucket_cap_mb": TINY, **options})
 
 
-def mse(net: nn.Module, step: int = 0, **options: Any) -> Tensor:
-    inputs, target = batch(step, dist.get_rank())
-    dtype = next(net.parameters()).dtype
-    return loss_of(net(inputs.to(dtype), **options).float(), target)
-
-
 def lookup(net: nn.Module, step: int, **options: bool) -> Tensor:
     return net(*tokens(step, dist.get_rank()), **options).square().mean()
 
@@ -61,7 +55,7 @@ def train(
     net: BucketDDP,
     steps: int = 2,
     micro: int = 1,
-    loss: Callable[..., Tensor] = mse,
+    loss: Callable[..., Tensor] = loss_at,
     call: Callable[[int, int], dict[str, Any]] = lambda step, rank: {},
     optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     before_step: Callable[[BucketDDP], object] = lambda net: None,
@@ -100,8 +94,8 @@ def trains(
 
 
 def one_backward_more(net: nn.Module, step: int) -> Tensor:
-    mse(net, step).backward()
-    return mse(net, step + 9)
+    loss_at(net, step).backward()
+    return loss_at(net, step + 9)
 
 
 trains("plain", steps=3)
@@ -126,7 +120,7 @@ def accumulation_from_the_second_step() -> None:
 @scenario
 def gradients_by_autograd_grad() -> None:
     net = wrap(Mlp())
-    torch.autograd.grad(mse(net), list(net.parameters()))
+    torch.autograd.grad(loss_at(net), list(net.parameters()))
     train(net)
 
 
@@ -156,7 +150,7 @@ def two_wrappers_in_one_backward() -> None:
     nets = [wrap(Branches()), wrap(Mlp())]
     for step in range(3):
         mark(f"step {step}")
-        (mse(nets[0], step, take="left" if dist.get_rank() else "both") + mse(nets[1], step)).backward()
+        (loss_at(nets[0], step, take="left" if dist.get_rank() else "both") + loss_at(nets[1], step)).backward()
         for net in nets:
             net.zero_grad()
 
@@ -185,7 +179,7 @@ def loss_that_reaches_nothing_on_one_rank() -> None:
     for step in range(3):
         mark(f"step {step}")
         net.zero_grad()
-        loss = torch.ones((), requires_grad=True) if step == dist.get_rank() == 1 else mse(net, step)
+        loss = torch.ones((), requires_grad=True) if step == dist.get_rank() == 1 else loss_at(net, step)
         with net.backward_pass(loss):
             loss.backward()
 
@@ -204,7 +198,7 @@ trains("sparse_unused_on_one_rank", Lookup, loss=lookup, call=lambda step, rank:
 
 def counted(net: BucketDDP, step: int) -> Tensor:
     net.count_tokens(step + 1)
-    return mse(net, step)
+    return loss_at(net, step)
 
 
 trains("divided_by_tokens", Mlp, {"gradient_divide_by": "tokens"}, loss=counted, micro=2)
@@ -246,7 +240,7 @@ def megatron_calls() -> None:
     for step in range(2):
         mark(f"step {step}")
         with net.no_sync():
-            mse(net, step).backward()
+            loss_at(net, step).backward()
         net.allreduce_gradients()
         net.zero_grad_buffer()
     mark("broadcast_params")
@@ -298,7 +292,7 @@ def failure_on_one_rank() -> None:
     net = wrap(models.Fragile(), bucket_cap_mb=0.0001)
     train(net)
     mark("step 2")
-    loss = mse(net, 2, fail=dist.get_rank() == 1)
+    loss = loss_at(net, 2, fail=dist.get_rank() == 1)
     with pytest.raises((ArithmeticError, PeerFailureError)), net.backward_pass(loss):
         loss.backward()
 
@@ -306,15 +300,15 @@ def failure_on_one_rank() -> None:
 def fail(net: BucketDDP) -> None:
     mark("failing")
     with pytest.raises(ArithmeticError):
-        mse(net, 2, fail=True).backward()
+        loss_at(net, 2, fail=True).backward()
 
 
 def evaluate_on_rank_0(net: BucketDDP) -> None:
     mark("evaluation")
     if dist.get_rank() == 0:
         with torch.no_grad():
-            mse(net.eval())
-            mse(net.train())
+            loss_at(net.eval())
+            loss_at(net.train())
 
 
 trains("failure_on_all_ranks", models.Fragile, {"bucket_cap_mb": 0.0001}, between=fail)

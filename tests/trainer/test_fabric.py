@@ -16,7 +16,7 @@ from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankM
 from tests.lightning_models import PoolEnvironment
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import largest_difference_between_ranks, loss_at
 
 
 def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:
@@ -31,12 +31,7 @@ def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, *
 
 class WithLoss(Mlp):
     def loss_here(self, step: int) -> Tensor:
-        return loss_of(self, step)
-
-
-def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
-    inputs, target = batch(step, dist.get_rank() if rank is None else rank)
-    return nn.functional.mse_loss(model(inputs), target)
+        return loss_at(self, step)
 
 
 def make(net: type[nn.Module] = Mlp, optimizer: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -64,7 +59,7 @@ def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
     for step in range(6):
         last = feature != "accumulate" or step % 3 == 2
         with fabric.no_backward_sync(model, enabled=not last):
-            loss = model.loss_here(step) if feature == "marked" else loss_of(model, step)
+            loss = model.loss_here(step) if feature == "marked" else loss_at(model, step)
             loss.backward() if feature == "plain backward" else fabric.backward(loss)
         if not last:
             continue
@@ -165,7 +160,7 @@ def run(
         assert state["step"] == steps.start
     for step in steps:
         optimizer.zero_grad()
-        fabric.backward(loss_of(model, step))
+        fabric.backward(loss_at(model, step))
         if clip is not None:
             fabric.clip_gradients(model, optimizer, max_norm=clip)
             assert next(model.parameters()).grad.dtype == torch.float32
@@ -205,7 +200,7 @@ def test_modules_are_set_up_again_or_wrongly() -> None:
 
     def closure() -> Tensor:
         lbfgs.zero_grad()
-        loss = loss_of(model, 0)
+        loss = loss_at(model, 0)
         fabric.backward(loss)
         return loss
 
@@ -215,7 +210,7 @@ def test_modules_are_set_up_again_or_wrongly() -> None:
     again, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for _ in range(2):
         optimizer.zero_grad()
-        fabric.backward(loss_of(again, 0))
+        fabric.backward(loss_at(again, 0))
         optimizer.step()
     assert largest_difference_between_ranks(plain) == 0
     assert fabric.strategy.wrapper_of(again).passes == 2

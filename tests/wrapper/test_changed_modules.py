@@ -177,16 +177,16 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
     ours = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
     ours.prepare_optimizer(optimizer)
-    backward(ours, 0, dtype)
+    backward(ours)
     optimizer.step()
     ours.zero_grad()
     module.head = nn.Linear(16, 4, dtype=dtype)
     with pytest.raises(RuntimeError, match=words) if options else pytest.warns(UserWarning, match=words):
-        backward(ours, 1, dtype)
+        backward(ours, 1)
     if not options:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            backward(ours, 2, dtype)  # it is said once
+            backward(ours, 2)  # it is said once
 
 
 MASTERS = {"grad_dtype": FP32}
@@ -251,12 +251,12 @@ def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any]
     module = Mlp().to(dtype)
     wrapper = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
-    backward(wrapper, 0, dtype)
+    backward(wrapper)
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"AdamW with shards or fp32 masters of its parameters; close\(\) that"):
         BucketDDP(module, **options)
     wrapper.zero_grad()
-    backward(wrapper, 1, dtype)  # goes on as before
+    backward(wrapper, 1)  # goes on as before
     optimizer.step()
     wrapper.close()
     BucketDDP(module)
@@ -269,12 +269,12 @@ def test_a_closed_or_dropped_wrapper_leaves_nothing_behind(
     module = Mlp().to(dtype)
     before, global_hooks = set(vars(module)), len(optimizer_file._global_optimizer_pre_hooks)
     wrapper = BucketDDP(module, **options)
-    backward(wrapper, 0, dtype)
+    backward(wrapper)
     if close:
         means = grads(module)
         wrapper.close()
         assert_grads(module, means)
-        backward(wrapper, 0, dtype)  # forwards still, reduces nothing
+        backward(wrapper)  # forwards still, reduces nothing
         assert wrapper.passes == 1
     del wrapper
     gc.collect()
@@ -285,9 +285,9 @@ def test_a_closed_or_dropped_wrapper_leaves_nothing_behind(
         assert param.grad_dtype in (None, dtype)
         assert not hasattr(param, "main_grad")
         assert param.grad.untyped_storage().nbytes() == param.grad.nbytes, "a plain tensor, not a view"
-    backward(module, 0, dtype)
+    backward(module)
     wrapper = BucketDDP(module, **options)
-    backward(wrapper, 0, dtype)
+    backward(wrapper)
     for param in module.parameters():
         param.data = param.data.double()  # no longer the dtype of gradients
     wrapper.close()

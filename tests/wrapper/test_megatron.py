@@ -44,7 +44,7 @@ def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> Non
         for micro in range(3):
             with local_if(ours, micro < 2):
                 for model in (plain, ours):
-                    backward(model, 3 * step + micro, BF16)
+                    backward(model, 3 * step + micro)
         assert_grads(module, mean_over_ranks(plain))
         for param in module.parameters():
             assert (param.dtype, param.grad.dtype, param.grad_dtype) == (BF16, FP32, FP32)
@@ -59,7 +59,7 @@ def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> Non
 def test_gradient_dtypes_may_be_given_by_name() -> None:
     module = Mlp(depth=1).to(BF16)
     ours = BucketDDP(module, grad_dtype={"layers.0.weight": torch.float64, "*.weight": FP32})
-    backward(ours, 0, BF16)
+    backward(ours)
     found = {name: param.grad.dtype for name, param in module.named_parameters()}
     expected = {"layers.0.weight": torch.float64, "layers.0.bias": BF16, "head.weight": FP32, "head.bias": BF16}
     assert found == expected
@@ -134,14 +134,14 @@ def test_parameters_are_broadcast_and_checkpoints_are_megatrons() -> None:
     module = Mlp(depth=1).to(BF16)
     ours = BucketDDP(module, grad_dtype=FP32)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    backward(ours, 0, BF16)
+    backward(ours)
     optimizer.step()
     with torch.no_grad():
         module.head.bias.fill_(float(dist.get_rank() + 3))
     ours.broadcast_params()
     assert module.head.bias.eq(3).all()
     ours.zero_grad()
-    backward(ours, 0, BF16)
+    backward(ours)
     optimizer.step()
     assert abs(float(module.head.bias[0]) - 3) < 0.1, "the step went on from the master of before"
     assert largest_difference(module) == 0
