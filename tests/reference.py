@@ -153,11 +153,19 @@ def loss_at(model: nn.Module, step: int = 0, rank: int | None = None, **options:
     return loss_of(model(inputs.to(dtype), **options), target)
 
 
-def backward(model: nn.Module, step: int = 0, rank: int | None = None, **options: Any) -> Tensor:
-    """Run a backward of ``loss_at``, and return that."""
+def backward(model: Any, step: int = 0, rank: int | None = None, guarded: bool = False, **options: Any) -> Tensor:
+    """Run a backward of ``loss_at``, if ``guarded`` inside ``backward_pass``, and return the loss."""
     loss = loss_at(model, step, rank, **options)
-    loss.backward()
+    run_backward(model, loss, guarded)
     return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], **options: Any) -> None:
+    """Step on each of these batches' gradients alone; ``options`` are those of ``backward``."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step, **options)
+        optimizer.step()
 
 
 class Twins:

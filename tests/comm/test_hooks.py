@@ -25,6 +25,7 @@ from tests.reference import (
     TINY,
     assert_grads,
     backward,
+    both,
     everyones,
     grads,
     inputs_of,
@@ -33,6 +34,7 @@ from tests.reference import (
     mse,
     raises_soon,
     run_backward,
+    train,
 )
 
 ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
@@ -59,9 +61,7 @@ def test_hooks_give_torch_ddps_gradients(name: str, model: str) -> None:
     assert isinstance(reducer_of(ours).reduction, CastReduce) == named
     rounding = max(ROUNDING.get(name.split("_")[0], 1e-6), 2.0**-6 if model == "mixed_dtypes" else 0.0)
     for step in range(3):
-        for each in (reference, ours):
-            each.zero_grad()
-            backward(each, step)
+        both((reference, ours), inputs_of(step))
         largest = max(float(param.grad.abs().max()) for param in reference.parameters())
         assert_grads(module, grads(reference.module), rtol=rounding, atol=rounding * largest)
     grad = next(module.parameters()).grad
@@ -102,10 +102,7 @@ def test_power_sgd_keeps_its_order_across_buckets() -> None:
     sizes: list[list[int]] = []
     for frozen in (True, False):
         module.head.requires_grad_(not frozen)
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(ours, step)
-            optimizer.step()
+        train(ours, optimizer, range(5))
         assert state.iter > state.start_powerSGD_iter
         assert state.compression_stats()[0] > 4, "compression was active"
         sizes.append([bucket.numel for bucket in ours.layout.buckets])
@@ -128,7 +125,6 @@ def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool)
         if zeroed or use:
             ours.zero_grad()
         plain = copy.deepcopy(module)
-        plain.zero_grad()
         for model in (plain, ours):
             backward(model, step, take="both" if use else "right")
         if use:

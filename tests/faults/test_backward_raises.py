@@ -15,16 +15,22 @@ from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, inputs_of, loss_at, mean_over_ranks, pair, raises_soon, run_backward
+from tests.reference import (
+    TINY,
+    assert_grads,
+    backward,
+    both,
+    inputs_of,
+    mean_over_ranks,
+    pair,
+    raises_soon,
+    run_backward,
+)
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 
 def options_of(way: str) -> dict[str, Any]:
     return {} if way == "plain" else options_for(way)
-
-
-def run_pass(model: Any, step: int, guarded: bool = False, **options: Any) -> None:
-    run_backward(model, loss_at(model, step, **options), guarded)
 
 
 SMALL = 0.0001
@@ -35,17 +41,14 @@ SMALL = 0.0001
 def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None:
     plain, ours = pair(Fragile, SMALL, **options_of(way))
     for step in range(6):
-        plain.zero_grad()
         ours.zero_grad()
         if step in (0, 4):  # while the order is learned, and later
             with pytest.raises(ArithmeticError, match="no gradient today"):
-                run_pass(ours, step, guarded, fail=True)
+                backward(ours, step, guarded=guarded, fail=True)
             if guarded or step == 4:
                 ours(batch(step, 0)[0])  # in plain PyTorch the next use finds out that all ranks failed
                 assert all(param.grad is None for param in ours.parameters())
-            ours.zero_grad()
-        for model in (plain, ours):
-            run_pass(model, step)
+        both((plain, ours), inputs_of(step))
         means = mean_over_ranks(plain)
         if way != "powersgd" or step == 0:  # two passes: PowerSGD has not started
             assert_grads(ours.module, means, **({"rtol": 0.02, "atol": 0.01} if way == "wire" else {}))
@@ -79,9 +82,9 @@ def test_one_rank_that_raises_is_an_error_on_all(way: str, guarded: bool, step: 
     rank, ours = dist.get_rank(), BucketDDP(Fragile(), bucket_cap_mb=SMALL, **options_of(way))
     for before in range(step):
         ours.zero_grad()
-        run_pass(ours, before, guarded)
+        backward(ours, before, guarded=guarded)
     with raises_soon(ArithmeticError, PeerFailureError, within=15 if rank == 1 else 8) as error:
-        run_pass(ours, step, guarded, fail=rank == 1)
+        backward(ours, step, guarded=guarded, fail=rank == 1)
     # Nobody may go on by mistake, least of all the rank that failed.
     with pytest.raises(PeerFailureError, match="rank 1"):
         ours(inputs_of(9))
@@ -107,12 +110,12 @@ def test_a_rank_that_waits_hears_of_a_failure(what: str, words: list[str]) -> No
     """Rank 1 fails around the second pass; rank 0 hears of it there."""
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     if what != "interrupted":
-        run_pass(ours, 0)
+        backward(ours, 0)
     if dist.get_rank() == 0:
         if what == "interrupted":
-            run_pass(ours, 0, guarded=True)
+            backward(ours, 0, guarded=True)
         with pytest.raises(PeerFailureError) as error:
-            run_pass(ours, 1)
+            backward(ours, 1)
         assert all(it in str(error.value) for it in words), error.value
     elif what == "dies":
         os._exit(1)
@@ -121,20 +124,20 @@ def test_a_rank_that_waits_hears_of_a_failure(what: str, words: list[str]) -> No
     else:  # the collectives of the pass are through
         reducer_of(ours)._end = Mock(side_effect=KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_pass(ours, 0, guarded=True)
+            backward(ours, 0, guarded=True)
 
 
 @on_ranks(2, fresh=True)
 def test_a_group_of_a_failed_pass_is_refused() -> None:
     module, rank, soon = ConvBatchNorm(), dist.get_rank(), timedelta(seconds=20)
     ours = BucketDDP(module, timeout=soon)
-    run_pass(ours, 0)
+    backward(ours, 0)
     ours.synchronise_module_buffers()
     if rank == 1:
         ours._publish_failure(OSError("disk full"))
     else:
         with pytest.raises(PeerFailureError, match="disk full"):
-            run_pass(ours, 0)
+            backward(ours, 0)
     ours.close()
     refused = "rank 1: rank 0 cannot go on.*start the processes anew" if rank == 1 else "disk full"
     with pytest.raises(RuntimeError, match=refused):
@@ -146,7 +149,7 @@ def test_a_gradient_that_comes_too_late_is_named() -> None:
     """The block is called once in the pass that teaches the order, and twice later."""
     module = Checkpointed(use_reentrant=True, calls=1)
     ours = BucketDDP(module, bucket_cap_mb=SMALL)
-    run_pass(ours, 0)
+    backward(ours, 0)
     module.calls = 2
     with pytest.raises(RuntimeError, match=r"'block\.0\..*came after its bucket.*use_reentrant=False"):
-        run_pass(ours, 0)
+        backward(ours, 0)

@@ -25,7 +25,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter, reads_past_python
 from tests.optim.common import average, stepped
 from tests.pool import case, on_ranks
-from tests.reference import inputs_of, largest_difference_between_ranks, seeded
+from tests.reference import both, inputs_of, largest_difference_between_ranks, seeded
 
 
 @contextmanager
@@ -189,8 +189,7 @@ def test_code_that_is_not_asked_waits_for_everything_before() -> None:
         optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (plain, ours)]
         with gathers_put_off(), case(kind):
             for number in range(4):
-                for model in (plain, called):
-                    model(inputs_of(number)[:, :4]).square().mean().backward()
+                both((plain, called), inputs_of(number)[:, :4])
                 average(plain)
                 for optimizer in optimizers:
                     stepped(optimizer)

@@ -18,7 +18,7 @@ from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp
 from tests.optim.common import TINY, assert_equal
 from tests.pool import on_ranks
-from tests.reference import backward
+from tests.reference import backward, train
 
 OPTIONS = {
     "default": {},
@@ -54,10 +54,7 @@ def made(wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], steps: 
     torch.manual_seed(steps)
     model = wrap(build())
     optimizer = torch.optim.RMSprop([param for param in model.parameters() if param.requires_grad], 0.01, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, step, rank=0)
-        optimizer.step()
+    train(model, optimizer, range(steps), rank=0)
     return model, optimizer
 
 

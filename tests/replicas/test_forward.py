@@ -23,7 +23,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, copying, everyones, grads, mean_over_ranks
+from tests.reference import TINY, assert_grads, backward, both, copying, everyones, grads, mean_over_ranks, train
 from tests.reference import largest_difference_between_ranks as largest_difference
 from tests.replicas.test_replicas import Columns
 
@@ -85,9 +85,7 @@ def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
         net = replicated(copy.deepcopy(plain), share, devices=3)
         sizes = counting_forwards(net.module)
         for inputs in batches:
-            for module in (net, plain):
-                module.zero_grad()
-                module(*inputs).square().mean().backward()
+            both((net, plain), *inputs)
             assert_grads(net.module, mean_over_ranks(plain))
         if rank == 0 and len(batches) == 5:
             assert [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
@@ -129,11 +127,8 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # who copies has been told before
         for other in (pickle.loads(pickled), copy.deepcopy(net)):
-            other.zero_grad()
             sizes, plain = counting_forwards(other.module), copy.deepcopy(net.module)
-            plain.zero_grad()
-            for module in (plain, other):
-                backward(module)
+            both((plain, other), batch(0, dist.get_rank())[0])
             assert_grads(other.module, mean_over_ranks(plain))
             assert sizes == [2, 2]
 
@@ -146,10 +141,7 @@ def test_replicas_train_as_one_device_with_other_options(share: bool) -> None:
         for net in nets:
             optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
             with net.join(enable=not options):
-                for step in range(3 if options else 2 + 2 * dist.get_rank()):
-                    optimizer.zero_grad()
-                    backward(net, step)
-                    optimizer.step()
+                train(net, optimizer, range(3 if options else 2 + 2 * dist.get_rank()))
         torch.testing.assert_close(*(net.state_dict() for net in nets), rtol=1e-2, atol=1e-3)
 
 

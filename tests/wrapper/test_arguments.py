@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.pool import RunRanks, on_ranks
-from tests.reference import TINY, assert_grads, backward, everyones, grads, mean_over_ranks
+from tests.reference import TINY, assert_grads, backward, both, everyones, grads, inputs_of, mean_over_ranks
 
 VALUES = [None, None, 0, True, True, None, 0, True, True, False, True]
 
@@ -33,8 +33,7 @@ def test_every_argument_by_name_and_by_position() -> None:
     BucketDDP(Mlp(), **dict(zip(names, VALUES, strict=True))).close()
     ours = BucketDDP(module, *VALUES)
     ours._set_static_graph()
-    for model in (plain, ours):
-        backward(model)
+    both((plain, ours), inputs_of(0))
     assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
     assert_grads(module, mean_over_ranks(plain))
     assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
@@ -127,9 +126,7 @@ def test_copies_and_pickles_train(copied: Any) -> None:
     if dist.get_rank() == 0:  # a copy that does not train asks nothing of other ranks
         with torch.no_grad():
             torch.testing.assert_close(other(batch(3, 0)[0]), module(batch(3, 0)[0]))
-    other.zero_grad()
-    for model in (plain, other):
-        backward(model, 1)
+    both((plain, other), inputs_of(1))
     assert_grads(other.module, {name: mean.double() for name, mean in mean_over_ranks(plain).items()})
     assert_grads(module, before)
     assert len(other.layout.buckets) == len(ours.layout.buckets) > 1
@@ -140,8 +137,7 @@ def test_copies_and_pickles_train(copied: Any) -> None:
     ours = BucketDDP(Mlp())
     ours.register_comm_hook(dist.group.WORLD, noop_hook)
     other, plain = copied(ours), copy.deepcopy(ours.module)
-    for model in (plain, other):
-        backward(model)
+    both((plain, other), inputs_of(0))
     assert_grads(other.module, grads(plain))  # this rank's own
     ours = BucketDDP(Mlp(), process_group=dist.new_group([0, 1]))
     with pytest.raises(RuntimeError, match="the default process group where a BucketDDP is copied or pickled"):

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizer_file
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, grads, mean_over_ranks, mse
+from tests.reference import TINY, Twins, assert_grads, backward, both, grads, inputs_of, mean_over_ranks, mse, train
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 
@@ -71,15 +71,14 @@ def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], l
             for module in twins.modules:
                 torch.manual_seed(2)
                 CHANGES[change](module)
-        dtype = next(plain.parameters()).dtype
         if number - 1 not in local:
             twins.zero_grad()
-        inputs, target = (it.to(dtype) for it in batch(number, dist.get_rank()))
-        twins.backward(lambda net, x=inputs, y=target: loss_of(net(x), y), local=number in local)
+        twins.backward(mse(number), local=number in local)
         if number not in local:
             tolerance = {"rtol": 2e-3, "atol": 1e-3} if "comm_hook" in options else {}
             assert_grads(ours.module, mean_over_ranks(plain), **tolerance)
     assert ours.passes == 5 - len(local)
+    dtype = next(plain.parameters()).dtype
     dense = {(name, dtype) for name, _ in ours.module.named_parameters() if not name.endswith("table.weight")}
     assert {(slot.spec.name, slot.spec.dtype) for slot in ours.layout.slots} == dense
     ours.synchronise_module_buffers()
@@ -121,10 +120,8 @@ def test_a_parameter_replaced_after_forward_has_its_own_gradient(with_root: bool
     CHANGES["replace head"](module)
     loss.backward()
     assert [param.grad is None for param in (old, module.head.weight, module.layers[0].weight)] == [False, True, False]
-    ours.zero_grad()
     plain = copy.deepcopy(module)
-    for model in (plain, ours):
-        backward(model, 2)
+    both((plain, ours), inputs_of(2))
     assert_grads(module, mean_over_ranks(plain))
 
 
@@ -177,8 +174,7 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
     ours = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
     ours.prepare_optimizer(optimizer)
-    backward(ours)
-    optimizer.step()
+    train(ours, optimizer, [0])
     ours.zero_grad()
     module.head = nn.Linear(16, 4, dtype=dtype)
     with pytest.raises(RuntimeError, match=words) if options else pytest.warns(UserWarning, match=words):
@@ -198,9 +194,7 @@ def test_the_last_wrapper_takes_over() -> None:
     cells = []
     for step in range(3):  # a notebook cell that is run again
         wrapper = BucketDDP(module)
-        wrapper.zero_grad()
-        backward(wrapper, step)
-        torch.optim.SGD(wrapper.parameters(), lr=0.1).step()
+        train(wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.1), [step])
         assert wrapper.passes == 1
         cells.append(wrapper)
     old, inputs = cells[0], batch(0, dist.get_rank())[0]
@@ -215,9 +209,7 @@ def test_the_last_wrapper_takes_over() -> None:
         pass
     assert all(len(param._post_accumulate_grad_hooks) == 1 for param in module.parameters())
     plain = copy.deepcopy(module)
-    for model in (plain, wrapper):
-        model.zero_grad()
-        backward(model, 3)
+    both((plain, wrapper), inputs_of(3))
     assert_grads(module, mean_over_ranks(plain))
     assert largest_difference(module) == 0
 
@@ -238,10 +230,7 @@ def test_wrappers_around_other_parameters_stay() -> None:
     inner = BucketDDP(module.requires_grad_(True))
     outer = BucketDDP(inner)
     for step, model in enumerate((outer, inner, outer)):
-        for net in (plain, model):
-            module.zero_grad()
-            net.zero_grad()
-            backward(net, step)
+        both((plain, model), inputs_of(step))
         assert_grads(module, mean_over_ranks(plain))
     assert (inner.passes, outer.passes) == (0, 3)
 
@@ -251,13 +240,10 @@ def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any]
     module = Mlp().to(dtype)
     wrapper = BucketDDP(module, **options)
     optimizer = torch.optim.AdamW(module.parameters())
-    backward(wrapper)
-    optimizer.step()
+    train(wrapper, optimizer, [0])
     with pytest.raises(RuntimeError, match=r"AdamW with shards or fp32 masters of its parameters; close\(\) that"):
         BucketDDP(module, **options)
-    wrapper.zero_grad()
-    backward(wrapper, 1)  # goes on as before
-    optimizer.step()
+    train(wrapper, optimizer, [1])  # goes on as before
     wrapper.close()
     BucketDDP(module)
 

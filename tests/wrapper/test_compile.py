@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 
 from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
-from tests.models import ConvBatchNorm, batch, loss_of
+from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, grads, local_if, mean_over_ranks
+from tests.reference import TINY, assert_grads, both, grads, inputs_of, local_if, mean_over_ranks
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 EAGER = "aot_eager"
@@ -38,28 +38,24 @@ class Block(nn.Linear):
         return x + torch.tanh(super().forward(x))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 4)
+class Blocks(Mlp):
+    """Its layers are of a class of their own, which torch compiles one by one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def __init__(self) -> None:
+        super().__init__(width=8)
+        self.layers = nn.ModuleList(Block(8, 8) for _ in range(3))
 
 
 def train(model: nn.Module, inputs: Tensor, target: Tensor) -> None:
     loss_of(model(inputs), target).backward()
 
 
-@on_ranks(2, cases=("module", "module.compile()", "blocks", "wrapper", "step"))
+@on_ranks(2, cases=("module", "module.compile()", "layers", "wrapper", "step"))
 def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
     plain = Blocks()
     original = copy.deepcopy(plain)
     with fresh_compiler():
-        for module in {"module.compile()": [original], "blocks": original.blocks}.get(where, []):
+        for module in {"module.compile()": [original], "layers": original.layers}.get(where, []):
             module.compile(backend=EAGER)
         inner = torch.compile(original, backend=EAGER) if where == "module" else original
         wrapper = BucketDDP(inner, bucket_cap_mb=TINY)
@@ -78,7 +74,7 @@ def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
                 torch._dynamo.config.error_on_recompile = True  # taken back with the patch
         graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
         assert len(breaks) == {"wrapper": 1, "step": 2}.get(where, 0), breaks  # our forward, and backward()
-        assert graphs == {"blocks": 2, "step": 2}.get(where, 1)  # the first block's input needs no gradient; the loss
+        assert graphs == {"layers": 2, "step": 2}.get(where, 1)  # the first layer's input needs no gradient; the loss
         wrapper.close()
 
 
@@ -89,9 +85,7 @@ def test_statistics_are_synchronised_in_compiled_modules() -> None:
         compiled = copy.deepcopy(eager)
         compiled.compile(backend=EAGER)
         for number in range(2):
-            for module in (eager, compiled):
-                module.zero_grad()
-                backward(module, number)
+            both((eager, compiled), inputs_of(number))
             assert_grads(compiled, grads(eager))
         close_to(compiled, eager)
         assert counters["stats"]["unique_graphs"] > 1, "one before and one after the layer"

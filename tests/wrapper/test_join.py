@@ -1,6 +1,5 @@
 """Ranks with different numbers of batches: torch's join protocol."""
 
-import copy
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -20,11 +19,15 @@ from tests.reference import (
     TINY,
     assert_grads,
     backward,
+    both,
     everyones,
     grads,
+    inputs_of,
     largest_difference_between_ranks,
     local_if,
+    pair,
     taking,
+    train,
 )
 
 BATCHES = [3, 6, 4]  # by rank
@@ -32,36 +35,28 @@ BATCHES = [3, 6, 4]  # by rank
 
 @on_ranks(3)
 def test_uneven_inputs_end_as_with_torch_ddp() -> None:
-    module, rank = ConvBatchNorm(), dist.get_rank()
-    reference = DistributedDataParallel(copy.deepcopy(module))
-    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    plain, ours = pair(ConvBatchNorm, TINY)
+    reference, rank = DistributedDataParallel(plain), dist.get_rank()
     for wrapped in (reference, ours):
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
         with wrapped.join():
-            for step in range(BATCHES[rank]):
-                optimizer.zero_grad()
-                backward(wrapped, step)
-                optimizer.step()
-    torch.testing.assert_close(module.state_dict(), reference.module.state_dict())
+            train(wrapped, optimizer, range(BATCHES[rank]))
+    torch.testing.assert_close(ours.module.state_dict(), plain.state_dict())
     assert ours.passes == max(BATCHES)
-    assert largest_difference_between_ranks(module) == 0
+    assert largest_difference_between_ranks(ours.module) == 0
     if rank == 0:  # which may evaluate alone
         with torch.no_grad():
             ours.eval()(batch(9, 0)[0])
         ours.train()
-    for wrapped in (ours, reference):  # and on as before
-        wrapped.zero_grad()
-        backward(wrapped, 9)
-    assert_grads(module, grads(reference.module))
+    both((ours, reference), inputs_of(9))  # and on as before
+    assert_grads(ours.module, grads(plain))
 
 
 @on_ranks(3, cases=(True, False))
 def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
-    module = Branches()
-    alone = copy.deepcopy(module)
+    alone, ours = pair(Branches, TINY)
     rank, takes = dist.get_rank(), ["left", "right", "none"]
-    ours = BucketDDP(module, bucket_cap_mb=TINY)
-    optimizer, full = (torch.optim.SGD(it.parameters(), lr=0.05, momentum=0.9) for it in (module, alone))
+    optimizer, full = (torch.optim.SGD(it.parameters(), lr=0.05, momentum=0.9) for it in (ours, alone))
     with ours.join(divide_by_initial_world_size=by_initial):
         for step in range(BATCHES[rank]):
             with local_if(ours, step % 2 == 0):
@@ -77,21 +72,16 @@ def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
                 (loss / (3 if by_initial else len(active))).backward()
         full.step()
         full.zero_grad()
-    torch.testing.assert_close(module.state_dict(), alone.state_dict())
+    torch.testing.assert_close(ours.module.state_dict(), alone.state_dict())
 
 
 @on_ranks(3)
 def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
     """The shard of a rank without data is stepped with the others' gradients: one process shows the truth."""
-    module = Mlp()
-    alone = copy.deepcopy(module)
-    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    alone, ours = pair(cap=TINY)
     optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.05)
     with Join([ours, optimizer]):
-        for step in range(BATCHES[dist.get_rank()]):
-            backward(ours, step)
-            optimizer.step()
-            ours.zero_grad()
+        train(ours, optimizer, range(BATCHES[dist.get_rank()]))
     full = torch.optim.SGD(alone.parameters(), lr=0.05 / 3)
     for step in range(max(BATCHES)):
         for r in range(3):
@@ -99,7 +89,7 @@ def test_a_zero_redundancy_optimizer_steps_for_joined_ranks() -> None:
                 backward(alone, step, rank=r)
         full.step()
         full.zero_grad()
-    torch.testing.assert_close(module.state_dict(), alone.state_dict())
+    torch.testing.assert_close(ours.module.state_dict(), alone.state_dict())
 
 
 @on_ranks(2)
@@ -108,10 +98,7 @@ def test_masters_go_on_from_the_same_bits_on_all_ranks() -> None:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
     for steps, context in ((range(1 + 4 * dist.get_rank()), ours.join()), (range(10, 20), nullcontext())):
         with context:
-            for step in steps:
-                ours.zero_grad()
-                backward(ours, step)
-                optimizer.step()
+            train(ours, optimizer, steps)
     assert largest_difference_between_ranks(ours) == 0
 
 
