@@ -1,11 +1,13 @@
-"""LightningModules that tests train, and a Trainer that runs in the worker pool's processes."""
+"""LightningModules that tests train; a Trainer and a Fabric that run in the worker pool's processes."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,7 +18,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_bucketddp import BucketDDPStrategy
+from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 from tests.models import ConvBatchNorm, Mlp
 
 
@@ -62,6 +64,16 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     defaults = {**QUIET, "accelerator": "cpu", "devices": dist.get_world_size(), "max_epochs": 1}
     defaults["use_distributed_sampler"] = False  # it would shuffle
     return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def start_fabric(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:
+    make = FabricDDPStrategy if kind == "ddp" else BucketDDPFabricStrategy
+    options = options if kind == "ddp" else {"bucket_cap_mb": 0.0003, **options}
+    strategy = make(cluster_environment=PoolEnvironment(), **options)
+    world = dist.get_world_size()
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
+    fabric.launch()
+    return fabric
 
 
 def data(batches: int = 6, batch_size: int = 4) -> DataLoader[Any]:

@@ -10,17 +10,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import AdamW, Optimizer
 from torchmetrics import SumMetric
 
-from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy, PeerFailureError
+from lightning_bucketddp import BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
 from tests.fixtures.checkpoints import At
-from tests.lightning_models import Gan, PoolEnvironment, Regression, close_to, data, scaler, trainer
+from tests.lightning_models import Gan, Regression, close_to, data, scaler, start_fabric, trainer
 from tests.models import Mlp
 from tests.optim.common import assert_close, stepped, values
 from tests.pool import RunRanks, on_ranks
@@ -236,9 +235,7 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(tmp_path: P
 
 
 def fabric_run(folder: Path, shard: bool, steps: range, load: bool = False, save: bool = False) -> Any:
-    options = {"cluster_environment": PoolEnvironment(), "bucket_cap_mb": 0.0003, "shard_optimizer": shard}
-    fabric = Fabric(accelerator="cpu", strategy=BucketDDPFabricStrategy(**options), devices=dist.get_world_size())
-    fabric.launch()
+    fabric = start_fabric(shard_optimizer=shard)
     plain = seeded(Mlp)
     model, optimizer = fabric.setup(plain, AdamW(plain.parameters(), lr=1e-2))
     state = {"model": model, "optimizer": optimizer}

@@ -26,14 +26,6 @@ def step_of(models: tuple[nn.Module, ...], step: int, zero: bool = True, **use: 
         model(*tokens(step, dist.get_rank()), **use).square().mean().backward()
 
 
-def dense_means(plain: nn.Module) -> dict[str, Tensor | None]:
-    """The means of the gradients of ``plain``, whose own become dense."""
-    for param in plain.parameters():
-        if param.grad is not None:
-            param.grad = param.grad.to_dense()
-    return mean_over_ranks(plain)
-
-
 def assert_means(
     module: nn.Module, expected: dict[str, Tensor | None], dense: tuple[str, ...] = (), **tolerance: float
 ) -> None:
@@ -82,7 +74,7 @@ def test_ranks_may_use_different_embeddings() -> None:
         words, bag = patterns[(step + rank) % 4 if step < 4 else 2]  # at last no rank uses either
         step_of((plain, ours), step, use_words=words, use_bag=bag)
         with case(step):
-            assert_means(ours.module, dense_means(plain))
+            assert_means(ours.module, mean_over_ranks(plain))
     with ours.no_sync():
         step_of((ours,), 0)
     step_of((ours,), 1, use_words=False)
@@ -99,7 +91,7 @@ def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     assert weight.grad is own
     assert torch.equal(own.to_dense(), before)
     step_of((plain, ours), 2, zero=False, use_words=dist.get_rank() == 1)  # it takes part if any rank adds to it
-    torch.testing.assert_close(weight.grad.to_dense(), dense_means(plain)["words.weight"] + before)
+    torch.testing.assert_close(weight.grad.to_dense(), mean_over_ranks(plain)["words.weight"] + before)
     assert weight.grad.is_coalesced()
 
 
@@ -114,7 +106,7 @@ def test_a_frozen_embedding_sends_nothing() -> None:
             model.bag.requires_grad_(bag)
         step_of((plain, ours), step)
         with case(step):
-            assert_means(ours.module, dense_means(plain))
+            assert_means(ours.module, mean_over_ranks(plain))
             rows = [max(len(tokens(step, rank)[kind].unique()) for rank in range(2)) for kind in range(2)]
             received = ours.last_pass().sparse_nbytes  # from two ranks, an index and four values for each row
             assert received == 2 * (8 + 16) * (words * rows[0] + bag * rows[1])
@@ -130,11 +122,11 @@ def test_one_dense_gradient_makes_all_ranks_dense() -> None:
     for step in range(4):
         tied = step % 2 == 1
         step_of((plain, ours), step, tied=tied and rank == 1)
-        assert_means(ours.module, dense_means(plain), dense=("words.weight",) if tied else ())
+        assert_means(ours.module, mean_over_ranks(plain), dense=("words.weight",) if tied else ())
     for everywhere in (True, False):
         words, bag = tokens(0, rank)
         both((plain, ours), words[:, :0] if rank == 0 or everywhere else words, bag)
-        assert_means(ours.module, dense_means(plain))
+        assert_means(ours.module, mean_over_ranks(plain))
         assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
 
 
@@ -226,7 +218,7 @@ def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
             ours(*tokens(0, 0))  # in plain PyTorch the next use finds out that all ranks failed
             assert ours.module.bag.weight.grad is ours.module.head.weight.grad is None
         step_of((plain, ours), step)
-        assert_means(ours.module, dense_means(plain))
+        assert_means(ours.module, mean_over_ranks(plain))
 
 
 @on_ranks(2, cases=(3, "tokens"))
@@ -242,7 +234,7 @@ def test_sparse_gradients_are_divided_like_dense_ones(divide_by: Any) -> None:
             with local_if(ours, micro == 0):
                 step_of((plain, ours), 2 * step + micro, zero=False)
         divisor = world * (world + 1) if divide_by == "tokens" else divide_by
-        assert_means(ours.module, {name: mean * world / divisor for name, mean in dense_means(plain).items()})
+        assert_means(ours.module, {name: mean * world / divisor for name, mean in mean_over_ranks(plain).items()})
     if divide_by == "tokens":
         ours.count_tokens(1)
     with pytest.raises(RuntimeError, match="expected cleared gradients"):
@@ -255,7 +247,7 @@ def test_sparse_gradients_may_be_reduced_by_hand() -> None:
     with ours.no_sync():
         step_of((plain, ours), 0, use_bag=dist.get_rank() == 0)
     ours.allreduce_gradients()
-    means = dense_means(plain)
+    means = mean_over_ranks(plain)
     assert_means(ours.module, means)
     ours.scale_gradients(0.5)
     for name, param in ours.module.named_parameters():

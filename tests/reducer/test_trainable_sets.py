@@ -1,27 +1,26 @@
 """Parameters frozen and unfrozen after wrapping."""
 
-import copy
 import time
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.inside import passes_of, reducer_of
-from tests.models import Branches, Mlp, batch, loss_of
+from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, inputs_of, largest_difference_between_ranks, mse, raises_soon, taking
+from tests.reference import TINY, Twins, largest_difference_between_ranks, mse, pair, raises_soon, taking
 
 
 @on_ranks(2, 3)
 def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
-    module = Mlp(depth=4)
-    alone = copy.deepcopy(module)
-    ours = BucketDDP(module, bucket_cap_mb=TINY)
+    alone, ours = pair(partial(Mlp, depth=4), TINY)
+    module = ours.module
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (module, alone)]
     unfrozen = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}
     agreements = set()
@@ -84,33 +83,21 @@ def test_parameters_may_be_frozen_between_forward_and_backward() -> None:
         twins.check()
 
 
-class Gan(nn.Module):
-    def __init__(self, buffers: bool = False) -> None:
-        super().__init__()
-        self.generator = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8) if buffers else nn.Identity()
-        self.critic = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.critic(self.norm(self.generator(x)))
-
-
-def toggle(module: nn.Module, step: int) -> None:
-    module.generator.requires_grad_(step % 2 == 0)
-    module.critic.requires_grad_(step % 2 == 1)
+def toggle(generator: nn.Module, critic: nn.Module, step: int) -> None:
+    generator.requires_grad_(step % 2 == 0)
+    critic.requires_grad_(step % 2 == 1)
 
 
 @on_ranks(2)
 def test_the_other_network_of_a_gan_is_not_reduced() -> None:
-    twins = Twins(Gan(), bucket_cap_mb=None)
+    twins = Twins(Fragile(), bucket_cap_mb=None)
     ours, collectives = twins.ours, twins.ours._runtime.collectives
     for step in range(6):
         for module in twins.modules:
-            toggle(module, step)
-        inputs = inputs_of(step)
+            toggle(module.first, module.second, step)
         with patch.object(collectives, "_started", side_effect=collectives._started) as started:
-            twins.step(lambda net, x=inputs: net(x).mean())
-        trained, frozen = (ours.module.generator, ours.module.critic)[:: 1 if step % 2 == 0 else -1]
+            twins.step(mse(step))
+        trained, frozen = (ours.module.first, ours.module.second)[:: 1 if step % 2 == 0 else -1]
         assert frozen.weight.grad is None
         if step >= 2:
             last = reducer_of(ours).buckets.active[-1]
@@ -123,13 +110,13 @@ def test_the_other_network_of_a_gan_is_not_reduced() -> None:
 @on_ranks(4)
 def test_a_question_about_the_next_pass_is_no_disagreement() -> None:
     """Rank 3 is late. The others wait for module buffers while rank 1 asks about the next pass's set already."""
-    ours = BucketDDP(Gan(buffers=True))
+    ours = BucketDDP(ConvBatchNorm())
     for step in range(4):
-        toggle(ours.module, step)
+        toggle(ours.module.conv1, ours.module.conv2, step)
         if step == 2 and dist.get_rank() == 3:
             time.sleep(1.5)  # several polls
         ours.zero_grad()
-        ours(inputs_of(step)).mean().backward()
+        mse(step)(ours).backward()
     assert ours.passes == 4
 
 

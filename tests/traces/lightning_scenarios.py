@@ -7,15 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bucketddp import BucketDDPFabricStrategy
-from tests.lightning_models import Gan, PoolEnvironment, data, ours, trainer
+from tests.lightning_models import Gan, data, ours, start_fabric, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp
-from tests.reference import TINY, loss_at
+from tests.reference import loss_at
 from tests.traces.recorder import mark
 from tests.traces.scenarios import SCENARIOS, Scenario, adamw, sgd
 
@@ -87,9 +85,7 @@ def fits(
 def runs_fabric(name: str, accumulate: int = 1, clip: bool = True, **options: Any) -> None:
     def run() -> None:
         mark("launch")
-        strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment(), bucket_cap_mb=TINY, **options)
-        runs = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-        runs.launch()
+        runs = start_fabric(**options)
         mark("setup")
         module = ConvBatchNorm()
         model, optimizer = runs.setup(module, adamw(module) if "shard_optimizer" in options else sgd(module))
@@ -105,7 +101,7 @@ def runs_fabric(name: str, accumulate: int = 1, clip: bool = True, **options: An
                 optimizer.step()
                 optimizer.zero_grad()
         mark("teardown")
-        strategy.teardown()
+        runs.strategy.teardown()
 
     SCENARIOS[f"fabric_{name}"] = Scenario(run)
 

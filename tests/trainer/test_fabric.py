@@ -9,24 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
-from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_bucketddp import BucketDDPFabricStrategy, PeerFailureError, RankMismatchError
-from tests.lightning_models import PoolEnvironment
+from lightning_bucketddp import PeerFailureError, RankMismatchError
+from tests.lightning_models import start_fabric
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
 from tests.reference import largest_difference_between_ranks, loss_at
-
-
-def start(kind: str = "bucketddp", precision: Any = None, plugins: Any = None, **options: Any) -> Fabric:
-    make = DDPStrategy if kind == "ddp" else BucketDDPFabricStrategy
-    options = options if kind == "ddp" else {"bucket_cap_mb": 0.0003, **options}
-    strategy = make(cluster_environment=PoolEnvironment(), **options)
-    world = dist.get_world_size()
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision, plugins=plugins)
-    fabric.launch()
-    return fabric
 
 
 class WithLoss(Mlp):
@@ -49,7 +38,7 @@ def assert_close(first: nn.Module, second: nn.Module, **tolerance: float) -> Non
 def train(kind: str, feature: str) -> tuple[nn.Module, Fabric]:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     plugins = MixedPrecision("16-mixed", "cpu", scaler) if feature == "scaler" else None
-    fabric = start(kind, "bf16-mixed" if feature == "bf16-mixed" else None, plugins)
+    fabric = start_fabric(kind, "bf16-mixed" if feature == "bf16-mixed" else None, plugins)
     given = make(ConvBatchNorm, "adamw") if feature == "batchnorm, adamw" else make(WithLoss)
     if feature == "compiled":
         given = torch.compile(given[0], backend="eager"), given[1]
@@ -89,7 +78,7 @@ def test_weights_are_those_of_ddp(feature: str) -> None:
 
 
 def train_gan(kind: str, name_model: bool = False) -> nn.Module:
-    fabric = start(kind)
+    fabric = start_fabric(kind)
     torch.manual_seed(5)
     nets = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))])
     pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
@@ -122,7 +111,7 @@ def test_weights_of_a_gan_are_those_of_ddp() -> None:
 
 def two_models() -> tuple[Fabric, list[nn.Module], list[Tensor]]:
     """Two models, and two losses of the second, of which one reaches no model on rank 1."""
-    fabric = start(process_group=dist.new_group())
+    fabric = start_fabric(process_group=dist.new_group())
     models = [fabric.setup(nn.Linear(8, 8)), fabric.setup(nn.Linear(8, 1))]
     losses = [models[1](models[0](batch(step, 0)[0]).detach()).mean() for step in range(2)]
     constant = torch.ones((), requires_grad=True)
@@ -144,7 +133,7 @@ def test_right_where_ddp_hangs_raises_or_drifts() -> None:
     with skipped if rank == 0 else nullcontext():
         fabric.backward(losses[1])
 
-    fabric = start(process_group=dist.new_group())
+    fabric = start_fabric(process_group=dist.new_group())
     models = [fabric.setup_module(nn.Linear(8, 1)) for _ in range(2)]
     with pytest.raises((PeerFailureError, RankMismatchError), match="passes of different models" if rank == 0 else ""):
         fabric.backward(models[rank](inputs).mean())
@@ -174,16 +163,16 @@ def run(
 @on_ranks(2)
 def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
     """Trains four steps in one go, and in two halves with a checkpoint that the other strategy loads."""
-    whole = run(start("ddp"), range(4))
+    whole = run(start_fabric("ddp"), range(4))
     for first, second in (("ddp", "bucketddp"), ("bucketddp", "ddp")):
         path = f"{tmp_path}/{first}.ckpt"
-        run(start(first), range(2), save=path)
-        assert_close(run(start(second), range(2, 4), load=path), whole)
+        run(start_fabric(first), range(2), save=path)
+        assert_close(run(start_fabric(second), range(2, 4), load=path), whole)
     theirs, ours = (torch.load(f"{tmp_path}/{kind}.ckpt")["model"] for kind in ("ddp", "bucketddp"))
     torch.testing.assert_close(ours, theirs)  # with rank 0's module buffers
 
     def with_masters() -> Fabric:
-        return start("bucketddp", "bf16-true", grad_dtype="float32")
+        return start_fabric("bucketddp", "bf16-true", grad_dtype="float32")
 
     whole = run(with_masters(), range(6), clip=0.1)
     run(with_masters(), range(3), save=f"{tmp_path}/masters.ckpt", clip=0.1)
@@ -193,7 +182,7 @@ def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_modules_are_set_up_again_or_wrongly() -> None:
-    fabric = start()
+    fabric = start_fabric()
     plain, _ = make()
     optimizer = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn="strong_wolfe")
     model, lbfgs = fabric.setup(plain, optimizer)

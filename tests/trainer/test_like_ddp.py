@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 from lightning_bucketddp.trainer.common import REGISTERED
@@ -110,16 +110,12 @@ def test_the_timeout_reaches_a_group_that_a_mock_makes() -> None:
     strategy.teardown()
 
 
-class OneStep(Regression):
-    def train_dataloader(self) -> Any:
-        return DataLoader(list(zip(torch.randn(8, 8), torch.randn(8, 4), strict=True)), batch_size=4)
-
-
 def test_one_device_trains_and_whoever_patches_backward_sees_it() -> None:
-    model, runs = OneStep(), made(devices=1, max_epochs=1)
+    model, runs = Regression(), made(devices=1, max_epochs=1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 8), torch.randn(8, 4)), batch_size=4)
     before, plugin = model.net.head.weight.detach().clone(), runs.precision_plugin
     with mock.patch.object(plugin, "backward", wraps=plugin.backward) as backward:
-        runs.fit(model)
+        runs.fit(model, loader)
     assert backward.call_count == 2
     assert "backward" not in vars(plugin), "as it was"
     assert runs.strategy.process_group_backend == "gloo"

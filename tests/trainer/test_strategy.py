@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
 from lightning_bucketddp.trainer.common import leave_shared_memory
-from tests.lightning_models import Regression, close_to, data, ddp, ours, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, start_fabric, trainer
 from tests.models import Mlp, batch
 from tests.pool import case, on_ranks
-from tests.trainer.test_fabric import start
 
 _EXPERIMENTAL = {"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
 _EXPERIMENTAL |= {"skip_all_reduce_unused_params", "batched_grad_copy", "bucket_cap_mb_list"}
@@ -145,7 +144,7 @@ def assert_refused(strategy: Any, message: str) -> None:
 
 @on_ranks(2)
 def test_fabric_counts_tokens_clips_and_shows_gradients() -> None:
-    fabric = start(gradient_divide_by="tokens")
+    fabric = start_fabric(gradient_divide_by="tokens")
     strategy, plain, alone = fabric.strategy, Mlp(), Mlp()
     alone.load_state_dict(plain.state_dict())
     model = fabric.setup(plain)
