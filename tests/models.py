@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+Build = Callable[[], nn.Module]
+
 
 class Mlp(nn.Module):
     def __init__(self, width: int = 16, depth: int = 3) -> None:
@@ -88,7 +90,7 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Build] = {
     "mlp": Mlp,
     "conv_batchnorm_channels_last": ConvBatchNorm,
     "shared_weights": SharedWeights,
@@ -293,7 +295,7 @@ class TrainedBuffer(nn.Module):
         return torch.sparse.mm(self.graph, torch.tanh(self.linear(x) * self.prompt).T).T[:, :4]
 
 
-REPLICATED: dict[str, Callable[[], nn.Module]] = {
+REPLICATED: dict[str, Build] = {
     "recurrent": Recurrent,
     "containers": Containers,
     "reparametrized": Reparametrized,

@@ -9,6 +9,8 @@ import pytest
 from tests.launchers import code_cells, free_port, run_as_torchrun, run_notebook
 from tests.pool import RunRanks
 
+pytestmark = pytest.mark.slow
+
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     missing = [package for package in packages if find_spec(package) is None]
@@ -30,7 +32,6 @@ def number_after(text: str, output: str) -> float:
     return float(match.group(1))
 
 
-@pytest.mark.slow
 def test_finetune_digits_where_ddp_drifts(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "finetune_digits.py", "--epochs", "4")
     assert output.index("backbone frozen") < output.rindex("backbone training")
@@ -45,7 +46,6 @@ def test_finetune_digits_where_ddp_drifts(run_ranks: RunRanks) -> None:
     assert "drifted apart" in output
 
 
-@pytest.mark.slow
 def test_train_bytes_bf16(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "train_bytes_bf16.py", "--steps", "50")
     losses = [float(line.split()[4]) for line in output.splitlines() if "held-out loss" in line]
@@ -55,7 +55,6 @@ def test_train_bytes_bf16(run_ranks: RunRanks) -> None:
     assert "gradients in torch.float32, 7 of 7 parameters with an fp32 master" in output
 
 
-@pytest.mark.slow
 def test_fabric(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "fabric.py")
     assert output.index("first layer frozen") < output.rindex("first layer training")
@@ -64,7 +63,6 @@ def test_fabric(run_ranks: RunRanks) -> None:
     assert "1 local passes before" in output
 
 
-@pytest.mark.slow
 def test_notebook_prints_what_is_stored_in_it(run_ranks: RunRanks) -> None:
     notebook = "examples/notebook.ipynb"
     (printed,) = run_ranks(1, run_notebook, notebook, fresh=True)
@@ -90,7 +88,6 @@ def numbers_of(texts: list[str]) -> list[float]:
     return [float(number) for text in texts for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-@pytest.mark.slow
 def test_cli(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "cli.py", "fit", "--config", "examples/cli.yaml", "--trainer.max_epochs", "5")
     assert "BucketDDPStrategy on 2 ranks, parameters in torch.bfloat16, gradients in torch.float32" in output
@@ -100,7 +97,6 @@ def test_cli(run_ranks: RunRanks) -> None:
     assert "in 2 buckets" in output
 
 
-@pytest.mark.slow
 def test_gan(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "gan.py", "--epochs", "6")
     assert number_after(DIFFERENCE, output) == 0
@@ -109,7 +105,6 @@ def test_gan(run_ranks: RunRanks) -> None:
     assert number_after("generated", output) < number_after("noise", output) - 1, "of the distance to real digits"
 
 
-@pytest.mark.slow
 @needs("skimage", "transformers")
 def test_finetune_vision_sends_what_is_trained(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "finetune_vision.py")
@@ -131,7 +126,6 @@ def test_finetune_vision_sends_what_is_trained(run_ranks: RunRanks) -> None:
     assert most == pytest.approx(before, rel=0.01), "all but 6 of the 8 classes of the head"
 
 
-@pytest.mark.slow
 @needs("skimage", "transformers")
 def test_finetune_vision_on_a_folder_of_images(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(1, make_images_and_model, str(tmp_path), fresh=True)
@@ -160,7 +154,6 @@ def losses_of(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", output)]
 
 
-@pytest.mark.slow
 @needs("transformers", "peft")
 @pytest.mark.parametrize(("lora", "strategy"), [(True, "bucketddp"), (False, "bucketddp_sharded")])
 def test_finetune_language_model(run_ranks: RunRanks, lora: bool, strategy: str) -> None:
@@ -183,7 +176,6 @@ def test_finetune_language_model(run_ranks: RunRanks, lora: bool, strategy: str)
     assert states == pytest.approx([whole / ranks for whole in wholes], rel=0.1)
 
 
-@pytest.mark.slow
 @needs("transformers", "peft")
 def test_a_pretrained_language_model_learns_as_with_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(1, make_language_model, str(tmp_path), fresh=True)

@@ -21,21 +21,8 @@ from tests.hooks import HOOKS, disguised
 from tests.inside import reducer_of
 from tests.models import Branches, Containers, Mlp, build
 from tests.pool import on_ranks
-from tests.reference import (
-    TINY,
-    assert_grads,
-    backward,
-    both,
-    everyones,
-    grads,
-    inputs_of,
-    largest_difference_between_ranks,
-    mean_over_ranks,
-    mse,
-    raises_soon,
-    run_backward,
-    train,
-)
+from tests.reference import TINY, assert_grads, backward, everyones, grads, mean_over_ranks, mse, raises_soon, train
+from tests.reference import largest_difference_between_ranks as largest_difference
 
 ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
 
@@ -61,7 +48,9 @@ def test_hooks_give_torch_ddps_gradients(name: str, model: str) -> None:
     assert isinstance(reducer_of(ours).reduction, CastReduce) == named
     rounding = max(ROUNDING.get(name.split("_")[0], 1e-6), 2.0**-6 if model == "mixed_dtypes" else 0.0)
     for step in range(3):
-        both((reference, ours), inputs_of(step))
+        for each in (reference, ours):
+            each.zero_grad()
+            backward(each, step)
         largest = max(float(param.grad.abs().max()) for param in reference.parameters())
         assert_grads(module, grads(reference.module), rtol=rounding, atol=rounding * largest)
     grad = next(module.parameters()).grad
@@ -76,7 +65,6 @@ def test_hooks_use_the_wrappers_own_group(options: dict[str, Any]) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    torch.manual_seed(0)
     plain = Containers()  # whose complex gradients travel as real ones
     ours = BucketDDP(copy.deepcopy(plain), process_group=group, **options)
     for rank in (1, 2):
@@ -90,7 +78,6 @@ def test_hooks_use_the_wrappers_own_group(options: dict[str, Any]) -> None:
 @on_ranks(3)
 def test_power_sgd_keeps_its_order_across_buckets() -> None:
     """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
-    torch.manual_seed(0)
     rank = dist.get_rank()
     module = Mlp(width=48, depth=8)
     module.head.requires_grad_(False)  # comes before all others when it is unfrozen
@@ -110,12 +97,11 @@ def test_power_sgd_keeps_its_order_across_buckets() -> None:
     assert sizes[0] != sizes[1][: len(sizes[0])]
     assert len(sizes[0]) >= 8
     assert ours.last_pass().early_launches > 0
-    assert largest_difference_between_ranks(module) == 0
+    assert largest_difference(module) == 0
 
 
 @on_ranks(2, cases=[(0.0, True), (1e-8, False)])
 def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool) -> None:
-    torch.manual_seed(0)
     module = Branches()
     state = PowerSGDState(None, 1, start_powerSGD_iter=2, orthogonalization_epsilon=epsilon)
     ours = BucketDDP(module, comm_hook="powersgd", comm_hook_state=state)
@@ -200,7 +186,7 @@ def test_a_hook_that_fails_is_named_on_all_ranks(hook: Any, call: int, guarded: 
     told = call and dist.get_rank() == 0
     with raises_soon(PeerFailureError if told else CommHookError, match=expected) as error:
         for step in range(4):
-            run_backward(ours, ours(inputs_of(step)).sum(), guarded)
+            backward(ours, step, guarded=guarded)
     assert f"hook 'tests.comm.test_hooks.{hook.__name__}' failed for the bucket of '" in str(error.value)
     assert not told or "rank 1 cannot go on in pass" in str(error.value)
     with pytest.raises(PeerFailureError):

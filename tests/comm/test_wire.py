@@ -1,8 +1,8 @@
 """What travels, and how exactly: the collectives, low-precision wires, bytes."""
 
-import copy
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
 from tests.models import Mlp
 from tests.pool import case, on_ranks
-from tests.reference import TINY, backward, everyones, loss_at
+from tests.reference import TINY, backward, everyones, loss_at, pair
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -112,11 +112,8 @@ def test_pieces_give_the_same_bits() -> None:
 @on_ranks(2, 3, cases=HALVES)
 def test_a_low_wire_is_summed_in_fp32(wire_dtype: torch.dtype) -> None:
     """Nearly all elements are those of a sum without rounding, and all ranks end with the same bits."""
-    torch.manual_seed(0)
     world = dist.get_world_size()
-    module = Mlp(width=61, depth=3)  # buckets whose length 3 does not divide
-    plain = copy.deepcopy(module)
-    ours = BucketDDP(module, bucket_cap_mb=TINY, wire_dtype=wire_dtype)
+    plain, ours = pair(partial(Mlp, width=61, depth=3), TINY, wire_dtype=wire_dtype)  # 3 does not divide the buckets
     as_exact = []
     for step in range(3):
         for model in (ours, plain):
@@ -124,7 +121,7 @@ def test_a_low_wire_is_summed_in_fp32(wire_dtype: torch.dtype) -> None:
         backward(plain, step)
         with patch.object(StageThread, "take", autospec=True, side_effect=StageThread.take) as taken:
             backward(ours, step)
-        for param, other in zip(module.parameters(), plain.parameters(), strict=True):
+        for param, other in zip(ours.parameters(), plain.parameters(), strict=True):
             exact = other.grad.to(wire_dtype).double()
             dist.all_reduce(exact)
             as_exact.append((param.grad == (exact / world).to(wire_dtype)).flatten())

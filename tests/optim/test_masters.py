@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.optim.swap import Swap, master_params
-from tests.models import Bits, ConvBatchNorm, MixedDtypes, Mlp
+from tests.models import Bits, Build, ConvBatchNorm, MixedDtypes, Mlp
 from tests.optim.common import assert_equal
 from tests.pool import on_ranks
 from tests.reference import backward, loss_at
@@ -53,7 +53,7 @@ def mixed() -> nn.Module:
     return module
 
 
-def low(model: Callable[[], nn.Module] = Mlp, dtype: torch.dtype = BF16) -> nn.Module:
+def low(model: Build = Mlp, dtype: torch.dtype = BF16) -> nn.Module:
     torch.manual_seed(3)
     module = model() if model is mixed else model().to(dtype)
     for param in module.parameters():
@@ -89,9 +89,10 @@ def train(module: nn.Module, optimizer: Optimizer, steps: range) -> None:
             assert (optimizer.step(closure=closure) if step % 3 else optimizer.step(closure)) is found[0]
 
 
-def prepared(
-    name: str = "adamw", model: Callable[[], nn.Module] = Mlp, dtype: torch.dtype = BF16, steps: int = 0
-) -> tuple[nn.Module, Optimizer, Swap]:
+Prepared = tuple[nn.Module, Optimizer, Swap]
+
+
+def prepared(name: str = "adamw", model: Build = Mlp, dtype: torch.dtype = BF16, steps: int = 0) -> Prepared:
     module = low(model, dtype)
     optimizer = OPTIMIZERS[name](module.parameters())
     masters = master_params(optimizer)
@@ -135,9 +136,7 @@ class ByHand:
         ("adamw", ConvBatchNorm, BF16),
     ],
 )
-def test_the_update_is_the_optimizers_own_on_fp32_copies(
-    name: str, model: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_the_update_is_the_optimizers_own_on_fp32_copies(name: str, model: Build, dtype: torch.dtype) -> None:
     start = list(low(model, dtype).parameters())
     module, optimizer, masters = prepared(name, model, dtype, steps=6)
     reference = ByHand(6, name, model, dtype)
@@ -170,7 +169,7 @@ def test_grad_scaler_skips_a_step_with_an_overflow() -> None:
     torch.testing.assert_close(list(module.parameters()), ByHand(2, "sgd_fused", Mlp, FP16).params)
 
 
-def failed_step() -> tuple[nn.Module, Optimizer, Swap]:
+def failed_step() -> Prepared:
     module, optimizer, masters = prepared("child", steps=3)
     optimizer.fail = True
     with pytest.raises(ArithmeticError):
@@ -204,7 +203,7 @@ def test_after_a_step_that_raised_the_parameters_are_back(what: str) -> None:
     ("name", "model", "model_first"),
     [("adamw_fused", mixed, False), ("sgd_momentum", ConvBatchNorm, True), ("lbfgs", Mlp, True)],
 )
-def test_resumed_training_is_the_same_bit_for_bit(name: str, model: Callable[[], nn.Module], model_first: bool) -> None:
+def test_resumed_training_is_the_same_bit_for_bit(name: str, model: Build, model_first: bool) -> None:
     through, optimizer, _ = prepared(name, model, steps=3)
     module_state, optimizer_state, kept = map(copy.deepcopy, (through.state_dict(), *[optimizer.state_dict()] * 2))
     train(through, optimizer, range(3, 6))
