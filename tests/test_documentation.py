@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import lightning_bucketddp
-from tests.pool import RunRanks
+from tests.pool import ROOT, RunRanks
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = Path(lightning_bucketddp.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()

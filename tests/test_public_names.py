@@ -3,13 +3,12 @@
 import importlib
 import pickle
 import re
-from pathlib import Path
 
 import pytest
 
 from lightning_bucketddp import BucketDDP
+from tests.pool import ROOT
 
-ROOT = Path(__file__).parent.parent
 PUBLIC_NAMES = {
     "lightning_bucketddp": """
         BucketDDP BucketDDPFabricStrategy BucketDDPStrategy BucketDPStrategy CommunicationMonitor GradientError Options

@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,18 +17,13 @@ from tests.pool import on_ranks
 from tests.reference import TINY, assert_grads, backward, inputs_of, mean_over_ranks, pair, raises_soon, run_backward
 from tests.reference import largest_difference_between_ranks as largest_difference
 
-
-def options_of(way: str) -> dict[str, Any]:
-    return {} if way == "plain" else options_for(way)
-
-
 SMALL = 0.0001
 """MiB; makes a bucket of each parameter."""
 
 
 @on_ranks(3, cases=[("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)])
 def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None:
-    plain, ours = pair(Fragile, SMALL, **options_of(way))
+    plain, ours = pair(Fragile, SMALL, **options_for(way))
     for step in range(6):
         ours.zero_grad()
         if step in (0, 4):  # while the order is learned, and later
@@ -71,7 +65,7 @@ RAISES = [("plain", True, 0), ("plain", False, 3), ("wire", False, 0), ("powersg
 
 @on_ranks(3, cases=RAISES, fresh=True)
 def test_one_rank_that_raises_is_an_error_on_all(way: str, guarded: bool, step: int) -> None:
-    rank, ours = dist.get_rank(), BucketDDP(Fragile(), bucket_cap_mb=SMALL, **options_of(way))
+    rank, ours = dist.get_rank(), BucketDDP(Fragile(), bucket_cap_mb=SMALL, **options_for(way))
     for before in range(step):
         ours.zero_grad()
         backward(ours, before, guarded=guarded)

@@ -36,9 +36,10 @@ def average(plain: nn.Module) -> None:
         param.grad = expected[name]
 
 
-def stepped(optimizer: Optimizer, **options: Any) -> None:
-    optimizer.step()
-    optimizer.zero_grad(**options)
+def stepped(*optimizers: Optimizer, **options: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(**options)
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:

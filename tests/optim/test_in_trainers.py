@@ -32,15 +32,15 @@ parts = partial(sharded, state_dict_type="sharded")
 class Quiet(Regression):
     records = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
     def configure_optimizers(self) -> Any:
         return AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
 
 
 class Clipping(Quiet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
     def norm(self, norm_type: float = 2.0, parameters: Any = None) -> Tensor:
         params = list(self.parameters()) if parameters is None else list(parameters)
         if isinstance(self.trainer.strategy, BucketDDPStrategy):
@@ -63,7 +63,6 @@ class Evaluated(Quiet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
         self.steps = SumMetric()
         self.steps.persistent(True)  # a state dict holds a copy
 

@@ -191,6 +191,5 @@ def test_code_that_is_not_asked_waits_for_everything_before() -> None:
             for number in range(4):
                 both((plain, called), inputs_of(number)[:, :4])
                 average(plain)
-                for optimizer in optimizers:
-                    stepped(optimizer)
+                stepped(*optimizers)
             torch.testing.assert_close([*ours.module.state_dict().values()], [*plain.state_dict().values()])

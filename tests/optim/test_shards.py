@@ -55,8 +55,7 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
             planner.due = True
         theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1).float()
         torch.testing.assert_close(ours.clip_grad_norm_(0.1), theirs, **{**close, "rtol": max(tolerance, 5e-3)})
-        for stepper in steppers:
-            stepped(stepper)
+        stepped(*steppers)
     torch.testing.assert_close(values(ours.module), values(plain), **close)
     ours.synchronise_module_buffers()
     assert largest_difference_between_ranks(ours.module) == 0

@@ -130,18 +130,15 @@ def test_one_dense_gradient_makes_all_ranks_dense() -> None:
         assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
 
 
-@on_ranks(2)
-def test_other_dtypes_are_averaged_in_themselves() -> None:
-    rank = dist.get_rank()
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        ours = BucketDDP(nn.Embedding(8, 4, sparse=True, dtype=dtype))
-        scale = 40000.0 if dtype is torch.float16 else 1.0  # in fp16 the sum of two would overflow
-        (ours(torch.tensor([2, 2 + rank])) * scale * torch.tensor([[1.0], [0.5]], dtype=dtype)).sum().backward()
-        expected = torch.zeros(8, 4, dtype=dtype)
-        expected[2], expected[3] = 1.25 * scale, 0.25 * scale
-        with case(dtype):
-            torch.testing.assert_close(ours.module.weight.grad.to_dense(), expected)
-        ours.close()
+@on_ranks(2, cases=(torch.float64, torch.bfloat16, torch.float16))
+def test_other_dtypes_are_averaged_in_themselves(dtype: torch.dtype) -> None:
+    ours = BucketDDP(nn.Embedding(8, 4, sparse=True, dtype=dtype))
+    scale = 40000.0 if dtype is torch.float16 else 1.0  # in fp16 the sum of two would overflow
+    words, factors = torch.tensor([2, 2 + dist.get_rank()]), torch.tensor([[1.0], [0.5]], dtype=dtype)
+    (ours(words) * scale * factors).sum().backward()
+    expected = torch.zeros(8, 4, dtype=dtype)
+    expected[2], expected[3] = 1.25 * scale, 0.25 * scale
+    torch.testing.assert_close(ours.module.weight.grad.to_dense(), expected)
 
 
 class Functional(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, grads, local_if, mean_over_ranks, run_backward, taking
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    backward,
+    grads,
+    mean_over_ranks,
+    mse,
+    run_backward,
+    taking,
+    train,
+)
 from tests.reference import largest_difference_between_ranks as largest_difference
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -31,21 +43,17 @@ def assert_means(module: nn.Module, plain: nn.Module) -> None:
 
 @on_ranks(2, cases={"ours": [{"grad_dtype": FP32}], "Megatron's": [{"accumulate_allreduce_grads_in_fp32": True}]})
 def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> None:
-    module = Mlp().to(BF16)
-    plain = copy.deepcopy(module)
-    for param in plain.parameters():
+    twins = Twins(Mlp().to(BF16), **spelling)
+    ours, module = twins.ours, twins.ours.module
+    for param in twins.plain.parameters():
         param.grad_dtype = FP32
-    ours = BucketDDP(module, bucket_cap_mb=TINY, **spelling)
     for step in range(3):
-        plain.zero_grad()
-        ours.zero_grad()
+        twins.zero_grad()
         for param in module.parameters() if step == 2 else ():
             param.grad_dtype = BF16  # whatever loses it, it is set again
         for micro in range(3):
-            with local_if(ours, micro < 2):
-                for model in (plain, ours):
-                    backward(model, 3 * step + micro)
-        assert_grads(module, mean_over_ranks(plain))
+            twins.backward(mse(3 * step + micro), local=micro < 2)
+        twins.check()
         for param in module.parameters():
             assert (param.dtype, param.grad.dtype, param.grad_dtype) == (BF16, FP32, FP32)
             assert param.main_grad is param.grad
@@ -134,15 +142,12 @@ def test_parameters_are_broadcast_and_checkpoints_are_megatrons() -> None:
     module = Mlp(depth=1).to(BF16)
     ours = BucketDDP(module, grad_dtype=FP32)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    backward(ours)
-    optimizer.step()
+    train(ours, optimizer, [0])
     with torch.no_grad():
         module.head.bias.fill_(float(dist.get_rank() + 3))
     ours.broadcast_params()
     assert module.head.bias.eq(3).all()
-    ours.zero_grad()
-    backward(ours)
-    optimizer.step()
+    train(ours, optimizer, [0])
     assert abs(float(module.head.bias[0]) - 3) < 0.1, "the step went on from the master of before"
     assert largest_difference(module) == 0
     assert ours.state_dict_for_save_checkpoint(prefix="p.").keys() == module.state_dict(prefix="p.").keys()
@@ -166,7 +171,7 @@ def test_a_loss_that_sums_over_tokens_is_divided_by_tokens(as_tensor: bool, guar
         for micro in range(3):
             inputs, target = micro_batch(step, micro, rank)
             ours.count_tokens(torch.tensor(len(inputs)) if as_tensor else len(inputs))
-            with local_if(ours, micro < 2):
+            with ours.no_sync() if micro < 2 else nullcontext():
                 run_backward(ours, (ours(inputs) - target).square().sum(), guarded)
         everything = [micro_batch(step, micro, r) for micro in range(3) for r in range(3)]
         inputs, target = (torch.cat(parts) for parts in zip(*everything, strict=True))
