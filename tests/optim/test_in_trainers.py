@@ -1,4 +1,4 @@
-"""``bucketddp_sharded`` in a Trainer and in Fabric trains as the strategies without shards do."""
+"""``bucketddp_sharded`` in a Trainer trains as the strategies without shards do."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,11 +19,9 @@ from torchmetrics import SumMetric
 from lightning_bucketddp import BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
 from tests.fixtures.checkpoints import At
-from tests.lightning_models import Gan, Regression, close_to, data, scaler, start_fabric, trainer
-from tests.models import Mlp
-from tests.optim.common import assert_close, stepped, values
+from tests.lightning_models import Gan, Regression, close_to, data, scaler, trainer
 from tests.pool import RunRanks, on_ranks
-from tests.reference import largest_difference_between_ranks, loss_at, seeded
+from tests.reference import largest_difference_between_ranks
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
 parts = partial(sharded, state_dict_type="sharded")
@@ -231,39 +229,3 @@ def test_a_checkpoint_while_an_exception_is_handled_waits_for_nobody(tmp_path: P
         optimizer = AdamW(Quiet().parameters())
         optimizer.load_state_dict(saved["optimizer_states"][0])
         assert any(state["exp_avg"].ndim != param.ndim for param, state in optimizer.state.items())
-
-
-def fabric_run(folder: Path, shard: bool, steps: range, load: bool = False, save: bool = False) -> Any:
-    fabric = start_fabric(shard_optimizer=shard)
-    plain = seeded(Mlp)
-    model, optimizer = fabric.setup(plain, AdamW(plain.parameters(), lr=1e-2))
-    state = {"model": model, "optimizer": optimizer}
-    if load:
-        fabric.load(f"{folder}/fabric.ckpt", state)
-    for step in steps:
-        with fabric.no_backward_sync(model, enabled=step % 3 == 1):
-            fabric.backward(loss_at(model, step))
-        if step % 3 != 1:
-            limit = {"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}
-            fabric.clip_gradients(model, optimizer, **limit)
-            stepped(optimizer)
-    if shard:
-        fabric.backward(loss_at(model, 50))
-        norm = fabric.strategy.grad_norm(model)
-        torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0), norm)
-        assert 0 < fabric.strategy.wrapper_of(model).full_grad(plain.head.weight).norm() < norm
-        optimizer.zero_grad()
-    if save:
-        fabric.save(f"{folder}/fabric.ckpt", state)
-    fabric.strategy.teardown()
-    return plain
-
-
-@on_ranks(2)
-def test_fabric_trains_and_resumes_as_without_shards(tmp_path: Path) -> None:
-    runs = [fabric_run(tmp_path, shard, range(9)) for shard in (False, True)]
-    fabric_run(tmp_path, True, range(6), save=True)
-    runs += [fabric_run(tmp_path, shard, range(6, 9), load=True) for shard in (False, True)]
-    for run in runs[1:]:
-        assert largest_difference_between_ranks(run) == 0
-        assert_close(values(run), values(runs[0]))

@@ -1,5 +1,6 @@
 """``Fabric(strategy="bucketddp")``: like Fabric's ``ddp`` where that is right, and right where it is not."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -140,20 +141,31 @@ def test_right_where_ddp_hangs_raises_or_drifts() -> None:
 
 
 def run(
-    fabric: Fabric, steps: range, load: str | None = None, save: str | None = None, clip: float | None = None
+    fabric: Fabric,
+    steps: range,
+    load: str | None = None,
+    save: str | None = None,
+    net: type[nn.Module] = ConvBatchNorm,
+    clips: Sequence[dict[str, float]] = (),
+    accumulates: bool = False,
 ) -> nn.Module:
-    model, optimizer = fabric.setup(*make(ConvBatchNorm, "adamw"))
+    """Train with a limit of ``clips`` in turn, perhaps on two batches in some steps, and load and save."""
+    model, optimizer = fabric.setup(*make(net, "adamw"))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     if load:
         assert fabric.load(load, state) == {}
         assert state["step"] == steps.start
     for step in steps:
-        optimizer.zero_grad()
-        fabric.backward(loss_at(model, step))
-        if clip is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=clip)
+        local = accumulates and step % 3 == 1
+        with fabric.no_backward_sync(model, enabled=local):
+            fabric.backward(loss_at(model, step))
+        if local:
+            continue
+        if clips:
+            fabric.clip_gradients(model, optimizer, **clips[step % len(clips)])
             assert next(model.parameters()).grad.dtype == torch.float32
         optimizer.step()
+        optimizer.zero_grad()
     if save:
         fabric.save(save, {**state, "step": steps.stop})
     fabric.strategy.teardown()
@@ -174,10 +186,28 @@ def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
     def with_masters() -> Fabric:
         return start_fabric("bucketddp", "bf16-true", grad_dtype="float32")
 
-    whole = run(with_masters(), range(6), clip=0.1)
-    run(with_masters(), range(3), save=f"{tmp_path}/masters.ckpt", clip=0.1)
-    resumed = run(with_masters(), range(3, 6), load=f"{tmp_path}/masters.ckpt", clip=0.1)
-    assert_close(resumed, whole, rtol=0, atol=0)
+    path, clips = f"{tmp_path}/masters.ckpt", [{"max_norm": 0.1}]
+    whole = run(with_masters(), range(6), clips=clips)
+    run(with_masters(), range(3), save=path, clips=clips)
+    assert_close(run(with_masters(), range(3, 6), load=path, clips=clips), whole, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_shards_train_and_resume_as_whole_gradients(tmp_path: Path) -> None:
+    path, options = f"{tmp_path}/shards.ckpt", {"net": Mlp, "accumulates": True}
+    options["clips"] = [{"clip_val": 0.01}, {"max_norm": 0.1}]
+    runs = [run(start_fabric(shard_optimizer=shard), range(9), **options) for shard in (False, True)]
+    run(start_fabric(shard_optimizer=True), range(6), save=path, **options)
+    runs += [run(start_fabric(shard_optimizer=shard), range(6, 9), load=path, **options) for shard in (False, True)]
+    for each in runs[1:]:
+        assert largest_difference_between_ranks(each) == 0
+        assert_close(each, runs[0], rtol=1e-5, atol=1e-5)
+    fabric, (plain, optimizer) = start_fabric(shard_optimizer=True), make(optimizer="adamw")
+    model, optimizer = fabric.setup(plain, optimizer)
+    fabric.backward(loss_at(model, 0))
+    norm = fabric.strategy.grad_norm(model)
+    torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=9.0), norm)
+    assert 0 < fabric.strategy.wrapper_of(model).full_grad(plain.head.weight).norm() < norm
 
 
 @on_ranks(2)
