@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -87,6 +88,7 @@ class Regression(pl.LightningModule):
     """Records the gradients that ``on_after_backward`` and ``on_before_optimizer_step`` see, unless told not to."""
 
     records = True  # False where they are sharded
+    lr = 1e-2  # AdamW's
 
     def __init__(self, net: str = "mlp", optimizer: str = "sgd") -> None:
         super().__init__()
@@ -113,8 +115,8 @@ class Regression(pl.LightningModule):
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if self.optimizer == "zero":
-            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=self.lr)
+        return torch.optim.AdamW(self.parameters(), self.lr)
 
 
 class Citizen(Regression):
@@ -163,6 +165,18 @@ class Citizen(Regression):
             plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=10.0)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
         return optimizer
+
+
+class Relay(BaseFinetuning):
+    """In the second epoch the first layers take over from the head, which is frozen then."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.layers)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.freeze(pl_module.net.head)
+            self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=0.005)
 
 
 class Memory(DummyLogger):

@@ -10,16 +10,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torchmetrics import SumMetric
 
 from lightning_bucketddp import BucketDDPStrategy, PeerFailureError
 from tests import lightning_models
 from tests.fixtures.checkpoints import At
-from tests.lightning_models import Gan, Regression, close_to, data, scaler, trainer
+from tests.lightning_models import Gan, Regression, Relay, close_to, data, scaler, trainer
 from tests.pool import RunRanks, on_ranks
 from tests.reference import largest_difference_between_ranks
 
@@ -76,18 +76,6 @@ class Evaluated(Quiet):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.found.append(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
         self.log("score", self.found[-1], sync_dist=True)
-
-
-class Relay(BaseFinetuning):
-    """In the second epoch the first layers take over from the head, which is frozen then."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.layers)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
-        if epoch == 1:
-            self.freeze(pl_module.net.head)
-            self.unfreeze_and_add_param_group(pl_module.net.layers, optimizer, lr=0.005)
 
 
 growing = partial(scaler, 64.0, growth_interval=5)

@@ -9,14 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from tests.lightning_models import Citizen, Regression, close_to, data, ddp, ours, scaler, trainer
+from tests.lightning_models import Citizen, Regression, Relay, close_to, data, ddp, ours, scaler, trainer
 from tests.models import ConvBatchNorm, batch
 from tests.pool import case, on_ranks
 from tests.reference import largest_difference_between_ranks, logged
@@ -63,17 +62,6 @@ def test_either_strategy_resumes_the_others_checkpoint(tmp_path: Path) -> None:
     assert rest[0]["global_step"] == 12
 
 
-class Finetuning(BaseFinetuning):
-    """Freezes a layer until the second epoch; the optimizer holds it from the beginning."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.layers[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.make_trainable(pl_module.net.layers[0])
-
-
 def keys_of(value: Any) -> Any:
     return {key: keys_of(part) for key, part in value.items()} if isinstance(value, dict) else None
 
@@ -81,7 +69,7 @@ def keys_of(value: Any) -> Any:
 @on_ranks(2)
 def test_a_checkpoint_has_the_keys_of_ddp(tmp_path: Path) -> None:
     for strategy in STRATEGIES:
-        run(strategy, 2, {"callbacks": [Finetuning()]}, dirpath=tmp_path, filename=strategy + "-{epoch}", save_top_k=-1)
+        run(strategy, 2, {"callbacks": [Relay()]}, dirpath=tmp_path, filename=strategy + "-{epoch}", save_top_k=-1)
     keys = {}
     for path in tmp_path.iterdir():
         checkpoint = torch.load(path, weights_only=False)
@@ -114,19 +102,10 @@ def test_a_checkpoint_needs_nothing_of_this_package(tmp_path: Path) -> None:
     assert len(runs.optimizers[0].state) == 8
 
 
-class Rated(Citizen):
-    def __init__(self, lr: float = 0.02) -> None:
-        super().__init__()
-        self.lr = lr
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.AdamW(self.parameters(), self.lr)
-
-
 @on_ranks(2)
 def test_a_search_for_the_learning_rate_leaves_masters_alone(tmp_path: Path) -> None:
-    def found(strategy: Any, **options: Any) -> tuple[Rated, Any]:
-        model = Rated()
+    def found(strategy: Any, **options: Any) -> tuple[Citizen, Any]:
+        model = Citizen(optimizer="adamw")
         runs = trainer(strategy, default_root_dir=tmp_path, **options)
         finder = Tuner(runs).lr_find(model, data(20), num_training=20, early_stop_threshold=None)
         runs.fit(model, data())
@@ -135,9 +114,10 @@ def test_a_search_for_the_learning_rate_leaves_masters_alone(tmp_path: Path) -> 
     (first, searched), (second, expected) = found(ours()), found(ddp())
     torch.testing.assert_close(searched, expected)
     close_to(first, second)
-    assert first.lr == pytest.approx(second.lr) != 0.02
+    assert first.lr == pytest.approx(second.lr) != Citizen.lr
     model, _ = found(ours(grad_dtype=torch.float32), precision="bf16-true")
-    plain = Rated(model.lr)
+    plain = Citizen(optimizer="adamw")
+    plain.lr = model.lr
     trainer(ours(grad_dtype=torch.float32), precision="bf16-true").fit(plain, data())
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 

@@ -164,13 +164,12 @@ PRECISION = [
 ]
 WITH_BATCHNORM = {"module": partial(Citizen, "conv"), "metrics": False}
 STOPPING = partial(pl.callbacks.EarlyStopping, "valid", min_delta=9.0, patience=1)
+AVERAGING = partial(pl.callbacks.EMAWeightAveraging, decay=0.8)
 PRUNING = partial(pl.callbacks.ModelPruning, "l1_unstructured", amount=0.3)
 SWA = partial(pl.callbacks.StochasticWeightAveraging, 0.02, 1)
 CALLBACKS = [
     Row("stochastic weight averaging", options={"callbacks": [SWA], "max_epochs": 4}, passes=24, **WITH_BATCHNORM),
-    Row(
-        "moving average", options={"callbacks": [partial(pl.callbacks.EMAWeightAveraging, decay=0.8)]}, **WITH_BATCHNORM
-    ),
+    Row("moving average", options={"callbacks": [AVERAGING]}, **WITH_BATCHNORM),
     Row("early stopping", options={"callbacks": [STOPPING], "max_epochs": 6}),
     Row("learning rates logged", partial(Citizen, schedule="step"), {"callbacks": [pl.callbacks.LearningRateMonitor]}),
     Row("pruning", options={"callbacks": [PRUNING]}),
