@@ -34,7 +34,6 @@ class Breaking(torch.optim.SGD):
 
 
 def begin(module: nn.Module, **options: Any) -> tuple[BucketDDP, Breaking]:
-    torch.manual_seed(0)
     ours = BucketDDP(module, shard_optimizer=True, **{"bucket_cap_mb": TINY, **options})
     return ours, Breaking(ours.parameters(), lr=0.1, momentum=0.9)
 

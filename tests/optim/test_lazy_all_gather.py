@@ -73,10 +73,8 @@ def loss_of(model: nn.Module, step: int, order: tuple[int, ...]) -> Tensor:
 
 class Twins:
     def __init__(self) -> None:
-        torch.manual_seed(0)
         self.plain = Zoo()
         self.module = copy.deepcopy(self.plain)
-        self.module.kept = [layer.bias for layer in self.module.layers]
         self.ours = BucketDDP(self.module, shard_optimizer=True, bucket_cap_mb=0.002)
         self.optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (self.plain, self.ours)]
         self.steps = 0

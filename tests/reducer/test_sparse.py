@@ -19,11 +19,8 @@ from tests.reference import TINY, both, everyones, local_if, mean_over_ranks, pa
 EMBEDDINGS = ("words.weight", "bag.weight")
 
 
-def step_of(models: tuple[nn.Module, ...], step: int, zero: bool = True, **use: bool) -> None:
-    for model in models:
-        if zero:
-            model.zero_grad()
-        model(*tokens(step, dist.get_rank()), **use).square().mean().backward()
+def step_of(models: tuple[nn.Module, ...], step: int, **options: bool) -> None:
+    both(models, *tokens(step, dist.get_rank()), **options)
 
 
 def assert_means(

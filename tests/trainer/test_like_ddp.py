@@ -185,14 +185,13 @@ class OfRank(Regression):
     test_step = predict_step = validation_step
 
 
-@on_ranks(2)
-def test_evaluation_uses_rank_0s_weights_and_no_wrapper() -> None:
-    for stage in ("validate", "test", "predict"):
-        model = OfRank()
-        for param in model.parameters():
-            nn.init.constant_(param, dist.get_rank())
-        getattr(trainer(ours()), stage)(model, data(1))
-        assert all((param == 0).all() for param in model.parameters()), "rank 0's"
+@on_ranks(2, cases=("validate", "test", "predict"))
+def test_evaluation_uses_rank_0s_weights_and_no_wrapper(stage: str) -> None:
+    model = OfRank()
+    for param in model.parameters():
+        nn.init.constant_(param, dist.get_rank())
+    getattr(trainer(ours()), stage)(model, data(1))
+    assert all((param == 0).all() for param in model.parameters()), "rank 0's"
 
 
 class Interrupted(Regression):
