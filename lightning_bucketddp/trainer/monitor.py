@@ -1,7 +1,6 @@
 """``CommunicationMonitor``: what communication costs, and which rank the others wait for."""
 
-from __future__ import annotations
-
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,12 +11,101 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bucketddp.layout.require import require
-from lightning_bucketddp.reducer.pass_times import PassTimes
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
 SLOW_FACTOR = 1.2
 SLOW_STEPS = 50
 """A rank is slow if over this many steps its own time is more than so many times the median of the ranks."""
+
+
+class PassTimes(Participant):
+    """Adds up the times of this rank's passes and steps, and exchanges the sums with the other ranks.
+
+    On the CPU a rank waits wherever this package waits for a collective. On accelerators the host waits for nothing:
+    events in the current stream take the times of passes, and a rank waits from the end of backward until gradients
+    are published.
+
+    Args:
+        wrapper: The wrapper whose passes are measured from now on.
+
+    Attributes:
+        passes: The synchronised passes since the last exchange: when the first bucket was launched, when backward
+            ended, when gradients were published. Their number is the same on every rank.
+    """
+
+    def __init__(self, wrapper: BucketDDPInTrainer) -> None:
+        self._collectives, self._peers = wrapper._runtime.collectives, wrapper._passes.peers
+        self._device = wrapper.device
+        self._launched: Any = None  # times: events on accelerators, else seconds
+        self._backward_ended: Any = None
+        self.passes: list[tuple[Any, Any, Any]] = []
+        self._own = self._waited = 0.0
+        self.skip()
+        wrapper._passes.upkeep.add(self)
+
+    # -- passes --------------------------------------------------------------------------------------
+
+    def before_launch(self, bucket: object) -> None:
+        """Take the time of the first launch."""
+        self._launched = self._launched or self._now()
+
+    def backward_ended(self, raised: bool) -> None:
+        """Take the time."""
+        self._backward_ended = self._now()
+
+    def ended(self) -> None:
+        """Keep the times of the pass."""
+        self.passes.append((self._launched or self._backward_ended, self._backward_ended, self._now()))
+        self._launched = None
+
+    def _now(self) -> float | torch.Event:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        """Begin a step now; what came before belongs to none."""
+        self._step_began, self._waited_before = time.perf_counter(), self._peers.here.waited
+
+    def step_ended(self) -> None:
+        """Add up a step. The next one begins."""
+        own, waited = self._own - self._step_began, self._waited - self._waited_before
+        self.skip()
+        self._own, self._waited = own + self._step_began, waited + self._waited_before
+
+    def exchange(self) -> Tensor:
+        """Exchange the sums since the last exchange. All ranks must call this, after a pass.
+
+        Returns:
+            On the CPU, in seconds, of shape ``(world size, 4)``. The columns: steps with waiting; waiting; from the end
+            of backward, and from the first launch, until gradients were published.
+
+        Raises:
+            PeerFailureError: If another rank has failed.
+        """
+        exposed = sum(_seconds(began, ended) for _, began, ended in self.passes)
+        under_way = sum(_seconds(launched, ended) for launched, _, ended in self.passes)
+        self.step_ended()  # once more: an accelerator has caught up only now
+        waited = self._waited if self._device.type == "cpu" else exposed
+        mine = torch.tensor([self._own, waited, exposed, under_way], device=self._device)
+        with self._peers.waiting_for("the times of all ranks"):
+            gathered, work = self._collectives.all_gather(mine)
+            work.wait(self._peers.poll)
+        self.passes.clear()
+        self._own = self._waited = 0.0
+        return gathered.cpu()
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    if not isinstance(began, torch.Event):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 class CommunicationMonitor(Callback):
@@ -54,21 +142,15 @@ class CommunicationMonitor(Callback):
         require("every_n_steps", every_n_steps, "an int of at least 1", int, lambda steps: steps >= 1)
         self._every_n_steps = every_n_steps
         self._times: PassTimes | None = None
-        self._steps = self._own_steps = 0
-        self._own = torch.zeros(())  # the ranks' own times in the last so many steps
         self._named: set[int] = set()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Require the strategy and a logger, and begin to measure."""
-        self._times = BucketDDPInTrainer.of(trainer, "CommunicationMonitor").measure_times()
+        self._times = PassTimes(BucketDDPInTrainer.of(trainer, "CommunicationMonitor"))
         if not trainer.loggers:
             raise MisconfigurationException("expected a logger for CommunicationMonitor, found Trainer(logger=False)")
-        self._steps, self._own_steps, self._own = 0, 0, torch.zeros(())
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave what came before out."""
-        assert self._times is not None
-        self._times.skip()
+        self._steps, self._own_steps = 0, 0
+        self._own = torch.zeros(())  # the ranks' own times in the last so many steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Measure; exchange and log what is due."""
@@ -83,9 +165,11 @@ class CommunicationMonitor(Callback):
             self._steps = 0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave validation out."""
+        """Leave validation out, and what comes before training."""
         if self._times is not None:
             self._times.skip()
+
+    on_train_start = on_validation_end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Forget the wrapper, which ends with fit."""

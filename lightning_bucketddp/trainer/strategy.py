@@ -27,7 +27,6 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
-from lightning_bucketddp.reducer.pass_times import PassTimes
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
@@ -401,12 +400,6 @@ class BucketDDPInTrainer(BucketDDP):
     def learner(self) -> OrderLearner:
         """Learns the order of gradients. A resumed run begins with the order of the one before."""
         return self._passes.upkeep.learner
-
-    def measure_times(self) -> PassTimes:
-        """Add up the times of passes from now on; sends nothing."""
-        times = PassTimes(self._runtime.collectives, self._passes.peers, self.device)
-        self._passes.upkeep.add(times)
-        return times
 
 
 class TellingLauncher(_MultiProcessingLauncher):
