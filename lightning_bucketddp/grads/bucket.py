@@ -6,16 +6,19 @@ import sys
 import time
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet
-from lightning_bucketddp.layout.plan import Layout
+from lightning_bucketddp.layout.plan import Layout, size_text
 
 NONE: frozenset[int] = frozenset()
 NO_WORK = Work()  # instead of a default_factory: Dynamo would trace the generated function that calls it
@@ -55,6 +58,16 @@ class Bucket:
     launched_at: float = 0.0
     done_at: float = 0.0
     work: Work = NO_WORK
+
+    def label(self, what: str) -> AbstractContextManager[object]:
+        """A context with a label in torch's profiler, as "bucketddp: bucket 3, all-reduce, 4.2 MiB".
+
+        Without a label if no profiler runs: it takes microseconds even then.
+        """
+        # There is no public way to ask. Should torch drop its flag, labels are always made.
+        if not getattr(profiler, "_is_profiler_enabled", True):
+            return nullcontext()
+        return record_function(f"bucketddp: bucket {self.index}, {what}, {size_text(self.flat.nbytes)}")
 
 
 class Buckets:

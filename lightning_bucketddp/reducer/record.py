@@ -1,4 +1,4 @@
-"""The record of a pass, for people: frozen values, a table, and log lines.
+"""The record of a pass, for people: frozen values, a table, pictures, and log lines.
 
 ``TORCH_DISTRIBUTED_DEBUG``, or ``torch.distributed.set_debug_level``, chooses the lines that the logger
 ``lightning_bucketddp`` gets at level INFO. Ranks may differ in it, as nothing here is sent:
@@ -13,11 +13,13 @@ long before the device runs it; a profiler shows the device's times.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,7 +29,6 @@ from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Bucket, Layout, size_text
-from lightning_bucketddp.reducer import pictures
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.state import Pass
@@ -118,15 +119,52 @@ class PassRecord:
         Raises:
             ModuleNotFoundError: If matplotlib is not installed.
         """
-        pictures.plot(self, path)
+        from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
+
+        end, exposed = self.backward_seconds * 1e3, self.exposed_seconds * 1e3
+        figure = Figure(figsize=(10, 2.2 + 0.26 * len(self.buckets)), layout="constrained")
+        axes = figure.add_subplot(
+            title=f"Pass {self.number}, rank {self.rank}: backward {end:.1f} ms, then {exposed:.1f} ms exposed",
+            xlabel="ms since the pass opened, by the host's clock",
+            xlim=(0, (end + exposed) * 1.01),
+        )
+        axes.axvspan(0, end, color="0.93", label="backward")
+        names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in self.buckets]
+        for height, *moments, label, color in (
+            (0.15, "ready_at", "launched_at", "ready to launched: waits for its turn, is packed", "0.5"),
+            (0.6, "launched_at", "done_at", "launched to done", "tab:blue"),
+        ):
+            starts, stops = ([getattr(it, moment) * 1e3 for it in self.buckets] for moment in moments)
+            widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+            axes.barh(names, widths, height, starts, color=color, label=label)
+        axes.axvline(end, color="tab:red", linestyle="--", label="end of backward")
+        axes.axvline(end + exposed, color="tab:green", linestyle=":", label="gradients published")
+        axes.invert_yaxis()  # the first bucket on top
+        figure.legend(loc="outside lower center", ncols=2)
+        figure.savefig(path)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the same as JSON, for https://ui.perfetto.dev or ``chrome://tracing``.
+        """Write the same as JSON, for https://ui.perfetto.dev or ``chrome://tracing``: a thread for each bucket.
 
         Args:
             path: The file.
         """
-        pictures.write_chrome_trace(self, path)
+        events: list[dict[str, object]] = []
+
+        def add(what: str, kind: str, row: int, start: float = 0.0, stop: float = 0.0, **args: object) -> None:
+            times = {"ts": start * 1e6, "dur": (stop - start) * 1e6, "s": "t"}
+            events.append({"name": what, "ph": kind, "pid": self.rank, "tid": row, **times, "args": args})
+
+        end = self.backward_seconds
+        add("process_name", "M", 0, name=f"pass {self.number}, rank {self.rank} of {self.world_size}")
+        add("thread_name", "M", 0, name="pass")
+        add("backward", "X", 0, 0.0, end)
+        add("exposed communication", "X", 0, end, end + self.exposed_seconds)
+        for row, it in enumerate(self.buckets, 1):
+            add("thread_name", "M", row, name=f"bucket {it.index}")
+            add("ready", "i", row, it.ready_at)
+            add(f"bucket {it.index}, {size_text(it.nbytes)}", "X", row, it.launched_at, it.done_at, **vars(it))
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, default=str))
 
     def __str__(self) -> str:
         rebuilt = ", new in this pass" if self.rebuilt else ""

@@ -43,7 +43,6 @@ from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.peers.peers import GivingUp, Peers
 from lightning_bucketddp.peers.status import Phase
-from lightning_bucketddp.reducer.labels import label
 from lightning_bucketddp.reducer.participant import Participant, Settled
 from lightning_bucketddp.reducer.pass_control import PassControl
 from lightning_bucketddp.reducer.reductions import Reduction
@@ -244,14 +243,14 @@ class Reducer:
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            with label("pack", bucket):
+            with bucket.label("pack"):
                 sent = self.reduction.wire_memory(bucket)
                 self.storage.pack(bucket, self.reduction.scale(bucket), sent)
                 if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
                     (bucket.flat if sent is None else sent).zero_()
         if self.reduction.carries_control(bucket):
             self._control.put_in(bucket, self._report(failed), self.buckets.pending)
-        with label(self.reduction.name, bucket):
+        with bucket.label(self.reduction.name):
             bucket.work = self.reduction.start(bucket, sent)
         bucket.launched = True
         bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
@@ -312,7 +311,7 @@ class Reducer:
             assert report is not None
             exchange = self._control.send(report, self.buckets.pending)
         for bucket in self.buckets.awaiting():
-            with label("wait", bucket):
+            with bucket.label("wait"):
                 bucket.work.wait(poll)
             bucket.done_at = bucket.done_at or time.perf_counter()
         exchange.wait(poll)

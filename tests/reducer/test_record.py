@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.layout.plan import size_text
 from lightning_bucketddp.peers.control import HEADER
-from lightning_bucketddp.reducer import labels
 from lightning_bucketddp.reducer.record import PassRecord
 from tests.models import Branches, MixedDtypes, Mlp, OutOfOrder
 from tests.pool import on_ranks
@@ -131,7 +130,8 @@ def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], coll
     assert record.buckets[0].ready_at + 0.25 < record.buckets[-1].ready_at
 
     assert not profiler._is_profiler_enabled, "private to torch; without it labels are always made"
-    with patch.object(labels, "record_function", side_effect=AssertionError("made although no profiler runs")):
+    made = AssertionError("made although no profiler runs")
+    with patch("lightning_bucketddp.grads.bucket.record_function", side_effect=made):
         backward(ours, 3)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         assert profiler._is_profiler_enabled
