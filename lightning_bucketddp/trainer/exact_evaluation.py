@@ -1,6 +1,7 @@
 """Validation and test in which every sample counts once, on any number of ranks."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -114,22 +115,20 @@ class ExactBatches(BatchSampler):
             )
         self._own = slice(rank, samples, world_size)
         fewest, most = samples // world_size, -(-samples // world_size)  # that a rank has
-        self._full_batches = (fewest - 1) // batch_size
-        remaining = most - self._full_batches * batch_size
-        self._last_batches = 2 if remaining > batch_size > 1 else 1
+        full_batches = (fewest - 1) // batch_size
+        last_batches = 2 if most - full_batches * batch_size > batch_size > 1 else 1
+        remaining = len(range(samples)[self._own]) - full_batches * batch_size
+        last_sizes = [(remaining + part) // last_batches for part in reversed(range(last_batches))]
+        self._sizes = [batch_size] * full_batches + last_sizes
 
     def __len__(self) -> int:
-        return self._full_batches + self._last_batches
+        return len(self._sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
         assert isinstance(self.sampler, DistributedSampler)
         with torch.random.fork_rng(devices=[]):
             # If a user's sampler behind Lightning's draws from torch's generator, it draws the same on all ranks.
             torch.default_generator.manual_seed(self.sampler.seed + self.sampler.epoch)
-            own = list(self.sampler)[self._own]
-        stop = self._full_batches * self.batch_size
-        last_size = -(-(len(own) - stop) // self._last_batches)
-        for start in range(0, stop, self.batch_size):
-            yield own[start : start + self.batch_size]
-        for start in range(stop, len(own), last_size):
-            yield own[start : start + last_size]
+            own = iter(list(self.sampler)[self._own])
+        for size in self._sizes:
+            yield list(islice(own, size))
