@@ -161,7 +161,6 @@ class ControlExchange:
         self.nbytes = vector.nbytes
         self._world_size, self._work = world_size, work or Work()
         self._event: torch.Event | None = None
-        self._control: Control | None = None
 
     @classmethod
     def start(
@@ -214,9 +213,7 @@ class ControlExchange:
         """The sum; waits until it has come to the host."""
         if self._event is not None:
             self._event.synchronize()
-        if self._control is None:
-            self._control = Control(self._on_host, self._world_size)
-        return self._control
+        return Control(self._on_host, self._world_size)
 
 
 class ControlChecks:

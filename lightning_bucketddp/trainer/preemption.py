@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
-from lightning_bucketddp.trainer.sigterm import end_training, register_instead
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
 _RANKS, _ORDER, _STOPS = "bucketddp_ranks", "bucketddp_order", "bucketddp_stops"
@@ -67,52 +64,68 @@ class PreemptionCheckpoint(Callback):
         self._resumes: tuple[Any, Any, bool] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's handlers, which it registers after this."""
+        """Have this callback's handlers registered where Lightning registers its own, after this."""
         _wrapper_of(trainer)
         strategy: Any = trainer.strategy
         if strategy._start_method != "popen":  # a job's signals would end the main process, which starts the ranks
             raise MisconfigurationException(
                 f"expected start_method='popen' for PreemptionCheckpoint, found start_method={strategy._start_method!r}"
             )
-        requeue = _requeue_signal(trainer)
-        signals = {signal.SIGTERM, requeue} if requeue else SIGNALS
-        register_instead(trainer, partial(end_signals.watch, signals, self._patience))
+        connector: Any = trainer._signal_connector  # not public, as most of what is used here; tests notice a change
+
+        def register_once() -> None:
+            del connector.register_signal_handlers
+            connector.received_sigterm = False
+            requeue = _requeue_signal(trainer)
+            end_signals.watch({signal.SIGTERM, requeue} if requeue else SIGNALS, self._patience)
+
+        connector.register_signal_handlers = register_once
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """End after an optimizer step, on all ranks alike."""
-        # Not public, as most of what is used here; tests notice if it is gone.
+        """End after an optimizer step, on all ranks alike.
+
+        Lightning's loops raise ``SIGTERMException`` after a step and its validation, or after the epoch. They would
+        break a validation off.
+        """
         if not trainer.fit_loop._should_accumulate() and _wrapper_of(trainer).preempted():
-            end_training(trainer, True)
+            trainer._signal_connector.received_sigterm = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not end in the middle of a validation."""
-        end_training(trainer, False)
+        trainer._signal_connector.received_sigterm = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End after it, if the ranks have agreed on that before."""
-        end_training(trainer, end_signals.ending)
+        trainer._signal_connector.received_sigterm = end_signals.ending
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not end before ``on_train_end`` after the last epoch: no resumed run would call it."""
-        if _is_complete(trainer):
-            end_training(trainer, False)
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        # Lightning's `fit_loop.done` would change its counters.
+        if 0 < (trainer.max_epochs or 0) <= epochs.processed or 0 < trainer.max_steps <= trainer.global_step:
+            trainer._signal_connector.received_sigterm = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the other ranks, as no pass follows. End when all have done what they do at the end."""
+        strategy: Any = trainer.strategy
+
+        def end() -> None:
+            del strategy.on_train_end
+            strategy.on_train_end()
+            raise SIGTERMException
+
         if _wrapper_of(trainer).preempted(no_pass_follows=True):
-            strategy: Any = trainer.strategy
-            strategy.on_train_end = partial(_end, strategy)  # the last that Lightning calls
+            strategy.on_train_end = end  # the last that Lightning calls
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save, when everything that belongs to the step or epoch has been done."""
         if not (end_signals.ending and isinstance(exception, SIGTERMException)):
             return
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
-        self._saving, path, requeue = True, self.path, _requeue_signal(trainer)
+        self._saving, requeue = True, _requeue_signal(trainer)
         connector: Any = trainer._signal_connector
         answers = _wrapper_of(trainer)._uneven.tell(end_signals.received)
-        if requeue is not None:
-            path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
         if requeue in answers:
             connector._slurm_sigusr_handler_fn(requeue, None)  # saves it there, too
         else:
@@ -133,8 +146,9 @@ class PreemptionCheckpoint(Callback):
                 "the checkpoint is of the middle of an epoch, and a training dataloader has no state_dict or no "
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
-        checkpoint[_RANKS] = Collectives(None).exchange_objects((_random_state(), states))
-        checkpoint[_ORDER], checkpoint[_STOPS] = _wrapper_of(trainer).learner.lessons, trainer.should_stop
+        wrapper = _wrapper_of(trainer)
+        checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((_random_state(), states))
+        checkpoint[_ORDER], checkpoint[_STOPS] = wrapper._passes.upkeep.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
@@ -150,7 +164,7 @@ class PreemptionCheckpoint(Callback):
             return
         (random_state, order, trainer.should_stop), self._resumes = self._resumes, None
         for lesson in order:
-            _wrapper_of(trainer).learner.learn(*lesson)
+            _wrapper_of(trainer)._passes.upkeep.learner.learn(*lesson)
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()
@@ -171,18 +185,6 @@ def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return environment.requeue_signal if requeues else None
-
-
-def _end(strategy: Any) -> None:
-    del strategy.on_train_end
-    strategy.on_train_end()
-    raise SIGTERMException
-
-
-def _is_complete(trainer: Trainer) -> bool:
-    """Whether the epoch that ends is the last one. Lightning's ``fit_loop.done`` would change its counters."""
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    return 0 < (trainer.max_epochs or 0) <= epochs.processed or 0 < trainer.max_steps <= trainer.global_step
 
 
 def _epoch_has_ended(trainer: Trainer) -> bool:

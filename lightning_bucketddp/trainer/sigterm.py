@@ -5,7 +5,6 @@ pairs with another rank's gradients, and ranks hang. Its training loop broadcast
 the host waits for it. Neither is needed here.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,24 +24,3 @@ def _note_sigterm(connector: Any, signum: int, frame: object) -> None:
     if launcher is not None and not connector.received_sigterm:
         launcher.kill(signum)  # passes the signal on to the ranks that this process has started
     connector.received_sigterm = True
-
-
-def register_instead(trainer: pl.Trainer, register: Callable[[], None]) -> None:
-    """Have the Trainer call this once instead of registering its own handlers, which it does after ``on_fit_start``."""
-    connector: Any = trainer._signal_connector
-
-    def once() -> None:
-        del connector.register_signal_handlers
-        connector.received_sigterm = False
-        register()
-
-    connector.register_signal_handlers = once
-
-
-def end_training(trainer: pl.Trainer, end: bool) -> None:
-    """Say whether Lightning's loops raise SIGTERMException here: after a step and its validation, or after the epoch.
-
-    It would break a validation off.
-    """
-    connector: Any = trainer._signal_connector
-    connector.received_sigterm = end

@@ -27,7 +27,6 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
-from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
@@ -395,11 +394,6 @@ class BucketDDPInTrainer(BucketDDP):
             return trainer.strategy.model
         found = type(trainer.strategy).__name__
         raise MisconfigurationException(f"expected strategy='bucketddp' for {callback}, found {found}")
-
-    @property
-    def learner(self) -> OrderLearner:
-        """Learns the order of gradients. A resumed run begins with the order of the one before."""
-        return self._passes.upkeep.learner
 
 
 class TellingLauncher(_MultiProcessingLauncher):
