@@ -137,8 +137,7 @@ class AbortListener:
         store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
         self.store = TimedStore(store, STORE_SECONDS)
         _made[name] += 1
-        self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size)
-        self.roll_call.report_after = report_after
+        self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size, report_after)
         self.failure: Failure | None = None
         self._store_lost = False
         self._fit = 0

@@ -26,16 +26,8 @@ _MOST_CALLS = 4
 
 def waits(status: Status) -> bool:
     """Whether a rank waits for others; False if it is silent."""
-    return status.heard and (bool(status.waiting_for) or waits_at(status.stack))
-
-
-def waits_at(stack: Sequence[Frame]) -> bool:
-    """Whether a thread waits in a collective.
-
-    Args:
-        stack: Its frames, the innermost first.
-    """
-    return bool(stack) and stack[0][0].endswith(_WAITS_IN)
+    in_collective = bool(status.stack) and status.stack[0][0].endswith(_WAITS_IN)
+    return status.heard and (bool(status.waiting_for) or in_collective)
 
 
 def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "") -> str:
@@ -49,9 +41,8 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
     """
     late = sorted(status.rank for status in statuses if not waits(status))
     if not why:
-        why = "all ranks wait, for different things or for the network"
-        if late:
-            why = f"{in_words(late)} {'have' if len(late) > 1 else 'has'} not come"
+        they_have = f"{in_words(late)} {'have' if len(late) > 1 else 'has'}"
+        why = f"{they_have} not come" if late else "all ranks wait, for different things or for the network"
     places: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
         stack = tuple(status.stack) if status.heard else ()

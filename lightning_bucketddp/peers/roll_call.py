@@ -12,12 +12,10 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
-from types import FrameType
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
 
@@ -56,24 +54,23 @@ class RollCall:
         store: The group's namespace.
         rank: This rank.
         world_size: Number of ranks.
+        report_after: After how many seconds of waiting there is a report.
 
     Attributes:
         statuses: This rank's records, of all wrappers, closed ones too: others may still ask for them.
         report: The last report of ranks that wait; empty if this rank has got further since.
-        report_after: After how many seconds of waiting there is one.
     """
 
-    def __init__(self, store: TimedStore, rank: int, world_size: int) -> None:
-        self._store = store
+    def __init__(self, store: TimedStore, rank: int, world_size: int, report_after: float) -> None:
+        self.store = store
         self.rank = rank
         self.world_size = world_size
         self._thread = threading.get_ident()
         self.statuses: list[Status] = []
         self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
-        self._call = ""  # the last call, as far as is known here
-        self._calls = deque([(0, 0.0)], maxlen=64)  # the last calls, and when this rank heard of them
+        self._calls = deque([("", 0.0)], maxlen=64)  # the last calls, and when this rank heard of them
         self._reports = 0  # of which this rank has heard
-        self.report, self.report_after = "", DEFAULT_REPORT_AFTER
+        self.report, self.report_after = "", report_after
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
@@ -83,7 +80,7 @@ class RollCall:
     def wake(self) -> None:
         """Have all ranks' listeners look into the store."""
         keys = [f"wake/{rank}" for rank in range(self.world_size)]
-        self._store.multi_set(keys, [""] * len(keys))
+        self.store.multi_set(keys, [""] * len(keys))
 
     def look(self, store: Store | TimedStore) -> None:
         """Look for failed passes, and answer a call that this rank has not answered.
@@ -93,9 +90,8 @@ class RollCall:
         """
         self._failed = _failed_in(read(store, "failed"))
         call = read(store, "call")
-        if call != self._call:
-            self._call = call
-            self._calls.append((_call_number(call), time.monotonic()))
+        if call != self._calls[-1][0]:
+            self._calls.append((call, time.monotonic()))
             self.write(store)
         while store.check([key := f"report/{self._reports}"]):
             self._reports += 1
@@ -111,14 +107,14 @@ class RollCall:
     def publish_failed(self, wrapper: int, failed: FailedPass) -> None:
         """Tell all ranks of a failed pass. What happened first in a pass stays, and so does a failure for good."""
         while True:
-            before = read(self._store, "failed")
+            before = read(self.store, "failed")
             self._failed = _failed_in(before)
             first = self.failed_pass(wrapper)
             if first.for_good:
                 return
             text = first.text if first.number == failed.number else failed.text
             after = json.dumps({**self._failed, str(wrapper): failed._replace(text=text)})
-            if self._store.compare_set("failed", before, after).decode() == after:  # no other rank came in between
+            if self.store.compare_set("failed", before, after).decode() == after:  # no other rank came in between
                 break
         self.wake()
 
@@ -130,8 +126,12 @@ class RollCall:
         Args:
             store: The connection to use.
         """
-        packed = pickle.dumps((_call_number(self._call), self.records()))
+        packed = pickle.dumps((_call_number(self._calls[-1][0]), self.records()))
         store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
+
+    def last_report(self) -> str:
+        """The last report for an error message: on lines of its own, or empty if this rank has got further since."""
+        return f"\n{self.report}" if self.report else ""
 
     def records(self) -> list[Status]:
         """This rank's records, by wrapper, and at the end one without a wrapper."""
@@ -140,7 +140,11 @@ class RollCall:
 
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first."""
-        frame = _frame_of(self._thread)
+        collects = gc.isenabled()
+        gc.disable()  # a finalizer might need the lock that Python holds here, for ever (3.11; python/cpython#106883)
+        frame = sys._current_frames().get(self._thread)
+        if collects:
+            gc.enable()
         frames = traceback.walk_stack(frame) if frame is not None else ()
         found = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
         del frame  # it may be this function's own, and would keep its callers' variables alive
@@ -150,7 +154,7 @@ class RollCall:
         """This rank has ended training in all wrappers."""
         for status in self.statuses:
             status.end_training()
-        self.write(self._store)
+        self.write(self.store)
 
     def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
         """Call the roll, and wait a moment until all ranks have answered.
@@ -162,11 +166,12 @@ class RollCall:
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.
         """
-        if time.monotonic() < self._calls[-1][1] + unless_within:
+        last, called_at = self._calls[-1]
+        if time.monotonic() < called_at + unless_within:
             return []
-        call = _call_number(self._call) + 1
+        call = _call_number(last) + 1
         mine = f"{call} {self.rank}"
-        if self._store.compare_set("call", self._call, mine).decode() == mine:
+        if self.store.compare_set("call", last, mine).decode() == mine:
             self.wake()
         elif unless_within:
             return []
@@ -179,45 +184,19 @@ class RollCall:
 
     def _records(self, wrapper: int, call: int) -> list[Status]:
         keys = [f"status/{rank}" for rank in range(self.world_size)]
-        if self._store.check(keys):
-            values = self._store.multi_get(keys)
+        if self.store.check(keys):
+            values = self.store.multi_get(keys)
         else:  # some ranks have not made their listener yet
-            values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+            values = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
         found, now = [], time.monotonic()
         for rank, value in enumerate(values):
             answered, statuses = pickle.loads(value) if value else (0, [Status(rank)])
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
-            seconds = now - min((at for number, at in self._calls if number > answered), default=now)
+            seconds = now - min((at for later, at in list(self._calls) if _call_number(later) > answered), default=now)
             status = statuses[min(wrapper, len(statuses)) - 1]  # without such a wrapper the last one
             found.append(replace(status, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
         return found
-
-    # -- reports -------------------------------------------------------------------------------------
-
-    def claim_report(self, wait: str) -> bool:
-        """Whether this rank is the one that reports a wait, of all ranks that wait for the same."""
-        return self._store.add(f"reporting/{wait}", 1) == 1
-
-    def last_report(self) -> str:
-        """The last report for an error message: on lines of its own, or empty if this rank has got further since."""
-        return f"\n{self.report}" if self.report else ""
-
-    def publish_report(self, report: str) -> None:
-        """Have all ranks log a report."""
-        self._store.set(f"report/{self._store.add('reports', 1) - 1}", report)
-        self.wake()
-
-
-def _frame_of(thread: int) -> FrameType | None:
-    """The frame that a thread is in, by the thread's identifier."""
-    collects = gc.isenabled()
-    gc.disable()  # a finalizer might need the lock that Python holds here, for ever (3.10, 3.11; python/cpython#106883)
-    try:
-        return sys._current_frames().get(thread)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _failed_in(written: str) -> dict[str, FailedPass]:

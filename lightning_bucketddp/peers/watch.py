@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from zlib import crc32
 
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.groups import started_collectives
-from lightning_bucketddp.peers.report import report, waits, waits_at
+from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 
@@ -36,48 +35,45 @@ class Watch(threading.Thread):
     def __init__(self, roll_call: RollCall, group: weakref.ref[dist.ProcessGroup], closed: threading.Event) -> None:
         super().__init__(name="bucketddp-watch", daemon=True)
         self._roll_call, self._group, self._closed = roll_call, group, closed
-        self._seconds = 0.0  # for which the rank has waited
-        self._due = 0.0  # after how many a report is due
 
     def run(self) -> None:
         """Look until the group ends."""
-        before = None
+        before, waited, due = "", 0.0, 0.0
         while not self._closed.wait(seconds := min(self._roll_call.report_after / 10, _LOOK_SECONDS)):
             here = self._progress()
             if here != before:
                 self._roll_call.report = ""
-            if here != before or not self._may_wait():
-                before, self._seconds, self._due = here, 0.0, self._roll_call.report_after
+            if here != before or (wrapper := self._waiting_wrapper()) is None:
+                before, waited, due = here, 0.0, self._roll_call.report_after
                 continue
-            self._seconds += seconds
-            if self._seconds >= self._due:
-                self._report()
+            waited += seconds
+            if waited >= due:
+                self._report(here, wrapper, waited, due)
+                due *= 10
 
     def _progress(self) -> str:
         """How far this rank has come. It changes with each collective, and is the same on ranks that wait for one."""
-        positions = repr([status.position for status in self._roll_call.statuses])
-        return f"{crc32(positions.encode())}/{started_collectives(self._group())}"
+        positions = [status.position for status in self._roll_call.statuses]
+        return f"{positions}, {started_collectives(self._group())}"
 
-    def _may_wait(self) -> bool:
-        if any(status.waiting_for for status in self._roll_call.statuses):  # it may turn out not to wait
-            return True
-        return self._group() is dist.group.WORLD and waits_at(self._roll_call.stack())
-
-    def _report(self) -> None:
-        """Have a report made, unless this rank turns out not to wait or another one reports."""
+    def _waiting_wrapper(self) -> int | None:
+        """The wrapper that waits, by its number, or the last one for another wait; None if this rank does not wait."""
         records = self._roll_call.records()
-        wrapper = max((n for n, record in enumerate(records, 1) if record.waiting_for), default=len(records) - 1)
-        if not waits(mine := records[wrapper - 1]):
-            self._seconds = 0.0
-            return
-        due, self._due = self._due, self._due * 10
-        before = self._progress()
+        waiting = [number for number, record in enumerate(records, 1) if record.waiting_for]
+        if not waiting and self._group() is dist.group.WORLD and waits(records[-1]):
+            return len(records) - 1
+        return max(waiting, default=None)
+
+    def _report(self, here: str, wrapper: int, waited: float, due: float) -> None:
+        """Have a report made, unless another rank reports the same wait."""
+        roll_call, store = self._roll_call, self._roll_call.store
         try:
-            if not self._roll_call.claim_report(f"{before}/{due:g}"):
+            if store.add(f"reporting/{here}/{due:g}", 1) > 1:
                 return
-            statuses = self._roll_call.ask(wrapper)
-            if self._progress() == before and not self._closed.is_set():  # else the others came while ranks answered
-                self._roll_call.publish_report(report(statuses, mine.rank, self._seconds))
+            statuses = roll_call.ask(wrapper)
+            if self._progress() == here and not self._closed.is_set():  # else the others came while ranks answered
+                store.set(f"report/{store.add('reports', 1) - 1}", report(statuses, roll_call.rank, waited))
+                roll_call.wake()
         except RuntimeError:  # this rank reports alone
-            self._roll_call.report = report([mine], mine.rank, self._seconds, STORE_SILENT)
-            _log.warning("%s", self._roll_call.report)
+            roll_call.report = report([roll_call.records()[wrapper - 1]], roll_call.rank, waited, STORE_SILENT)
+            _log.warning("%s", roll_call.report)

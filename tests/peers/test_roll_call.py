@@ -21,7 +21,7 @@ def test_records_show_the_thread_that_trains() -> None:
         waits.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        roll_call = pool.submit(RollCall, store, 0, 1).result()
+        roll_call = pool.submit(RollCall, store, 0, 1, 60).result()
         pool.submit(trains)
         deadline = time.monotonic() + 20
         while "trains" not in (functions := [function for _, _, function in roll_call.records()[0].stack]):
@@ -30,7 +30,7 @@ def test_records_show_the_thread_that_trains() -> None:
 
 
 def test_a_rank_needs_no_answer_from_its_own_listener() -> None:
-    assert [status.heard for status in RollCall(HashStore(), 0, 2).ask(1)] == [True, False]
+    assert [status.heard for status in RollCall(HashStore(), 0, 2, 60).ask(1)] == [True, False]
 
 
 class Garbage:
@@ -46,7 +46,7 @@ class Garbage:
 @on_ranks(1, timeout=30)
 def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
     store: Any = HashStore()
-    roll_call = RollCall(store, 0, 1)
+    roll_call = RollCall(store, 0, 1, 60)
     before = gc.get_threshold()
     for number in range(400):
         gc.disable()
