@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.peers import Peers
 
 HEADER = 30
@@ -272,12 +273,16 @@ class ControlChecks:
             )
         return control
 
-    def to_end(self) -> bool:
-        """Whether some rank was to end when it reported on the last pass; the same on every rank.
+    def to_end(self, no_pass_follows: bool) -> bool:
+        """Whether a signal has asked some rank to end; the same on every rank. See :meth:`BucketDDP.preempted`.
 
-        On accelerators it is the pass before the last, for which the host hardly waits.
+        The last pass tells. On accelerators it is the pass before, for which the host hardly waits.
         """
-        return bool(self.last) and self.last[0].read().ranks_to_end > 0
+        end_signals.watch()
+        if no_pass_follows:
+            end_signals.ending |= any(map(int, self._peers.exchange("whether to end", str(end_signals.received))))
+        end_signals.ending |= bool(self.last) and self.last[0].read().ranks_to_end > 0
+        return end_signals.ending
 
     def read_later(self, exchange: ControlExchange) -> None:
         """Keep a control vector that is not needed now and has not come to the host.

@@ -12,7 +12,6 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.engine import BackwardEnd, accumulates, reachable_leaves
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.assembly import Setting
 from lightning_bucketddp.reducer.params import Params
@@ -87,14 +86,6 @@ class Passes:
         """Say that all backwards of the step have been run, so that no rank waits for another one."""
         if self.reducer.state is PassState.IDLE:
             self.peers.here.end_step()
-
-    def to_end(self, no_pass_follows: bool) -> bool:
-        """Whether a signal has asked some rank to end; the same on every rank. See :meth:`BucketDDP.preempted`."""
-        end_signals.watch()
-        if no_pass_follows:
-            end_signals.ending |= any(map(int, self.peers.exchange("whether to end", str(end_signals.received))))
-        end_signals.ending |= self.setting.checks.to_end()
-        return end_signals.ending
 
     def note_forward(self) -> None:
         """Say that a training forward begins. Inside ``no_sync``, count its trainable set.

@@ -146,7 +146,7 @@ class CommunicationMonitor(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Require the strategy and a logger, and begin to measure."""
-        self._times = PassTimes(BucketDDPInTrainer.of(trainer, "CommunicationMonitor"))
+        self._times = PassTimes(BucketDDPInTrainer.of(trainer, self))
         if not trainer.loggers:
             raise MisconfigurationException("expected a logger for CommunicationMonitor, found Trainer(logger=False)")
         self._steps, self._own_steps = 0, 0

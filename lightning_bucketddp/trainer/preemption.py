@@ -65,7 +65,7 @@ class PreemptionCheckpoint(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have this callback's handlers registered where Lightning registers its own, after this."""
-        _wrapper_of(trainer)
+        BucketDDPInTrainer.of(trainer, self)
         strategy: Any = trainer.strategy
         if strategy._start_method != "popen":  # a job's signals would end the main process, which starts the ranks
             raise MisconfigurationException(
@@ -87,7 +87,7 @@ class PreemptionCheckpoint(Callback):
         Lightning's loops raise ``SIGTERMException`` after a step and its validation, or after the epoch. They would
         break a validation off.
         """
-        if not trainer.fit_loop._should_accumulate() and _wrapper_of(trainer).preempted():
+        if not trainer.fit_loop._should_accumulate() and BucketDDPInTrainer.of(trainer, self).preempted():
             trainer._signal_connector.received_sigterm = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,7 +114,7 @@ class PreemptionCheckpoint(Callback):
             strategy.on_train_end()
             raise SIGTERMException
 
-        if _wrapper_of(trainer).preempted(no_pass_follows=True):
+        if BucketDDPInTrainer.of(trainer, self).preempted(no_pass_follows=True):
             strategy.on_train_end = end  # the last that Lightning calls
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -124,7 +124,7 @@ class PreemptionCheckpoint(Callback):
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         self._saving, requeue = True, _requeue_signal(trainer)
         connector: Any = trainer._signal_connector
-        answers = _wrapper_of(trainer)._uneven.tell(end_signals.received)
+        answers = BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
         if requeue in answers:
             connector._slurm_sigusr_handler_fn(requeue, None)  # saves it there, too
@@ -146,7 +146,7 @@ class PreemptionCheckpoint(Callback):
                 "the checkpoint is of the middle of an epoch, and a training dataloader has no state_dict or no "
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
-        wrapper = _wrapper_of(trainer)
+        wrapper = BucketDDPInTrainer.of(trainer, self)
         checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((_random_state(), states))
         checkpoint[_ORDER], checkpoint[_STOPS] = wrapper._passes.upkeep.learner.lessons, trainer.should_stop
 
@@ -164,7 +164,7 @@ class PreemptionCheckpoint(Callback):
             return
         (random_state, order, trainer.should_stop), self._resumes = self._resumes, None
         for lesson in order:
-            _wrapper_of(trainer)._passes.upkeep.learner.learn(*lesson)
+            BucketDDPInTrainer.of(trainer, self)._passes.upkeep.learner.learn(*lesson)
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()
@@ -174,10 +174,6 @@ class PreemptionCheckpoint(Callback):
                 loop._combined_loader_states_to_load = []
                 iter(loop._data_fetcher)  # is at its end; the epoch begins another one
         _random_state(random_state)
-
-
-def _wrapper_of(trainer: Trainer) -> BucketDDPInTrainer:
-    return BucketDDPInTrainer.of(trainer, "PreemptionCheckpoint")
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:

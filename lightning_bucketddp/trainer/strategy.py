@@ -384,7 +384,7 @@ class BucketDDPInTrainer(BucketDDP):
     _may_be_frozen = True
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, callback: str) -> Self:
+    def of(cls, trainer: pl.Trainer, callback: pl.Callback) -> Self:
         """The wrapper of a Trainer in ``fit``, for a callback that needs one.
 
         Raises:
@@ -392,8 +392,8 @@ class BucketDDPInTrainer(BucketDDP):
         """
         if isinstance(trainer.strategy.model, cls):
             return trainer.strategy.model
-        found = type(trainer.strategy).__name__
-        raise MisconfigurationException(f"expected strategy='bucketddp' for {callback}, found {found}")
+        name, found = type(callback).__name__, type(trainer.strategy).__name__
+        raise MisconfigurationException(f"expected strategy='bucketddp' for {name}, found {found}")
 
 
 class TellingLauncher(_MultiProcessingLauncher):

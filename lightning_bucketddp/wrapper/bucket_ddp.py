@@ -326,7 +326,7 @@ class BucketDDP(nn.Module, Joinable):
             RuntimeError: If the first call is not in the main thread.
             PeerFailureError: If another rank has failed, or does not come.
         """
-        return self._passes.to_end(no_pass_follows)
+        return self._passes.setting.checks.to_end(no_pass_follows)
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number that gradients are divided by, with ``gradient_divide_by="tokens"``.
