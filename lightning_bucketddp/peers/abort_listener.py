@@ -214,8 +214,7 @@ class AbortListener:
             # An error of torch's may be due to a rank that is gone.
             from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
             gone = self.ask_why(0) if from_torch else ""
-            if from_torch:
-                _add_note(error, self.roll_call.report)
+            _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)
         assert self.failure is not None

@@ -40,9 +40,9 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
         why: Why it waits, instead of the ranks that have not come.
     """
     late = sorted(status.rank for status in statuses if not waits(status))
-    if not why:
-        they_have = f"{in_words(late)} {'have' if len(late) > 1 else 'has'}"
-        why = f"{they_have} not come" if late else "all ranks wait, for different things or for the network"
+    if late and not why:
+        why = f"{in_words(late)} {'have' if len(late) > 1 else 'has'} not come"
+    why = why or "all ranks wait, for different things or for the network"
     places: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
     for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
         stack = tuple(status.stack) if status.heard else ()
@@ -69,7 +69,7 @@ def _place(status: Status) -> str:
 
 
 def _calls(stack: Sequence[Frame]) -> Iterator[str]:
-    for installed, run in groupby(stack, _is_installed):
+    for installed, run in groupby(stack, lambda frame: "/site-packages/" in frame[0] or frame[0].startswith(_INNER)):
         calls = list(run)
         if installed and len(calls) > _MOST_CALLS:
             yield f"    ... {len(calls) - _MOST_CALLS} calls in installed packages"
@@ -77,10 +77,6 @@ def _calls(stack: Sequence[Frame]) -> Iterator[str]:
         for file, line, function in calls:
             source = linecache.getline(file, line).strip()
             yield f"    {file}:{line} in {function}" + (f": {source}" if source else "")
-
-
-def _is_installed(frame: Frame) -> bool:
-    return "/site-packages/" in frame[0] or frame[0].startswith(_INNER)
 
 
 def in_words(ranks: Sequence[int]) -> str:
