@@ -123,11 +123,10 @@ class PreemptionCheckpoint(Callback):
             return
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         self._saving, requeue = True, _requeue_signal(trainer)
-        connector: Any = trainer._signal_connector
         answers = BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
         if requeue in answers:
-            connector._slurm_sigusr_handler_fn(requeue, None)  # saves it there, too
+            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]  # saves, too
         else:
             trainer.save_checkpoint(path)
         rank_zero_info(f"preempted after step {trainer.global_step}: saved {path}")
