@@ -62,6 +62,7 @@ class Collectives:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
         self.second: Collectives | None = None
+        self._of: Collectives | None = None
         self._owned, self._backend_averages = owned, averages
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._on_gloo = {device for device, backend in backends if backend == "gloo"}
@@ -95,7 +96,9 @@ class Collectives:
         """
         _left_behind[self.group] = why
         if self.second is not None:
-            self.second.leave_behind(why)
+            _left_behind[self.second.group] = why
+        if self._of is not None:
+            self._of.leave_behind(why)
 
     def require_nothing_left_behind(self) -> None:
         """Require that no collectives of a failed pass are under way.
@@ -128,12 +131,18 @@ class Collectives:
         # its ranks have left in the store.
         return Collectives(mine, of_all, self._backend_averages)
 
-    def open_second(self) -> None:
-        """Make a second group of the same ranks, for the second stages of low-precision all-reduces.
+    def again(self) -> Collectives:
+        """Make another group of the same ranks, whose collectives may start at any time between those of this one.
 
-        These may then start while other collectives are launched. All ranks must call this.
+        All ranks must call this. What is left behind in it counts as left behind in this one.
         """
-        self.second = self.split([range(self.world_size)])
+        other = self.split([range(self.world_size)])
+        other._of = self
+        return other
+
+    def open_second(self) -> None:
+        """Make :attr:`second`, for the second stages of low-precision all-reduces. All ranks must call this."""
+        self.second = self.again()
 
     def end(self) -> None:
         """Destroy the group if it is owned and nothing is under way in it; the second group too. Sends nothing."""

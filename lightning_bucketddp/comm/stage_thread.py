@@ -1,4 +1,4 @@
-"""A thread that carries collectives on while backward runs: it starts their second stages, and ends them."""
+"""A thread that starts collectives, or carries them on, while backward runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lightning_bucketddp.comm.work import Work
 
 
 class StageThread:
-    """Completes the first stages of collectives, and starts the second ones; first in, first out.
+    """Completes the first stages of works, and starts the second ones; first in, first out.
 
-    Every rank hands its works over in the same order. So the second stages start in the same order on every rank, if
-    their group carries nothing else. The thread starts when the first work comes, and ends with this object.
+    A work whose first stage is nothing is a collective that has yet to be started. Every rank hands its works over in
+    the same order. So second stages start in the same order on every rank, if their group carries nothing else. After
+    an error none is started any more. The thread starts when the first work comes, and ends with this object.
     """
 
     def __init__(self) -> None:
@@ -46,9 +47,10 @@ class StageThread:
 
 def _run(queue: SimpleQueue[_Taken | None]) -> None:
     started = deque[_Taken]()
+    error: BaseException | None = None
     with torch.no_grad():
         while (taken := queue.get()) is not None:
-            taken.start_second()
+            error = taken.start_second(error)
             started.append(taken)
             while started and started[0].settle():
                 started.popleft()
@@ -71,14 +73,24 @@ class _Taken:
 
     # -- called by the thread ------------------------------------------------------------------------
 
-    def start_second(self) -> None:
-        """Wait for the first stage, and start the second one, if there is one."""
+    def start_second(self, earlier: BaseException | None) -> BaseException | None:
+        """Wait for the first stage, and start the second one, if there is one.
+
+        Args:
+            earlier: The error of a work that came before, after which nothing is started.
+
+        Returns:
+            The first error so far.
+        """
+        self._error = earlier
         try:
-            if not self._work.start_next(self._raise_if_ended):
+            self._raise_if_ended()
+            if earlier is None and not self._work.start_next(self._raise_if_ended):
                 self._work.complete(self._raise_if_ended)
         except BaseException as error:  # raised by every wait
             self._error = error
         self._has_started.set()
+        return self._error
 
     def settle(self) -> bool:
         """Finish the last stage if it has completed. Return whether nothing is left to do here."""
@@ -93,7 +105,7 @@ class _Taken:
 
     def all_done(self) -> bool:
         """Whether no stage is left to wait for."""
-        return self._has_started.is_set() and self._error is None and self._work.done()
+        return self._has_started.is_set() and self._error is None and self._work.known_done()
 
     def give_back(self) -> Work:
         """Take the work away from the thread, when its second stage has started."""

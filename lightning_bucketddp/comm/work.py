@@ -88,10 +88,15 @@ class Work:
         self._later.append(start)
         return self
 
+    @property
+    def in_last_stage(self) -> bool:
+        """Whether nothing is left to start."""
+        return not self._later
+
     def done(self) -> bool:
         """Whether nothing is left to start or to wait for."""
         handle = self._handle  # read once: the stage thread may take it away
-        return not self._later and (handle is None or handle.is_completed())
+        return self.in_last_stage and (handle is None or handle.is_completed())
 
     def known_done(self) -> bool:
         """Whether nothing is left to wait for, as far as the host knows without asking a device."""

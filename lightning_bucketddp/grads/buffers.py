@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 
 import torch
@@ -76,12 +77,10 @@ class GradBuffers:
         self.views.clear()
         self.flats.clear()
 
-    def pack(
+    def packing(
         self, slots: Sequence[int], grads: Sequence[Tensor], scale: float | None = None, flat: Tensor | None = None
-    ) -> None:
-        """Bring gradients into the views of their slots, scaled.
-
-        The loops run for every parameter in every pass.
+    ) -> Callable[[], None]:
+        """Look whether gradients may be packed.
 
         Args:
             slots: The slots.
@@ -89,28 +88,34 @@ class GradBuffers:
             scale: A factor; None for no scaling.
             flat: The bucket that holds these slots, if the factor may be applied to all of it.
 
+        Returns:
+            The function that brings them into the views of their slots, scaled.
+
         Raises:
-            RuntimeError: If a gradient does not fit into its view.
+            RuntimeError: If a gradient does not fit into its view. The function may raise it too.
         """
         if scale is not None and (flat is None or flat.nbytes >= LARGE_BYTES * len(slots)):
             self.require_fits(slots, grads)
-            for slot, grad in zip(slots, grads, strict=True):
-                view = self.view(slot)
-                torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
-            return
+            return partial(_copy_scaled, [*map(self.view, slots)], grads, scale)
         targets, sources = self._outside(slots, grads)
-        if targets:
-            try:
-                torch._foreach_copy_(targets, sources)
-            except RuntimeError:
-                self.require_fits(slots, grads)
-                raise
-        if scale is not None:
-            assert flat is not None
-            flat.mul_(scale)
 
-    def pack_into(self, into: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Copy a bucket's gradients into other memory of another dtype, as they lie in the bucket.
+        def pack() -> None:
+            if targets:
+                try:
+                    torch._foreach_copy_(targets, sources)
+                except RuntimeError:
+                    self.require_fits(slots, grads)
+                    raise
+            if scale is not None:
+                assert flat is not None
+                flat.mul_(scale)
+
+        return pack
+
+    def packing_into(
+        self, into: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Look whether gradients may be packed into other memory of another dtype, as they lie in their bucket.
 
         Args:
             into: The memory, 1-D. Where there is no gradient, zeros are written.
@@ -118,16 +123,23 @@ class GradBuffers:
             slots: Its slots with a gradient.
             grads: Their gradients.
 
+        Returns:
+            The function that copies them.
+
         Raises:
-            RuntimeError: As for :meth:`pack`.
+            RuntimeError: If a gradient does not fit.
         """
         self.require_fits(slots, grads)
-        if sum(grad.numel() for grad in grads) < into.numel():
-            into.zero_()
-        places = [self._layout.slots[slot] for slot in slots]
-        views = [into.as_strided(it.spec.shape, it.spec.strides, it.offset - bucket.start) for it in places]
-        if views:
-            torch._foreach_copy_(views, list(grads))
+
+        def pack() -> None:
+            if sum(grad.numel() for grad in grads) < into.numel():
+                into.zero_()
+            places = [self._layout.slots[slot] for slot in slots]
+            views = [into.as_strided(it.spec.shape, it.spec.strides, it.offset - bucket.start) for it in places]
+            if views:
+                torch._foreach_copy_(views, list(grads))
+
+        return pack
 
     def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one requires grad.
@@ -179,3 +191,8 @@ class GradBuffers:
                     f"{spec.shape}, {spec.dtype} on {view.device}, found {grad.layout} of shape {tuple(grad.shape)}, "
                     f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
                 )
+
+
+def _copy_scaled(views: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
+    for view, grad in zip(views, grads, strict=True):
+        torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)

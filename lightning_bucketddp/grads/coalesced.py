@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
+from lightning_bucketddp.grads.storage import Storage, gradients_of, leaving_out
 from lightning_bucketddp.layout.plan import Layout
 
 
@@ -50,14 +52,14 @@ class Coalesced(Storage):
             self._buffers = GradBuffers(self.layout)
             self._buckets.use([self._buffers.bucket_flat(bucket) for bucket in self.layout.buckets])
 
-    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
-        """Copy a bucket's gradients into its memory, scaled."""
+    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
+        """Copy a bucket's gradients; they stay where they are, too."""
         self.require_memory()
         assert self._buffers is not None
         assert into is None
         slots, grads, absent = gradients_of(bucket)
-        self._buffers.pack(slots, grads, scale, bucket.flat)
-        leave_out(absent, self.views.__getitem__, self._buckets)
+        pack = self._buffers.packing(slots, grads, scale, bucket.flat)
+        return leaving_out(absent, self.views.__getitem__, self._buckets, pack)
 
     def publish(self, bucket: Bucket) -> None:
         """Copy the reduced gradients of a bucket back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage, gradients_of, leave_out
+from lightning_bucketddp.grads.storage import Storage, gradients_of, leaving_out
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -143,7 +143,7 @@ class Contiguous(Storage):
             if slot in pending and (grad := params[slot].grad) is not None and not buffers.holds(slot, grad)
         }
         self._wait_for_streams(list(fresh.values()))
-        buffers.pack(list(fresh), list(fresh.values()))
+        buffers.packing(list(fresh), list(fresh.values()))()
         for slot in fresh:
             buffers.bind(slot, params[slot])
 
@@ -156,12 +156,12 @@ class Contiguous(Storage):
         if slot in self._packed:
             self.views[slot].add_(grad.detach(), alpha=1.0 if scale is None else scale)
         else:
-            self.buffers.pack([slot], [grad], scale)
+            self.buffers.packing([slot], [grad], scale)()
             self._packed.add(slot)
         param.grad = None
 
-    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
-        """Bring a bucket's gradients into its memory, scaled. Its parameters have no ``.grad`` until it is published.
+    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
+        """Take a bucket's gradients. Its parameters have no ``.grad`` until it is published.
 
         The loops run for every parameter in every pass.
         """
@@ -175,12 +175,12 @@ class Contiguous(Storage):
                 if slot not in pending:
                     self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
         if into is None:
-            self.buffers.pack(slots, grads, scale, None if early else bucket.flat)
+            pack = self.buffers.packing(slots, grads, scale, None if early else bucket.flat)
         else:
-            self.buffers.pack_into(into, self.layout.buckets[bucket.index], slots, grads)
-        leave_out(absent, self.buffers.view, self._buckets)
+            pack = self.buffers.packing_into(into, self.layout.buckets[bucket.index], slots, grads)
         for param in bucket.params:
             param.grad = None
+        return leaving_out(absent, self.buffers.view, self._buckets, pack)
 
     # -- gradients are there -------------------------------------------------------------------------
 

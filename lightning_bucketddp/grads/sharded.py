@@ -12,7 +12,7 @@ Operations that scale or clear the ShardedGrad do the same to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -167,9 +167,9 @@ class Sharded(Storage):
         """As for contiguous buffers."""
         self._inner.pack_early(slot, scale)
 
-    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
+    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
         """As for contiguous buffers."""
-        self._inner.pack(bucket, scale, into)
+        return self._inner.packing(bucket, scale, into)
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""

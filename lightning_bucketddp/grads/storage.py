@@ -54,7 +54,7 @@ class Storage(Protocol):
 
         Args:
             slot: The slot.
-            scale: As for :meth:`pack`.
+            scale: As for :meth:`packing`.
         """
         return
 
@@ -62,13 +62,19 @@ class Storage(Protocol):
         """Make the memory of buckets, if there is none."""
         return
 
-    def pack(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> None:
-        """Bring a bucket's gradients into its memory, scaled, and hide them until they are published.
+    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
+        """Hide a bucket's gradients until they are published.
 
         Args:
             bucket: The bucket.
             scale: A factor; None for none.
             into: Memory to bring them into instead: 1-D, at least as long as the bucket. Without a factor.
+
+        Returns:
+            The function that brings them into the bucket's memory, scaled. Another thread may call it.
+
+        Raises:
+            RuntimeError: If a gradient does not fit into its view. The function may raise it too.
         """
 
     def publish(self, bucket: Bucket) -> None:
@@ -109,8 +115,20 @@ def gradients_of(bucket: Bucket) -> tuple[Sequence[int], list[Tensor], set[int]]
     return slots, [grad for grad in grads if grad is not None], absent
 
 
-def leave_out(absent: Collection[int], views: Callable[[int], Tensor], buckets: Buckets) -> None:
-    """Let slots without a gradient contribute zeros. If one is pending, ``zero_grad()`` has dropped its gradient."""
-    if absent:
-        buckets.pending.difference_update(absent)
-        torch._foreach_zero_([*map(views, absent)])
+def leaving_out(
+    absent: Collection[int], views: Callable[[int], Tensor], buckets: Buckets, pack: Callable[[], None]
+) -> Callable[[], None]:
+    """Let slots without a gradient contribute zeros, after ``pack``.
+
+    If one is pending, ``zero_grad()`` has dropped its gradient.
+    """
+    if not absent:
+        return pack
+    buckets.pending.difference_update(absent)
+    empty = [*map(views, absent)]
+
+    def pack_and_clear() -> None:
+        pack()
+        torch._foreach_zero_(empty)
+
+    return pack_and_clear

@@ -13,6 +13,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.shard_groups import ShardGroups
+from lightning_bucketddp.comm.stage_thread import StageThread
 from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.coalesced import Coalesced
 from lightning_bucketddp.grads.contiguous import Contiguous
@@ -58,6 +59,8 @@ class Setting:
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks: each device has its autograd thread.
+        launches_apart: Whether a thread launches buckets.
+        reducing: The group whose collectives reduce buckets.
     """
 
     def __init__(
@@ -78,9 +81,12 @@ class Setting:
         on_cpu = all(param.device.type == "cpu" for _, param in params.named)
         self.checks = ControlChecks(peers, on_cpu)
         self.queue = WrapperQueue(collectives.group)
+        # Several machines: a thread launches buckets, in a group of their own, as other collectives come between them.
+        self.launches_apart = on_cpu and collectives.world_size > 1 and not one_machine
+        self.reducing = collectives.again() if self.launches_apart else collectives
         if options.wire_dtype and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
-            collectives.open_second()
-            weakref.finalize(self, collectives.end).atexit = False
+            self.reducing.open_second()
+        weakref.finalize(self, self.reducing.end).atexit = False
         self.lock = threading.RLock()
 
 
@@ -136,7 +142,7 @@ class Assembly:
 
 
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:
-    options, collectives = setting.options, setting.collectives
+    options, collectives = setting.options, setting.reducing
     layout = planner.plan()
     plain = options.comm_hook is None and options.wire_dtype is None
     carries_control = plain and 1 < collectives.world_size <= MAX_RANKS_IN_FP32
@@ -158,10 +164,15 @@ def reduction_of(
     if hook is not None:
         dtype = hook.casts_to(setting.collectives.group)
         if dtype is not None and all(param.device.type == "cpu" for param in table.all_params):
-            return CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
-        return HookReduce(hook, buckets, table, storage)
-    plain: Reduction = AllReduce(setting.collectives, buckets, wire_dtype, scales=contiguous)
-    if isinstance(storage, Sharded):
-        plain = ReduceScatter(storage.groups, buckets, wire_dtype)
-    plain.packs_early = wire_dtype is None and setting.options.max_abs_grad is None
-    return plain
+            found: Reduction = CastReduce(hook.name, setting.reducing, buckets, dtype, packs=contiguous)
+        else:
+            return HookReduce(hook, buckets, table, storage)
+    elif isinstance(storage, Sharded):
+        found = ReduceScatter(storage.groups, buckets, wire_dtype)
+    else:
+        found = AllReduce(setting.reducing, buckets, wire_dtype, scales=contiguous)
+    if setting.launches_apart:
+        found.launcher = StageThread()
+    elif hook is None:
+        found.packs_early = wire_dtype is None and setting.options.max_abs_grad is None
+    return found

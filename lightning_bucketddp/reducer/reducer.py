@@ -237,21 +237,26 @@ class Reducer:
 
     def launch(self, bucket: Bucket, failed: bool = False) -> None:
         """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
-        sent = None
+        reduction, sent = self.reduction, None
         if failed:
             self.storage.require_memory()
+            pack: Callable[[], object] = _nothing
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            with bucket.label("pack"):
-                sent = self.reduction.wire_memory(bucket)
-                self.storage.pack(bucket, self.reduction.scale(bucket), sent)
-                if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
-                    (bucket.flat if sent is None else sent).zero_()
-        if self.reduction.carries_control(bucket):
+            sent = reduction.wire_memory(bucket)
+            pack = self.storage.packing(bucket, reduction.scale(bucket), sent)
+            if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
+                pack = (bucket.flat if sent is None else sent).zero_
+        if reduction.carries_control(bucket):
             self._control.put_in(bucket, self._report(failed), self.buckets.pending)
-        with bucket.label(self.reduction.name):
-            bucket.work = self.reduction.start(bucket, sent)
+        if reduction.launcher is not None:
+            reduction.launch_apart(bucket, pack, sent)
+        else:
+            with bucket.label("pack"):
+                pack()
+            with bucket.label(reduction.name):
+                bucket.work = reduction.start(bucket, sent)
         bucket.launched = True
         bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
         self.buckets.launched += 1
@@ -437,6 +442,10 @@ class _Launching(GivingUp):
         if isinstance(error, GradientError):  # else they hear only that backward raised
             self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
         super().__exit__(kind, error, traceback)
+
+
+def _nothing() -> None:
+    return
 
 
 def not_own_batch(rank: int, name: str) -> str:

@@ -26,10 +26,12 @@ class Reduction(Protocol):
     Attributes:
         name: For people.
         packs_early: Whether gradients may be packed as they come: into the bucket, with nobody to look at them before.
+        launcher: The thread that packs and starts buckets; None if the caller does it.
     """
 
     name: str = "all-reduce"
     packs_early: bool = False
+    launcher: StageThread | None = None
     _buckets: Buckets
     _thread: StageThread | None = None
 
@@ -64,8 +66,28 @@ class Reduction(Protocol):
     def advance(self) -> None:
         """Hand the bucket that was launched last to the stage thread, if there is one and other buckets follow."""
         bucket = self._buckets.active[self._buckets.launched - 1]
-        if self._thread is not None and bucket.flat.device.type == "cpu" and not self._buckets.is_last(bucket):
+        followed = bucket.flat.device.type == "cpu" and not self._buckets.is_last(bucket)
+        if self._thread is not None and self.launcher is None and followed:
             bucket.work = self._thread.take(bucket.work)
+
+    def launch_apart(self, bucket: Bucket, pack: Callable[[], object], sent: Tensor | None) -> None:
+        """Let the launcher pack a bucket and start its collective, and the stage thread carry it on.
+
+        Args:
+            bucket: The bucket.
+            pack: What :meth:`Storage.packing` has returned.
+            sent: As for :meth:`start`.
+        """
+
+        def launch() -> Work:
+            with bucket.label("pack"):
+                pack()
+            with bucket.label(self.name):
+                work = self.start(bucket, sent)
+            return work if self._thread is None or work.in_last_stage else self._thread.take(work)
+
+        assert self.launcher is not None
+        bucket.work = self.launcher.take(Work(on_host=True).then(launch))
 
     def proceed(self, poll: Callable[[], None]) -> None:
         """Start all stages of all buckets, so that other collectives may follow.

@@ -81,7 +81,7 @@ class Runtime:
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
             broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
-        one_machine = options.bucket_cap_mb is None and on_one_machine(peers)
+        one_machine = on_one_machine(peers)
         links = links_of(module)
         self.passes = Passes(params, collectives, peers, options, hook, one_machine, links)
         for link in links:

@@ -174,7 +174,7 @@ def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
     collectives, buckets = Collectives(None), Buckets.__new__(Buckets)
     rank = dist.get_rank()
     flats = [torch.full((10,), 1.0 + index + rank) for index in range(3)]
-    buckets.active = [Bucket(index, (), False, flat) for index, flat in enumerate(flats)]
+    buckets.active = [Bucket(index, (), [], False, flat) for index, flat in enumerate(flats)]
     reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
     calls: list[str] = []
     to_all, gather = "all_to_all_single", "all_gather_single"

@@ -34,7 +34,7 @@ def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], mes
     made = GradBuffers(plan(specs, range(4), 100))
     for options in ({}, {"scale": 0.5}):  # copied together, or one by one
         with pytest.raises(RuntimeError, match=message):
-            made.pack([0, 1], [torch.ones(4, 3, 2, 2), grad()], **options)
+            made.packing([0, 1], [torch.ones(4, 3, 2, 2), grad()], **options)()
 
 
 def test_another_layout_takes_gradients_along() -> None:
