@@ -2,11 +2,13 @@
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,6 +124,11 @@ def raises_soon(
     with pytest.raises(errors, match=match) as error:
         yield error
     assert time.monotonic() - begin < within
+
+
+def several_machines() -> AbstractContextManager[object]:
+    """Wrap modules in this context as if each rank had a machine of its own."""
+    return patch.dict(os.environ, LOCAL_WORLD_SIZE="1")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.comm import wire
+from lightning_bucketddp.comm.groups import timeout_of
 from lightning_bucketddp.comm.work import Handle, Handles, Work
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
@@ -41,7 +42,8 @@ class Collectives:
         group: The process group.
         rank: This process's rank in it.
         world_size: How many ranks it has.
-        second: A second group of the same ranks, see :meth:`open_second`; None if there is none.
+        second: A group of the same ranks for the second stages of low-precision all-reduces; None if there is none.
+        apart: A group of the same ranks for collectives that a thread starts; None if there is none.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
@@ -62,6 +64,7 @@ class Collectives:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
         self.second: Collectives | None = None
+        self.apart: Collectives | None = None
         self._of: Collectives | None = None
         self._owned, self._backend_averages = owned, averages
         backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -94,9 +97,9 @@ class Collectives:
         Args:
             why: What happened.
         """
-        _left_behind[self.group] = why
-        if self.second is not None:
-            _left_behind[self.second.group] = why
+        for it in (self, self.second, self.apart):
+            if it is not None:
+                _left_behind[it.group] = why
         if self._of is not None:
             self._of.leave_behind(why)
 
@@ -121,10 +124,11 @@ class Collectives:
         """
         everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
         mine: dist.ProcessGroup | None = None
+        options: dict[str, Any] = {"timeout": timeout_of(self.group), "use_local_synchronization": not of_all}
         with nullcontext() if of_all else _equally_many_groups(self):
             for part in parts:
                 if of_all or self.rank in part:  # within the default group, every process has to help with every part
-                    made = dist.new_group([everyone[it] for it in part], use_local_synchronization=not of_all)
+                    made = dist.new_group([everyone[it] for it in part], **options)
                     mine = made if self.rank in part else mine
         assert mine is not None
         # A part of another group is never destroyed: torch would use its name again, and find under this name what
@@ -140,17 +144,15 @@ class Collectives:
         other._of = self
         return other
 
-    def open_second(self) -> None:
-        """Make :attr:`second`, for the second stages of low-precision all-reduces. All ranks must call this."""
-        self.second = self.again()
-
     def end(self) -> None:
-        """Destroy the group if it is owned and nothing is under way in it; the second group too. Sends nothing."""
-        if self.second is not None:
-            self.second.end()
+        """Destroy the group if it is owned and nothing is under way in it, and its other groups. Sends nothing."""
+        for other in (self.second, self.apart):
+            if other is not None:
+                other.end()
         if self._owned and self.group not in _left_behind:
             self._owned = False
-            dist.destroy_process_group(self.group)
+            with suppress(ValueError):  # it went with the default group
+                dist.destroy_process_group(self.group)
 
     # -- means ---------------------------------------------------------------------------------------
 

@@ -45,6 +45,17 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return group
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the collectives of a group wait; None, which means torch's default, where torch does not tell.
+
+    This is private to torch, which gives groups of some ranks its own default, and not that of all ranks.
+    """
+    for device in getattr(group, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError):
+            return group._get_backend(device).options._timeout
+    return None
+
+
 def started_collectives(group: dist.ProcessGroup | None) -> int:
     """How many collectives this rank has started in a group; 0 where torch does not tell.
 

@@ -53,11 +53,13 @@ class ShardGroups:
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.gathering = collectives if ranks == 1 else collectives.split(groups)
+        if collectives.apart is not None and size < ranks:
+            self.inside.apart = self.inside.again()
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])
             if in_stages:
-                self.across.open_second()
+                self.across.second = self.across.again()
         self.shards, self.index = self.inside.world_size, self.inside.rank
         self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
 
@@ -70,9 +72,10 @@ class ShardGroups:
     ) -> Work:
         """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too.
 
-        A tail is summed inside the group only.
+        A tail is summed inside the group only. Without one, a thread may start this.
         """
-        work = self.inside.reduce_scatter_mean(flat, wire_dtype, tail, sent)
+        group = self.inside.apart if tail is None else None
+        work = (group or self.inside).reduce_scatter_mean(flat, wire_dtype, tail, sent)
         across = self.across
         if across is not None:
             work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))

@@ -111,7 +111,8 @@ class _Taken:
         """Take the work away from the thread, when its second stage has started."""
         with self._lock:
             self._given_back = True
-            return self._work
+            work, self._work = self._work, Work()  # the thread must not keep the work's memory
+            return work
 
     def is_completed(self) -> bool:
         return self._has_started.is_set()

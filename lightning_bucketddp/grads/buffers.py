@@ -130,6 +130,8 @@ class GradBuffers:
             RuntimeError: If a gradient does not fit.
         """
         self.require_fits(slots, grads)
+        for slot in slots:
+            self.view(slot)  # is published later
 
         def pack() -> None:
             if sum(grad.numel() for grad in grads) < into.numel():

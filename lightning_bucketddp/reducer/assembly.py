@@ -59,8 +59,6 @@ class Setting:
         checks: Compares the ranks when they meet in a pass.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks: each device has its autograd thread.
-        launches_apart: Whether a thread launches buckets.
-        reducing: The group whose collectives reduce buckets.
     """
 
     def __init__(
@@ -81,12 +79,13 @@ class Setting:
         on_cpu = all(param.device.type == "cpu" for _, param in params.named)
         self.checks = ControlChecks(peers, on_cpu)
         self.queue = WrapperQueue(collectives.group)
-        # Several machines: a thread launches buckets, in a group of their own, as other collectives come between them.
-        self.launches_apart = on_cpu and collectives.world_size > 1 and not one_machine
-        self.reducing = collectives.again() if self.launches_apart else collectives
-        if options.wire_dtype and not options.shard_optimizer and on_cpu and collectives.world_size > 1:
-            self.reducing.open_second()
-        weakref.finalize(self, self.reducing.end).atexit = False
+        if on_cpu and collectives.world_size > 1:
+            if options.wire_dtype and not options.shard_optimizer:
+                collectives.second = collectives.again()
+            if not one_machine:  # a thread launches buckets, and others of their collectives come between
+                collectives.apart = collectives.again()
+                collectives.apart.second = collectives.second
+            weakref.finalize(self, collectives.end).atexit = False
         self.lock = threading.RLock()
 
 
@@ -142,7 +141,7 @@ class Assembly:
 
 
 def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: LayoutPlanner) -> Storage:
-    options, collectives = setting.options, setting.reducing
+    options, collectives = setting.options, setting.collectives
     layout = planner.plan()
     plain = options.comm_hook is None and options.wire_dtype is None
     carries_control = plain and 1 < collectives.world_size <= MAX_RANKS_IN_FP32
@@ -164,14 +163,14 @@ def reduction_of(
     if hook is not None:
         dtype = hook.casts_to(setting.collectives.group)
         if dtype is not None and all(param.device.type == "cpu" for param in table.all_params):
-            found: Reduction = CastReduce(hook.name, setting.reducing, buckets, dtype, packs=contiguous)
+            found: Reduction = CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
         else:
             return HookReduce(hook, buckets, table, storage)
     elif isinstance(storage, Sharded):
         found = ReduceScatter(storage.groups, buckets, wire_dtype)
     else:
-        found = AllReduce(setting.reducing, buckets, wire_dtype, scales=contiguous)
-    if setting.launches_apart:
+        found = AllReduce(setting.collectives, buckets, wire_dtype, scales=contiguous)
+    if setting.collectives.apart is not None:
         found.launcher = StageThread()
     elif hook is None:
         found.packs_early = wire_dtype is None and setting.options.max_abs_grad is None

@@ -238,25 +238,25 @@ class Reducer:
     def launch(self, bucket: Bucket, failed: bool = False) -> None:
         """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
         reduction, sent = self.reduction, None
+        pack: Callable[[], object] = _nothing
+        carries_control = reduction.carries_control(bucket)
+        apart = reduction.launcher is not None and not carries_control
         if failed:
             self.storage.require_memory()
-            pack: Callable[[], object] = _nothing
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            sent = reduction.wire_memory(bucket)
-            pack = self.storage.packing(bucket, reduction.scale(bucket), sent)
-            if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
-                pack = (bucket.flat if sent is None else sent).zero_
-        if reduction.carries_control(bucket):
-            self._control.put_in(bucket, self._report(failed), self.buckets.pending)
-        if reduction.launcher is not None:
-            reduction.launch_apart(bucket, pack, sent)
-        else:
             with bucket.label("pack"):
-                pack()
-            with bucket.label(reduction.name):
-                bucket.work = reduction.start(bucket, sent)
+                sent = reduction.wire_memory(bucket)
+                pack = self.storage.packing(bucket, reduction.scale(bucket), sent)
+                if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
+                    pack = (bucket.flat if sent is None else sent).zero_
+                if not apart:
+                    pack()
+        if carries_control:
+            self._control.put_in(bucket, self._report(failed), self.buckets.pending)
+        with bucket.label(reduction.name):
+            bucket.work = reduction.start_apart(bucket, pack, sent) if apart else reduction.start(bucket, sent)
         bucket.launched = True
         bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
         self.buckets.launched += 1

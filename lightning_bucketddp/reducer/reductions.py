@@ -26,7 +26,7 @@ class Reduction(Protocol):
     Attributes:
         name: For people.
         packs_early: Whether gradients may be packed as they come: into the bucket, with nobody to look at them before.
-        launcher: The thread that packs and starts buckets; None if the caller does it.
+        launcher: The thread that packs and starts the buckets without the control vector; None if there is none.
     """
 
     name: str = "all-reduce"
@@ -70,7 +70,7 @@ class Reduction(Protocol):
         if self._thread is not None and self.launcher is None and followed:
             bucket.work = self._thread.take(bucket.work)
 
-    def launch_apart(self, bucket: Bucket, pack: Callable[[], object], sent: Tensor | None) -> None:
+    def start_apart(self, bucket: Bucket, pack: Callable[[], object], sent: Tensor | None) -> Work:
         """Let the launcher pack a bucket and start its collective, and the stage thread carry it on.
 
         Args:
@@ -80,14 +80,12 @@ class Reduction(Protocol):
         """
 
         def launch() -> Work:
-            with bucket.label("pack"):
-                pack()
-            with bucket.label(self.name):
-                work = self.start(bucket, sent)
+            pack()
+            work = self.start(bucket, sent)
             return work if self._thread is None or work.in_last_stage else self._thread.take(work)
 
         assert self.launcher is not None
-        bucket.work = self.launcher.take(Work(on_host=True).then(launch))
+        return self.launcher.take(Work(on_host=True).then(launch))
 
     def proceed(self, poll: Callable[[], None]) -> None:
         """Start all stages of all buckets, so that other collectives may follow.
@@ -146,7 +144,8 @@ class AllReduce(Reduction):
         if scaled and bucket.with_tail is not None:
             return self._collectives.all_reduce_sum(bucket.with_tail)
         flat = bucket.flat
-        work = self._collectives.all_reduce_mean(flat, self._wire_dtype, scaled, sent)
+        group = self._collectives.apart or self._collectives
+        work = group.all_reduce_mean(flat, self._wire_dtype, scaled, sent)
         if self._wire_dtype is not None and self._thread is None:
             # In a stream of its own: backward must not wait for the first stage.
             with torch.Stream(flat.device) if flat.device.type != "cpu" else nullcontext():
@@ -211,7 +210,8 @@ class CastReduce(Reduction):
         """Start the all-reduce."""
         flat = wire.real(bucket.flat)
         sent = flat.to(self._dtype) if sent is None else sent
-        work = self._collectives.all_reduce_mean(sent.div_(self._collectives.world_size), divided=True)
+        group = self._collectives.apart or self._collectives
+        work = group.all_reduce_mean(sent.div_(self._collectives.world_size), divided=True)
         return work.then(lambda: Work(finish=lambda: flat.copy_(sent[: flat.numel()]), on_host=True))
 
 

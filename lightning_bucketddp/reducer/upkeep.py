@@ -63,7 +63,7 @@ class Upkeep:
         self._parts.hooks.remove()
         if self.reducer.buckets.under_way():
             peers = self.setting.peers
-            self.setting.reducing.leave_behind(peers.message or "it was closed in the middle of a pass")
+            self.setting.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
         self.reducer.close()
         self.setting.queue.leave()
 

@@ -169,6 +169,16 @@ def test_an_error_in_the_thread_is_raised_by_the_wait(chain: Chain, errors: tupl
         taken.wait()
 
 
+def test_after_an_error_the_thread_starts_nothing(chain: Chain) -> None:
+    stages = StageThread()
+    taken = [stages.take(it) for it in (chain.start("a", "broken"), Work().then(lambda: chain.start("b")))]
+    chain.complete("a")
+    for each in taken:
+        with pytest.raises(RuntimeError, match="broken"):
+            each.wait()
+    assert chain.names() == ["a"]
+
+
 def test_the_thread_ends_with_its_owner(chain: Chain) -> None:
     before, stages = {*threading.enumerate()}, StageThread()
     taken = stages.take(chain.of("a", "b"))

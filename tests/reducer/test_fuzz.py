@@ -23,7 +23,7 @@ from lightning_bucketddp.grads import buffers, hooks
 from tests.inside import views_of
 from tests.pool import RunRanks
 from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
-from tests.reference import copying, local_if
+from tests.reference import copying, local_if, several_machines
 
 CASES_PER_JOB = 20
 RERUN = "again: pytest tests/reducer/test_fuzz.py --fuzz-seed="
@@ -306,7 +306,7 @@ def run_cases(seeds: list[int], sharded: bool) -> list[list[str]]:
         early = patch.object(hooks, "LARGE_BYTES", 16 if seed % 3 else 2**18)
         run = None
         try:
-            with together, early:
+            with together, early, several_machines() if seed % 4 in (1, 2) else nullcontext():
                 run = Run(case)
                 run.run()
                 if sharded:

@@ -3,6 +3,7 @@
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_bucketddp.grads import hooks
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, seeded, taking
+from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, seeded, several_machines, taking
 
 
 @on_ranks(2)
@@ -131,9 +132,11 @@ def test_the_first_pass_teaches_the_order() -> None:
     assert names[1][-1] == "idle", "a parameter never seen holds nobody up"
 
 
-@on_ranks(2, cases=[False, True])
-def test_old_buckets_have_no_memory_when_there_are_new_ones(sharded: bool) -> None:
-    ours, freed = BucketDDP(seeded(OutOfOrder), shard_optimizer=sharded), []
+@on_ranks(2, cases=[(False, False), (True, False), (False, True), (True, True)])
+def test_old_buckets_have_no_memory_when_there_are_new_ones(sharded: bool, several: bool) -> None:
+    options = {"shard_optimizer": sharded, "bucket_cap_mb": TINY if several else None}
+    with several_machines() if several else nullcontext():
+        ours, freed = BucketDDP(seeded(OutOfOrder), **options), []
     mse(0)(ours).backward()
     torch.optim.SGD(ours.parameters(), 0.1).step()
     last, middle = ours.module.first.weight, ours.module.middle.weight
@@ -155,6 +158,19 @@ def test_a_gradient_in_another_memory_format_counts() -> None:
         for plain, ours in zip(*(it.parameters() for it in twins.modules), strict=True):
             plain.grad = ours.grad.clone()
         twins.ours.module.to(memory_format=torch.contiguous_format if step % 2 else torch.channels_last)
+
+
+@on_ranks(2, cases=[{}, {"wire_dtype": "bfloat16"}, {"comm_hook": "fp16"}])
+def test_gradients_that_were_given_other_memory_are_reduced_again(options: dict[str, Any]) -> None:
+    twins = Twins(seeded(Mlp), **options)
+    for step in range(3):
+        twins.zero_grad()
+        twins.backward(mse(step))
+        for name, param in twins.ours.module.named_parameters():
+            mean = twins.plain.get_parameter(name).grad.clone()
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            torch.testing.assert_close(param.grad, mean, rtol=0.02, atol=0.02 * mean.abs().max().item())
+            param.grad.data = param.grad.clone()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, convert_sync_batchnorm
-from tests import models
+from tests import models, reference
 from tests.models import Branches, ConvBatchNorm, Lookup, Mlp, batch, tokens
 from tests.reference import TINY, loss_at
 from tests.traces.recorder import mark
@@ -326,3 +326,10 @@ def subgroup() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         train(wrap(ConvBatchNorm(), process_group=group))
+
+
+@scenario
+def several_machines() -> None:
+    with reference.several_machines():
+        net = wrap(Mlp())
+    train(net, steps=3)
