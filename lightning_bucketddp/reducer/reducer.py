@@ -18,6 +18,8 @@ A gradient's way, in frames of this package between autograd and ``torch.distrib
                         Collectives...      5   ─▶ torch.distributed
     end of backward ─▶ Reducer.finish       launch the rest, control vector, wait, settle, publish
 
+On several machines without accelerators ``launch`` only takes the gradients: a thread packs, and starts the reduction.
+
 Every rank issues the same collectives in the same order. These follow from the program alone (layout, options, pass
 number, ``requires_grad`` at the root of the pass), never from which gradients came, nor from timing. A bucket is
 launched early or in the finish, as its gradients happen to be ready, but always in bucket order.
