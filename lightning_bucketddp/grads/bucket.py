@@ -175,15 +175,15 @@ class Buckets:
         """
         noted = self.noted[:]
         del self.noted[: len(noted)]  # other threads may have added to it
-        full: list[Bucket] = []
-        others: list[Tensor] = []
         bucket = self._completed_by(noted)
         if bucket is not None:
             self.pending |= bucket.missing
             bucket.missing.clear()
             bucket.ready_at = time.perf_counter()
             self.look_from(bucket.index)
-            return [bucket], others
+            return [bucket], []
+        full: list[Bucket] = []
+        others: list[Tensor] = []
         at, slot_of, index_of, of_slot = 0, self._table.slot_of_index, self._table.index_of, self.of_slot
         for param in noted:
             if not param.requires_grad:
