@@ -53,7 +53,13 @@ SWEPT = (
     *(f"torch DDP, fp16 hook, {cap} MiB (plain loop)" for cap in (2, 4)),
 )
 """Peers for other rates and ratios."""
-SHAPED = (*(f"ddp, best flags, {cap} MiB" for cap in (1, 2, 4, 8)), "bucketddp", "bucketddp_sharded")
+SHAPED = (
+    *(f"ddp, best flags, {cap} MiB" for cap in (1, 2, 4, 8)),
+    "bucketddp",
+    "bucketddp_sharded",
+    "bucketddp, fp16 hook",
+    "bucketddp, bf16 wire",
+)
 """Peers for layers of other sizes."""
 
 

@@ -17,6 +17,7 @@ SHAPES = {
     "shrinking": [24 - number for number in range(24)],
     "half in the first layer": [23, *[1] * 23],
     "half in the last layer": [*[1] * 23, 23],
+    "half in the middle": [*[1] * 12, 23, *[1] * 11],
     "large and small in turn": [19, 1] * 12,
     "240 layers": [1] * 240,
 }
