@@ -21,7 +21,7 @@ _MOST_STACKS = 8
 """How many different stacks a report shows."""
 
 _MOST_CALLS = 4
-"""How many calls it shows that follow one another inside installed packages: the last ones."""
+"""How many calls of a stack it shows in any case: the last ones. Others only if they are not in installed packages."""
 
 
 def waits(status: Status) -> bool:
@@ -52,7 +52,7 @@ def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "")
     lines = [f"rank {rank} has waited for {seconds:.0f} s: {why}. Where ranks are (the innermost call last):"]
     for number, ((place, stack), ranks) in enumerate(places.items()):
         lines.append(f"  {in_words(ranks)}: {place}")
-        lines += _calls(stack[::-1]) if number < _MOST_STACKS else ()
+        lines += [*_calls(stack)][::-1] if number < _MOST_STACKS else ()
     return "\n".join(lines)
 
 
@@ -69,12 +69,8 @@ def _place(status: Status) -> str:
 
 
 def _calls(stack: Sequence[Frame]) -> Iterator[str]:
-    for installed, run in groupby(stack, lambda frame: "/site-packages/" in frame[0] or frame[0].startswith(_INNER)):
-        calls = list(run)
-        if installed and len(calls) > _MOST_CALLS:
-            yield f"    ... {len(calls) - _MOST_CALLS} calls in installed packages"
-            calls = calls[-_MOST_CALLS:]
-        for file, line, function in calls:
+    for number, (file, line, function) in enumerate(stack):
+        if number < _MOST_CALLS or not ("/site-packages/" in file or file.startswith(_INNER)):
             source = linecache.getline(file, line).strip()
             yield f"    {file}:{line} in {function}" + (f": {source}" if source else "")
 

@@ -128,15 +128,11 @@ class PassRecord:
             xlabel="ms since the pass opened, by the host's clock",
             xlim=(0, (end + exposed) * 1.01),
         )
-        axes.axvspan(0, end, color="0.93", label="backward")
         names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in self.buckets]
-        for height, *moments, label, color in (
-            (0.15, "ready_at", "launched_at", "ready to launched: waits for its turn, is packed", "0.5"),
-            (0.6, "launched_at", "done_at", "launched to done", "tab:blue"),
-        ):
-            starts, stops = ([getattr(it, moment) * 1e3 for it in self.buckets] for moment in moments)
-            widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-            axes.barh(names, widths, height, starts, color=color, label=label)
+        moments = "ready_at", "launched_at", "done_at"
+        ready, launched, done = ([1e3 * getattr(it, moment) for it in self.buckets] for moment in moments)
+        axes.hlines(names, ready, launched, "0.5", label="ready to launched: waits for its turn, is packed", lw=2)
+        axes.hlines(names, launched, done, "tab:blue", label="launched to done", lw=9)
         axes.axvline(end, color="tab:red", linestyle="--", label="end of backward")
         axes.axvline(end + exposed, color="tab:green", linestyle=":", label="gradients published")
         axes.invert_yaxis()  # the first bucket on top

@@ -171,5 +171,8 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
         f'{second}: """{source}"""',
     ]
     assert "5 s: all ranks wait, for different things" in report(ranks[:4], 0, 5)
+    deep = [("own.py", 1, "f"), *[(C10D, 1, "g")] * 5, ("own.py", 1, "h")]
+    calls = ["own.py:1 in h", *[f"{C10D}:1 in g"] * 3, "own.py:1 in f"]
+    assert [line.strip().split(": ")[0] for line in report([Status(0, stack=deep)], 1, 1).splitlines()[2:]] == calls
     many = [Status(rank, stack=[("a.py", rank, "f")]) for rank in range(100)]
     assert report(many, 0, 1).count("a.py") == 8, "at most so many stacks"
