@@ -23,7 +23,7 @@ TINY = 0.0003
 """MiB; makes several buckets of the small test models."""
 
 
-def mean_over_ranks(module: nn.Module) -> dict[str, Tensor | None]:
+def mean_grads(module: nn.Module) -> dict[str, Tensor | None]:
     """The mean of each ``.grad`` over the ranks, a missing one counting as zero; None if missing on all ranks."""
     means: dict[str, Tensor | None] = {}
     for name, param in module.named_parameters():
@@ -48,8 +48,8 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
     return {n: None if p.grad is None else p.grad.detach().clone() for n, p in module.named_parameters()}
 
 
-def largest_difference_between_ranks(module: nn.Module) -> float:
-    """Of any parameter or module buffer, between rank 0 and another rank."""
+def drift(module: nn.Module) -> float:
+    """The largest difference of a parameter or module buffer between rank 0 and another rank."""
     worst = torch.zeros(1, dtype=torch.float64)
     for tensor in [*module.parameters(), *module.buffers()]:
         first = tensor.detach().clone()
@@ -205,7 +205,7 @@ class Twins:
                     value.backward()
 
     def check(self) -> None:
-        assert_grads(self.ours.module, mean_over_ranks(self.plain))
+        assert_grads(self.ours.module, mean_grads(self.plain))
 
     def step(self, loss: Callable[[nn.Module], Tensor], guarded: bool = False) -> None:
         """Run one synchronised pass with fresh gradients, and compare."""

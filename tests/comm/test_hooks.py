@@ -21,8 +21,7 @@ from tests.hooks import HOOKS, disguised
 from tests.inside import reducer_of
 from tests.models import Branches, Containers, Mlp, build
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, everyones, grads, mean_over_ranks, mse, raises_soon, train
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, assert_grads, backward, drift, everyones, grads, mean_grads, mse, raises_soon, train
 
 ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
 
@@ -97,7 +96,7 @@ def test_power_sgd_keeps_its_order_across_buckets() -> None:
     assert sizes[0] != sizes[1][: len(sizes[0])]
     assert len(sizes[0]) >= 8
     assert ours.last_pass().early_launches > 0
-    assert largest_difference(module) == 0
+    assert drift(module) == 0
 
 
 @on_ranks(2, cases=[(0.0, True), (1e-8, False)])
@@ -114,7 +113,7 @@ def test_power_sgd_recovers_from_unused_parameters(epsilon: float, zeroed: bool)
         for model in (plain, ours):
             backward(model, step, take="both" if use else "right")
         if use:
-            mean = mean_over_ranks(plain)["left.weight"]
+            mean = mean_grads(plain)["left.weight"]
             assert weight.grad.norm() > 0.1 * mean.norm(), "what was zero once does not stay so"
         else:
             assert weight.grad is None if zeroed else torch.equal(weight.grad, before), "bit for bit"

@@ -16,18 +16,7 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from tests.inside import views_of
 from tests.models import MODELS, Branches, Fragile, build
 from tests.pool import on_ranks
-from tests.reference import (
-    TINY,
-    assert_grads,
-    backward,
-    both,
-    grads,
-    inputs_of,
-    largest_difference_between_ranks,
-    mean_over_ranks,
-    pair,
-    raises_soon,
-)
+from tests.reference import TINY, assert_grads, backward, both, drift, grads, inputs_of, mean_grads, pair, raises_soon
 
 SEVERAL = 0.002  # MiB; several buckets, with several parameters in each
 
@@ -47,7 +36,7 @@ def test_local_passes_accumulate_in_the_buffers() -> None:
         for name, param in ours.module.named_parameters():
             assert param.grad is (views[name] if step or name == first else None)
     both([plain, ours], inputs_of(3), only=[last], zero=False)
-    assert_grads(ours.module, mean_over_ranks(plain))
+    assert_grads(ours.module, mean_grads(plain))
 
 
 @on_ranks(2)
@@ -67,7 +56,7 @@ def test_hooks_of_the_user_stay() -> None:
         calls.clear()
         both([plain, ours], inputs_of(step))
         assert sorted(calls) == sorted(list(params)[1:] * (step + 1))
-        assert_grads(ours.module, mean_over_ranks(plain) if step < 2 else grads(plain))
+        assert_grads(ours.module, mean_grads(plain) if step < 2 else grads(plain))
 
 
 def summed(models: list[nn.Module], step: int, **options: Any) -> None:
@@ -78,7 +67,7 @@ def summed(models: list[nn.Module], step: int, **options: Any) -> None:
 
 def divided_sum(plain: nn.Module, divisor: float) -> dict[str, Tensor | None]:
     factor = dist.get_world_size() / divisor
-    return {name: None if mean is None else mean * factor for name, mean in mean_over_ranks(plain).items()}
+    return {name: None if mean is None else mean * factor for name, mean in mean_grads(plain).items()}
 
 
 @on_ranks(2)
@@ -140,7 +129,7 @@ def test_a_reduction_under_way_is_not_disturbed(contiguous: bool) -> None:
     with pytest.raises(RuntimeError, match="finish_grad_sync"):
         ours.zero_grad_buffer()
     ours.finish_grad_sync()
-    assert_grads(ours.module, mean_over_ranks(plain))
+    assert_grads(ours.module, mean_grads(plain))
     ours.start_grad_sync()
     with pytest.raises(RuntimeError, match="finish_grad_sync"), nullcontext() if contiguous else ours.no_sync():
         summed([ours], 1)
@@ -161,7 +150,7 @@ def test_two_wrappers_meet_in_one_backward(cap: float, in_order: bool, first_bra
             hidden = first(inputs_of(step), take if first_branches else "both").repeat(1, 2)
             second(hidden, "both" if first_branches else take).square().sum().backward()
         for model, reference in zip(ours, plain, strict=True):
-            assert_grads(model.module, mean_over_ranks(reference))
+            assert_grads(model.module, mean_grads(reference))
 
 
 ALONE: list[dict[str, Any]] = [
@@ -261,4 +250,4 @@ def test_gradients_and_weights_are_those_of_torch_ddp(at: int, model: str, optio
     assert ours.passes == STEPS
     assert options or len(ours.layout.buckets) > 1
     ours.synchronise_module_buffers()
-    assert largest_difference_between_ranks(module) == 0
+    assert drift(module) == 0

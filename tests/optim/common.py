@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves_with_path
 
-from tests.reference import mean_over_ranks
+from tests.reference import mean_grads
 
 TINY = 0.0004  # MiB: several buckets
 
@@ -31,7 +31,7 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def average(plain: nn.Module) -> None:
-    expected = mean_over_ranks(plain)
+    expected = mean_grads(plain)
     for name, param in plain.named_parameters():
         param.grad = expected[name]
 

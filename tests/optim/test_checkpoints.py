@@ -21,7 +21,7 @@ from tests.fixtures.checkpoints import EPOCHS, FOLDER, KINDS, At, held, precisio
 from tests.models import AllKinds
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, assert_equal, stepped, two_groups
 from tests.pool import RunRanks, on_ranks
-from tests.reference import everyones, largest_difference_between_ranks
+from tests.reference import drift, everyones
 
 
 class Training:
@@ -51,7 +51,7 @@ class Training:
         return self.ours.optimizer_state_dict(self.optimizer, **options)
 
     def end(self) -> dict[str, Tensor]:
-        assert largest_difference_between_ranks(self.module) == 0
+        assert drift(self.module) == 0
         return copy.deepcopy(self.module.state_dict())
 
 

@@ -17,7 +17,7 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
 from tests.optim.common import TINY, average, values
 from tests.pool import on_ranks
-from tests.reference import backward, everyones, largest_difference_between_ranks, loss_at, run_backward, seeded
+from tests.reference import backward, drift, everyones, loss_at, run_backward, seeded
 
 
 def pair(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[BucketDDP, nn.Module]:
@@ -180,4 +180,4 @@ def test_an_overflow_in_one_part_concerns_all(options: dict[str, Any]) -> None:
         assert all(same) if step == 2 else not any(same)
         scales.append(scaler.get_scale())
     assert scales == [64, 64, 32, 32, 32, 64]
-    assert largest_difference_between_ranks(ours.module) == 0
+    assert drift(ours.module) == 0

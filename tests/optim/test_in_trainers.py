@@ -21,7 +21,7 @@ from tests import lightning_models
 from tests.fixtures.checkpoints import At
 from tests.lightning_models import Gan, Regression, Relay, close_to, data, scaler, trainer
 from tests.pool import RunRanks, on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import drift
 
 sharded = partial(lightning_models.ours, shard_optimizer=True)
 parts = partial(sharded, state_dict_type="sharded")
@@ -103,7 +103,7 @@ def test_a_trainer_trains_as_without_shards(name: str, build: Callable[[], Any],
         models.append(model)
     close_to(*models)
     torch.testing.assert_close(*(getattr(model, "found", []) for model in models))
-    assert largest_difference_between_ranks(models[1]) == 0
+    assert drift(models[1]) == 0
 
 
 class Whole(Quiet):
@@ -132,7 +132,7 @@ def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, 
     runs.fit(model, data(2), ckpt_path=load)
     if save:
         runs.save_checkpoint(save)
-    assert largest_difference_between_ranks(model) == 0
+    assert drift(model) == 0
     return {name: value.float() for name, value in model.state_dict().items()}
 
 

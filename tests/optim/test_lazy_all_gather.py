@@ -25,7 +25,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.lazy_all_gather import AwaitedParameter, reads_past_python
 from tests.optim.common import average, stepped
 from tests.pool import case, on_ranks
-from tests.reference import both, inputs_of, largest_difference_between_ranks, seeded
+from tests.reference import both, drift, inputs_of, seeded
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def test_whatever_uses_a_parameter_waits_for_it() -> None:
         torch.testing.assert_close(loss, loss_of(twins.plain, 20, (1, 0, 2)), rtol=1e-4, atol=1e-5)
         assert {type(param) for param in twins.module.parameters()} == {nn.Parameter}, "they have their class back"
         twins.assert_same(named(twins.module), "forward")
-        assert largest_difference_between_ranks(twins.module) == 0
+        assert drift(twins.module) == 0
         for name, read in READERS.items():
             twins.step()
             twins.assert_same(read(twins.module), name)

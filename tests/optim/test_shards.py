@@ -22,7 +22,7 @@ from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, stepped, two_groups, values
 from tests.pool import close_wrappers, on_ranks
-from tests.reference import backward, everyones, largest_difference_between_ranks, loss_at, seeded
+from tests.reference import backward, drift, everyones, loss_at, seeded
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Wrap = Callable[..., BucketDDP]
@@ -58,7 +58,7 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
         stepped(*steppers)
     torch.testing.assert_close(values(ours.module), values(plain), **close)
     ours.synchronise_module_buffers()
-    assert largest_difference_between_ranks(ours.module) == 0
+    assert drift(ours.module) == 0
     saved = ours.optimizer_state_dict(steppers[1], every_rank=True)
     torch.testing.assert_close(saved["state"], steppers[0].state_dict()["state"], **close)
     ours.load_optimizer_state_dict(steppers[1], saved)
@@ -148,7 +148,7 @@ def outside_changes(shard: bool) -> dict[str, Tensor]:
                 param.data = param.data.clone()
         if step == 4:
             ours.module.share_memory()  # as sending a tensor to another process does
-    assert largest_difference_between_ranks(ours.module) == 0
+    assert drift(ours.module) == 0
     ours.module.head.bias.data = torch.zeros(3)
     with pytest.raises(RuntimeError, match=r"as it was wrapped.*\(4,\).*found \(\(3,\)") if shard else nullcontext():
         optimizer.step()
@@ -183,7 +183,7 @@ def test_closing_waits_for_parameters() -> None:
     for param in ours.parameters():
         assert (type(param), type(param.grad)) == (nn.Parameter, Tensor)
         assert param.untyped_storage().nbytes() == param.nbytes, "memory of its own"
-    assert largest_difference_between_ranks(ours.module) == 0
+    assert drift(ours.module) == 0
 
 
 def loop(
@@ -324,7 +324,7 @@ def both_ways(name: str, extra: dict[str, Any]) -> None:
         results.append(values(module))
         close_wrappers()
         if name != "sparse_and_ignored":
-            assert largest_difference_between_ranks(module) == 0
+            assert drift(module) == 0
     assert_close(*results, tolerance=ROUGH.get(name, 1e-5))
 
 

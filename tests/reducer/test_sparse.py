@@ -14,7 +14,7 @@ from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError, Rank
 from tests.inside import upkeep_of
 from tests.models import ROWS, Lookup, RaiseInBackward, tokens
 from tests.pool import case, on_ranks
-from tests.reference import TINY, both, everyones, local_if, mean_over_ranks, pair, run_backward
+from tests.reference import TINY, both, everyones, local_if, mean_grads, pair, run_backward
 
 EMBEDDINGS = ("words.weight", "bag.weight")
 
@@ -71,7 +71,7 @@ def test_ranks_may_use_different_embeddings() -> None:
         words, bag = patterns[(step + rank) % 4 if step < 4 else 2]  # at last no rank uses either
         step_of((plain, ours), step, use_words=words, use_bag=bag)
         with case(step):
-            assert_means(ours.module, mean_over_ranks(plain))
+            assert_means(ours.module, mean_grads(plain))
     with ours.no_sync():
         step_of((ours,), 0)
     step_of((ours,), 1, use_words=False)
@@ -88,7 +88,7 @@ def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
     assert weight.grad is own
     assert torch.equal(own.to_dense(), before)
     step_of((plain, ours), 2, zero=False, use_words=dist.get_rank() == 1)  # it takes part if any rank adds to it
-    torch.testing.assert_close(weight.grad.to_dense(), mean_over_ranks(plain)["words.weight"] + before)
+    torch.testing.assert_close(weight.grad.to_dense(), mean_grads(plain)["words.weight"] + before)
     assert weight.grad.is_coalesced()
 
 
@@ -103,7 +103,7 @@ def test_a_frozen_embedding_sends_nothing() -> None:
             model.bag.requires_grad_(bag)
         step_of((plain, ours), step)
         with case(step):
-            assert_means(ours.module, mean_over_ranks(plain))
+            assert_means(ours.module, mean_grads(plain))
             rows = [max(len(tokens(step, rank)[kind].unique()) for rank in range(2)) for kind in range(2)]
             received = ours.last_pass().sparse_nbytes  # from two ranks, an index and four values for each row
             assert received == 2 * (8 + 16) * (words * rows[0] + bag * rows[1])
@@ -119,11 +119,11 @@ def test_one_dense_gradient_makes_all_ranks_dense() -> None:
     for step in range(4):
         tied = step % 2 == 1
         step_of((plain, ours), step, tied=tied and rank == 1)
-        assert_means(ours.module, mean_over_ranks(plain), dense=("words.weight",) if tied else ())
+        assert_means(ours.module, mean_grads(plain), dense=("words.weight",) if tied else ())
     for everywhere in (True, False):
         words, bag = tokens(0, rank)
         both((plain, ours), words[:, :0] if rank == 0 or everywhere else words, bag)
-        assert_means(ours.module, mean_over_ranks(plain))
+        assert_means(ours.module, mean_grads(plain))
         assert (ours.module.words.weight.grad.indices().shape[1] == 0) == everywhere
 
 
@@ -212,7 +212,7 @@ def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
             ours(*tokens(0, 0))  # in plain PyTorch the next use finds out that all ranks failed
             assert ours.module.bag.weight.grad is ours.module.head.weight.grad is None
         step_of((plain, ours), step)
-        assert_means(ours.module, mean_over_ranks(plain))
+        assert_means(ours.module, mean_grads(plain))
 
 
 @on_ranks(2, cases=(3, "tokens"))
@@ -228,7 +228,7 @@ def test_sparse_gradients_are_divided_like_dense_ones(divide_by: Any) -> None:
             with local_if(ours, micro == 0):
                 step_of((plain, ours), 2 * step + micro, zero=False)
         divisor = world * (world + 1) if divide_by == "tokens" else divide_by
-        assert_means(ours.module, {name: mean * world / divisor for name, mean in mean_over_ranks(plain).items()})
+        assert_means(ours.module, {name: mean * world / divisor for name, mean in mean_grads(plain).items()})
     if divide_by == "tokens":
         ours.count_tokens(1)
     with pytest.raises(RuntimeError, match="expected cleared gradients"):
@@ -241,7 +241,7 @@ def test_sparse_gradients_may_be_reduced_by_hand() -> None:
     with ours.no_sync():
         step_of((plain, ours), 0, use_bag=dist.get_rank() == 0)
     ours.allreduce_gradients()
-    means = mean_over_ranks(plain)
+    means = mean_grads(plain)
     assert_means(ours.module, means)
     ours.scale_gradients(0.5)
     for name, param in ours.module.named_parameters():

@@ -14,7 +14,7 @@ from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.inside import passes_of, reducer_of
 from tests.models import Branches, ConvBatchNorm, Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, largest_difference_between_ranks, mse, pair, raises_soon, taking
+from tests.reference import TINY, Twins, drift, mse, pair, raises_soon, taking
 
 
 @on_ranks(2, 3)
@@ -38,7 +38,7 @@ def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
     torch.testing.assert_close(module.state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-5)
     assert len(agreements) == 4, "the ranks agree on changes alone"
     assert len(ours.layout.buffers) == 1
-    assert largest_difference_between_ranks(module) == 0
+    assert drift(module) == 0
 
 
 @on_ranks(2)

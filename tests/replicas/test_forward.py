@@ -23,8 +23,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.inside import views_of
 from tests.models import ConvBatchNorm, Lookup, Mlp, batch, build, loss_of, tokens
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, both, copying, everyones, grads, mean_over_ranks, train
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, assert_grads, backward, both, copying, drift, everyones, grads, mean_grads, train
 from tests.replicas.test_replicas import Columns
 
 CPU = torch.device("cpu")
@@ -70,7 +69,7 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
         assert all(param.grad is views_of(net)[key] for key, param in module.named_parameters())
         for optimizer in optimizers:
             optimizer.step()
-        assert largest_difference(module) == 0
+        assert drift(module) == 0
     assert sizes == [2] * 8, "replicas did not divide the batch"
     assert net.last_pass().early_launches > 0 or "reentrant" in name
 
@@ -86,7 +85,7 @@ def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
         sizes = counting_forwards(net.module)
         for inputs in batches:
             both((net, plain), *inputs)
-            assert_grads(net.module, mean_over_ranks(plain))
+            assert_grads(net.module, mean_grads(plain))
         if rank == 0 and len(batches) == 5:
             assert [sorted(sizes[:2]), sorted(sizes[2:5]), sizes[5], sizes[6:8]] == [[2, 2], [1, 2, 2], 1, [1, 1]]
 
@@ -129,7 +128,7 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
         for other in (pickle.loads(pickled), copy.deepcopy(net)):
             sizes, plain = counting_forwards(other.module), copy.deepcopy(net.module)
             both((plain, other), batch(0, dist.get_rank())[0])
-            assert_grads(other.module, mean_over_ranks(plain))
+            assert_grads(other.module, mean_grads(plain))
             assert sizes == [2, 2]
 
 

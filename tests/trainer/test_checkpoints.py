@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tests.lightning_models import Citizen, Regression, Relay, close_to, data, ddp, ours, scaler, trainer
 from tests.models import ConvBatchNorm, batch
 from tests.pool import case, on_ranks
-from tests.reference import largest_difference_between_ranks, logged
+from tests.reference import drift, logged
 
 STRATEGIES: dict[str, Callable[[], Any]] = {"ours": ours, "ddp": ddp}
 Options = dict[str, Any]
@@ -43,7 +43,7 @@ def run(strategy: str, epochs: int, options: Options, path: str | None = None, *
     runs = trainer(STRATEGIES[strategy](), max_epochs=epochs, enable_checkpointing=bool(saves), **options)
     runs.fit(model, data(), ckpt_path=path)
     runs.strategy.barrier()  # what rank 0 writes is there now
-    assert strategy == "ddp" or largest_difference_between_ranks(model) == 0
+    assert strategy == "ddp" or drift(model) == 0
     return last(runs)
 
 
@@ -190,7 +190,7 @@ def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: A
             close_to(model, whole)
             assert not torch.equal(model.backbone.norm.running_mean, new.backbone.norm.running_mean)
             assert not torch.equal(model.backbone.conv1.weight, new.backbone.conv1.weight)
-            assert largest_difference_between_ranks(model) == 0
+            assert drift(model) == 0
 
 
 PARAMETERS = "5 parameters ('backbone.conv1.weight', 'backbone.norm.weight', 'backbone.norm.bias', …) are trainable "

@@ -16,7 +16,7 @@ from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import start_fabric
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks, loss_at
+from tests.reference import drift, loss_at
 
 
 class WithLoss(Mlp):
@@ -72,7 +72,7 @@ def test_weights_are_those_of_ddp(feature: str) -> None:
     wrapper = fabric.strategy.wrapper_of(ours)
     assert_close(ours, theirs)
     wrapper.synchronise_module_buffers()
-    assert largest_difference_between_ranks(ours) == 0
+    assert drift(ours) == 0
     assert wrapper.passes == (2 if feature == "accumulate" else 6)
     fabric.strategy.teardown()
     assert wrapper.closed
@@ -98,7 +98,7 @@ def train_gan(kind: str, name_model: bool = False) -> nn.Module:
     if kind == "bucketddp":
         passes = [fabric.strategy.wrapper_of(model).passes for model, _ in pairs]
         assert passes == [4, 8], "the critic's backward is no pass of the generator"
-        assert largest_difference_between_ranks(nets) == 0
+        assert drift(nets) == 0
     fabric.strategy.teardown()
     return nets
 
@@ -200,7 +200,7 @@ def test_shards_train_and_resume_as_whole_gradients(tmp_path: Path) -> None:
     run(start_fabric(shard_optimizer=True), range(6), save=path, **options)
     runs += [run(start_fabric(shard_optimizer=shard), range(6, 9), load=path, **options) for shard in (False, True)]
     for each in runs[1:]:
-        assert largest_difference_between_ranks(each) == 0
+        assert drift(each) == 0
         assert_close(each, runs[0], rtol=1e-5, atol=1e-5)
     fabric, (plain, optimizer) = start_fabric(shard_optimizer=True), make(optimizer="adamw")
     model, optimizer = fabric.setup(plain, optimizer)
@@ -224,14 +224,14 @@ def test_modules_are_set_up_again_or_wrongly() -> None:
         return loss
 
     lbfgs.step(closure)
-    assert largest_difference_between_ranks(plain) == 0
+    assert drift(plain) == 0
 
     again, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for _ in range(2):
         optimizer.zero_grad()
         fabric.backward(loss_at(again, 0))
         optimizer.step()
-    assert largest_difference_between_ranks(plain) == 0
+    assert drift(plain) == 0
     assert fabric.strategy.wrapper_of(again).passes == 2
     assert fabric.strategy.wrapper_of(model) is fabric.strategy.wrapper_of(plain) is fabric.strategy.wrapper_of(again)
 

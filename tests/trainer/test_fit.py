@@ -19,7 +19,7 @@ from lightning_bucketddp import PeerFailureError, RankMismatchError
 from tests.lightning_models import Regression, data, ours, scaler, trainer
 from tests.models import Branches
 from tests.pool import on_ranks
-from tests.reference import everyones, largest_difference_between_ranks, raises_soon
+from tests.reference import drift, everyones, raises_soon
 
 Batch = tuple[Tensor, Tensor]
 
@@ -84,7 +84,7 @@ def test_the_loss_may_depend_on_the_rank_or_be_none(kind: str, accumulate: int, 
             optimizer.zero_grad()
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if with_scaler else {}
     torch.testing.assert_close(model.state_dict(), alone.state_dict(), **tolerance)
-    assert largest_difference_between_ranks(model) == 0
+    assert drift(model) == 0
     assert runs.global_step == 6 // accumulate
     assert torch.equal(model.net.idle, initial.net.idle)
     told = [text.partition(". ")[0] for text in (str(it.message) for it in caught) if "returned None" in text]
@@ -109,7 +109,7 @@ def test_optimizers_see_the_mean_loss_and_logs_the_own() -> None:
     runs = trainer(ours(), max_steps=1)
     runs.fit(looking, data())
     for each in (silent, looking):
-        assert largest_difference_between_ranks(each) == 0
+        assert drift(each) == 0
     seen, logged = runs.optimizers[0].seen, {name: float(value) for name, value in runs.callback_metrics.items()}
     (first, other), (first_seen, other_seen) = everyones(logged["mine"]), everyones(seen)
     assert first != other
@@ -197,5 +197,5 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
         model.after_backward, model.before_step = [], []
         gc.collect()
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
-    assert largest_difference_between_ranks(model) == 0
+    assert drift(model) == 0
     assert tensors[2] <= tensors[1], tensors

@@ -30,7 +30,7 @@ from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 from lightning_bucketddp.trainer.common import REGISTERED
 from tests.lightning_models import QUIET, Regression, close_to, data, ddp, ours, trainer
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import drift
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:The number of training batches", "ignore:It is recommended to use"
@@ -130,13 +130,13 @@ class Scaled(Regression):
         self.differences: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.differences.append(largest_difference_between_ranks(self))
+        self.differences.append(drift(self))
         loss = nn.functional.mse_loss(self.net(batch[0]) * self.scale.clone(), batch[1])
         self.scale.mul_(0.8).add_(0.2 * batch[1].abs().mean(0))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.differences.append(largest_difference_between_ranks(self))
+        self.differences.append(drift(self))
 
 
 @on_ranks(2, cases=((12, None), (26, {"val_check_interval": 2})))
@@ -145,7 +145,7 @@ def test_ranks_train_and_validate_with_the_same_module_buffers(seen: int, flags:
     for strategy, net in ((ddp(), theirs), (ours(), model)):
         loaders = [data()] if flags is None else [data(), data(2)]
         trainer(strategy, max_epochs=2, **(flags or {})).fit(net, *loaders)
-    assert largest_difference_between_ranks(model) == 0, "at the end of fit"
+    assert drift(model) == 0, "at the end of fit"
     if flags is None:  # `ddp` leaves each rank its own at the end
         theirs.scale.copy_(model.scale)
     close_to(model, theirs)
@@ -173,7 +173,7 @@ def test_models_are_averaged_as_post_local_sgd_has_it() -> None:
         averager.average_parameters(alone.parameters())
     trainer(averaging()).fit(model, data(8))
     close_to(model, alone)
-    assert largest_difference_between_ranks(model) > 0, "since they were averaged last"
+    assert drift(model) > 0, "since they were averaged last"
     with pytest.raises(ValueError, match="model averaging cannot work with a distributed optimizer"):
         trainer(averaging()).fit(Regression(optimizer="zero"), data())
 

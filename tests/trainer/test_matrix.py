@@ -19,7 +19,7 @@ from lightning_bucketddp import BucketDDPStrategy
 from tests.lightning_models import Citizen, Gan, Memory, data, ddp, ours, scaler, trainer
 from tests.models import Mlp
 from tests.pool import on_ranks
-from tests.reference import largest_difference_between_ranks
+from tests.reference import drift
 
 
 class LateNet(Citizen):
@@ -193,11 +193,11 @@ def outcome(row: Row, strategy: Any, module: Callable[[], Any], *callbacks: pl.C
     }
     if row.passes is None and not row.options.keys() & {"accumulate_grad_batches", "callbacks"}:
         values["gradients after each backward"] = model.after_backward
-    assert largest_difference_between_ranks(model) == 0
+    assert drift(model) == 0
     for callback in made["callbacks"]:
         if isinstance(callback, pl.callbacks.EMAWeightAveraging) and isinstance(strategy, BucketDDPStrategy):
             assert callback._average_model is not None
-            assert largest_difference_between_ranks(callback._average_model.module) == 0, "module buffers too"
+            assert drift(callback._average_model.module) == 0, "module buffers too"
     if row in LOOPS:
         values["validate"] = runs.validate(model, row.data(), verbose=False)
         values["test"] = runs.test(model, row.data(), verbose=False)

@@ -13,7 +13,7 @@ from lightning_bucketddp.trainer.uneven_loader import EvenedLoader
 from tests.lightning_models import Regression, ours, trainer
 from tests.models import batch
 from tests.pool import case, on_ranks
-from tests.reference import everyones, largest_difference_between_ranks
+from tests.reference import drift, everyones
 
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
 
@@ -178,7 +178,7 @@ def test_ranks_that_run_out_do_not_count() -> None:
             assert runs.global_step == {1: 10, 2: 6, 5: 2}[accumulate]
             assert kind != "asks" or model.expected_steps == runs.global_step
             torch.testing.assert_close(model.net.state_dict(), reference(divide_by, kind, accumulate))
-            assert largest_difference_between_ranks(model) == 0
+            assert drift(model) == 0
 
 
 @on_ranks(2)

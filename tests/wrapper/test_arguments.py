@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.pool import RunRanks, on_ranks
-from tests.reference import TINY, assert_grads, backward, both, everyones, grads, inputs_of, mean_over_ranks
+from tests.reference import TINY, assert_grads, backward, both, everyones, grads, inputs_of, mean_grads
 
 VALUES = [None, None, 0, True, True, None, 0, True, True, False, True]
 
@@ -35,7 +35,7 @@ def test_every_argument_by_name_and_by_position() -> None:
     ours._set_static_graph()
     both((plain, ours), inputs_of(0))
     assert len(ours.layout.buckets) == len(list(ours.parameters())), "a cap of 0 is one bucket per parameter"
-    assert_grads(module, mean_over_ranks(plain))
+    assert_grads(module, mean_grads(plain))
     assert (ours.find_unused_parameters, ours.static_graph) == (True, True)
     BucketDDP(Mlp(), device_ids=[])  # torch takes it for None
 
@@ -94,7 +94,7 @@ def test_wrappers_over_different_groups_in_one_graph() -> None:
     for first, second in (plain, ours):
         inputs, target = batch(0, rank)
         loss_of(second(first(inputs)), target).backward()
-    assert_grads(trunk, mean_over_ranks(plain[0]))
+    assert_grads(trunk, mean_grads(plain[0]))
     for param in plain[1].parameters():
         dist.all_reduce(param.grad, dist.ReduceOp.AVG, group)
     assert_grads(head, grads(plain[1]))
@@ -127,7 +127,7 @@ def test_copies_and_pickles_train(copied: Any) -> None:
         with torch.no_grad():
             torch.testing.assert_close(other(batch(3, 0)[0]), module(batch(3, 0)[0]))
     both((plain, other), inputs_of(1))
-    assert_grads(other.module, {name: mean.double() for name, mean in mean_over_ranks(plain).items()})
+    assert_grads(other.module, {name: mean.double() for name, mean in mean_grads(plain).items()})
     assert_grads(module, before)
     assert len(other.layout.buckets) == len(ours.layout.buckets) > 1
     ours.close()

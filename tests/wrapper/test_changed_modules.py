@@ -17,8 +17,7 @@ from torch.optim import optimizer as optimizer_file
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, both, grads, inputs_of, mean_over_ranks, mse, train
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, Twins, assert_grads, backward, both, drift, grads, inputs_of, mean_grads, mse, train
 
 
 class Looked(nn.Module):
@@ -76,14 +75,14 @@ def test_changed_parameters_are_taken_in(change: str, options: dict[str, Any], l
         twins.backward(mse(number), local=number in local)
         if number not in local:
             tolerance = {"rtol": 2e-3, "atol": 1e-3} if "comm_hook" in options else {}
-            assert_grads(ours.module, mean_over_ranks(plain), **tolerance)
+            assert_grads(ours.module, mean_grads(plain), **tolerance)
     assert ours.passes == 5 - len(local)
     dtype = next(plain.parameters()).dtype
     dense = {(name, dtype) for name, _ in ours.module.named_parameters() if not name.endswith("table.weight")}
     assert {(slot.spec.name, slot.spec.dtype) for slot in ours.layout.slots} == dense
     ours.synchronise_module_buffers()
     torch.optim.SGD(ours.module.parameters(), lr=0.1).step()
-    assert largest_difference(ours.module) == 0
+    assert drift(ours.module) == 0
     ours.close()
     assert not any(param._post_accumulate_grad_hooks for param in ours.module.parameters())
 
@@ -106,7 +105,7 @@ def test_new_parameters_start_as_rank_0_has_them() -> None:
     CHANGES["replace head by another kind"](ours.module)
     backward(ours)
     ours.synchronise_module_buffers()
-    assert largest_difference(ours.module) == 0
+    assert drift(ours.module) == 0
 
 
 @on_ranks(2, cases={"by a root": [True], "without": [False]})
@@ -122,7 +121,7 @@ def test_a_parameter_replaced_after_forward_has_its_own_gradient(with_root: bool
     assert [param.grad is None for param in (old, module.head.weight, module.layers[0].weight)] == [False, True, False]
     plain = copy.deepcopy(module)
     both((plain, ours), inputs_of(2))
-    assert_grads(module, mean_over_ranks(plain))
+    assert_grads(module, mean_grads(plain))
 
 
 @on_ranks(2, cases={"with the prefix": ["module."], "without": [""]})
@@ -138,7 +137,7 @@ def test_swapped_in_parameters_have_their_own_gradients(prefix: str) -> None:
     torch.testing.assert_close({name: other.grad for name, other in others.items()}, grads(reference))
     assert all(param.grad is None for param in module.parameters())
     backward(ours, 1)
-    assert_grads(module, mean_over_ranks(reference))
+    assert_grads(module, mean_grads(reference))
     ours.close()
     layer = nn.Linear(8, 4)
     ours = BucketDDP(layer)
@@ -210,8 +209,8 @@ def test_the_last_wrapper_takes_over() -> None:
     assert all(len(param._post_accumulate_grad_hooks) == 1 for param in module.parameters())
     plain = copy.deepcopy(module)
     both((plain, wrapper), inputs_of(3))
-    assert_grads(module, mean_over_ranks(plain))
-    assert largest_difference(module) == 0
+    assert_grads(module, mean_grads(plain))
+    assert drift(module) == 0
 
 
 @on_ranks(2)
@@ -231,7 +230,7 @@ def test_wrappers_around_other_parameters_stay() -> None:
     outer = BucketDDP(inner)
     for step, model in enumerate((outer, inner, outer)):
         both((plain, model), inputs_of(step))
-        assert_grads(module, mean_over_ranks(plain))
+        assert_grads(module, mean_grads(plain))
     assert (inner.passes, outer.passes) == (0, 3)
 
 

@@ -18,8 +18,7 @@ from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, both, grads, inputs_of, local_if, mean_over_ranks
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, assert_grads, both, drift, grads, inputs_of, local_if, mean_grads
 
 EAGER = "aot_eager"
 
@@ -69,7 +68,7 @@ def test_gradients_are_the_same_wherever_it_is_compiled(where: str) -> None:
             with local_if(wrapper, local):
                 step(model, *batch(number, dist.get_rank()))
             if not local:
-                assert_grads(original, mean_over_ranks(plain))
+                assert_grads(original, mean_grads(plain))
             if number == 1:
                 torch._dynamo.config.error_on_recompile = True  # taken back with the patch
         graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
@@ -131,4 +130,4 @@ def test_a_trainer_takes_a_compiled_module() -> None:
         assert counters["stats"]["unique_graphs"] > 0
     close_to(compiled, eager)
     assert runs.strategy.model is compiled, "unwrapped after fit"
-    assert largest_difference(compiled) == 0
+    assert drift(compiled) == 0

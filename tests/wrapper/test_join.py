@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_bucketddp import BucketDDP
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, both, everyones, grads, local_if, pair, taking, train
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, assert_grads, backward, both, drift, everyones, grads, local_if, pair, taking, train
 
 BATCHES = [3, 6, 4]  # by rank
 
@@ -31,7 +30,7 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
             train(wrapped, optimizer, range(BATCHES[rank]))
     torch.testing.assert_close(ours.module.state_dict(), plain.state_dict())
     assert ours.passes == max(BATCHES)
-    assert largest_difference(ours.module) == 0
+    assert drift(ours.module) == 0
     if rank == 0:  # which may evaluate alone
         with torch.no_grad():
             ours.eval()(batch(9, 0)[0])
@@ -87,7 +86,7 @@ def test_masters_go_on_from_the_same_bits_on_all_ranks() -> None:
     for steps, context in ((range(1 + 4 * dist.get_rank()), ours.join()), (range(10, 20), nullcontext())):
         with context:
             train(ours, optimizer, steps)
-    assert largest_difference(ours) == 0
+    assert drift(ours) == 0
 
 
 @on_ranks(3)

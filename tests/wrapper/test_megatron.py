@@ -11,29 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP, GradientError, PeerFailureError
+from tests import reference
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
 from tests.pool import on_ranks
-from tests.reference import (
-    TINY,
-    Twins,
-    assert_grads,
-    backward,
-    grads,
-    mean_over_ranks,
-    mse,
-    run_backward,
-    taking,
-    train,
-)
-from tests.reference import largest_difference_between_ranks as largest_difference
+from tests.reference import TINY, Twins, assert_grads, backward, grads, mean_grads, mse, run_backward, taking, train
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COALESCED = {"use_contiguous_buffers": False}
 
 
 def assert_means(module: nn.Module, plain: nn.Module) -> None:
-    for name, mean in mean_over_ranks(plain).items():
+    for name, mean in mean_grads(plain).items():
         grad = module.get_parameter(name).grad
         if mean is None:
             assert grad is None or not grad.any(), name
@@ -149,7 +138,7 @@ def test_parameters_are_broadcast_and_checkpoints_are_megatrons() -> None:
     assert module.head.bias.eq(3).all()
     train(ours, optimizer, [0])
     assert abs(float(module.head.bias[0]) - 3) < 0.1, "the step went on from the master of before"
-    assert largest_difference(module) == 0
+    assert reference.drift(module) == 0
     assert ours.state_dict_for_save_checkpoint(prefix="p.").keys() == module.state_dict(prefix="p.").keys()
     ours.close()
     own = BucketDDP(MegatronModule(depth=1))

@@ -23,7 +23,7 @@ from tests.inside import reducer_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, RaiseInBackward, batch
 from tests.pool import on_ranks
-from tests.reference import assert_grads, everyones, grads, largest_difference_between_ranks, raises_soon, run_backward
+from tests.reference import assert_grads, drift, everyones, grads, raises_soon, run_backward
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYERS: dict[str, list[Any]] = {
@@ -73,7 +73,7 @@ def test_a_layer_equals_one_process_with_all_batches(plain: Any, size: tuple[int
             dist.all_reduce(total)  # each rank has its share
             assert_close(total, reference.grad)
     assert_close(layer.state_dict(), plain.state_dict())
-    assert largest_difference_between_ranks(layer) == 0
+    assert drift(layer) == 0
     with torch.no_grad():  # a training forward without gradients computes statistics too
         assert_close(layer(everything[mine]), plain(whole)[mine])
     if rank == 0:  # evaluation on one rank alone sends nothing
@@ -100,7 +100,7 @@ def test_layers_stay_what_and_where_they_are() -> None:
     copied(inputs)  # works with the other ranks' copies
     assert len(seen) == 2  # the copy has a copy of the hook
     torch.testing.assert_close(copied.state_dict(), layer.state_dict(), rtol=0, atol=0)
-    assert largest_difference_between_ranks(copied) == 0
+    assert drift(copied) == 0
     if dist.get_rank() == 0:  # a layer from a pickle is by itself
         torch.testing.assert_close(loaded(batch(0, 0)[0]), nn.BatchNorm1d(8)(batch(0, 0)[0]))
     assert revert(module).norm is layer
@@ -271,7 +271,7 @@ def test_a_trainer_equals_one_process_on_the_full_batch(counts: tuple[int, int],
     assert seen == [(True, seen[0][1])] * len(seen), "one group for all fits"
     assert seen[0][1] is not dist.group.WORLD
     close_to(model, reference)
-    assert largest_difference_between_ranks(model) == 0
+    assert drift(model) == 0
 
 
 @on_ranks(2, fresh=True)
