@@ -26,7 +26,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RunRanks = Callable[..., list[Any]]
-COLLECTIVE_TIMEOUT = timedelta(seconds=40)
+TIMEOUT = timedelta(seconds=40)  # of collectives
 
 
 class RankError(AssertionError):
@@ -179,9 +179,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             torch.manual_seed(0)
             if not bare:
                 store = f"file://{folder}/store"
-                dist.init_process_group(
-                    "gloo", init_method=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-                )
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
             answer = (True, job(*args))
             if not fresh:
                 close_wrappers()

@@ -85,14 +85,12 @@ def inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, BucketDDP) else model
 
 
-def both(
-    models: Iterable[nn.Module], *args: Any, only: Iterable[str] | None = None, zero: bool = True, **options: Any
-) -> None:
-    """One backward of each; ``only`` names the parameters that get a gradient."""
+def both(models: Iterable[nn.Module], *args: Any, only: Iterable[str] = (), zero: bool = True, **options: Any) -> None:
+    """One backward of each; ``only`` names the parameters that get a gradient, if not all do."""
     for model in models:
         if zero:
             model.zero_grad()
-        inputs = None if only is None else [inner(model).get_parameter(name) for name in only]
+        inputs = [inner(model).get_parameter(name) for name in only] or None
         model(*args, **options).square().mean().backward(inputs=inputs)
 
 
@@ -117,9 +115,7 @@ def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -
 
 
 @contextmanager
-def raises_soon(
-    *errors: type[BaseException], match: str | None = None, within: float = 8
-) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def raises_soon(*errors: type[BaseException], match: str | None = None, within: float = 8) -> Iterator[Any]:
     begin = time.monotonic()
     with pytest.raises(errors, match=match) as error:
         yield error

@@ -179,11 +179,8 @@ def test_finetune_language_model(run_ranks: RunRanks, lora: bool, strategy: str)
 @needs("transformers", "peft")
 def test_a_pretrained_language_model_learns_as_with_ddp(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(1, make_language_model, str(tmp_path), fresh=True)
-    options = ["--model", str(tmp_path), "--lora", "--precision", "32-true", "--steps", "20", "--lr", "1e-2"]
-    ours, theirs = (
-        printed(run_ranks, "finetune_language_model.py", *options, "--strategy", strategy)
-        for strategy in ("bucketddp", "ddp")
-    )
+    args = ["--model", str(tmp_path), "--lora", "--precision", "32-true", "--steps", "20", "--lr", "1e-2", "--strategy"]
+    ours, theirs = (printed(run_ranks, "finetune_language_model.py", *args, kind) for kind in ("bucketddp", "ddp"))
     assert losses_of(ours)[-1] < losses_of(ours)[0] - 0.1
     assert losses_of(ours) == pytest.approx(losses_of(theirs), abs=0.0011), "they print three decimals"
 

@@ -3,20 +3,17 @@
 import re
 from pathlib import Path
 
-import lightning.fabric.strategies
-import lightning.pytorch.strategies
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 
 LISTED = Path(__file__).parent / "option_listing"
 """One line per argument: its name, its default in YAML, its type and its default in help."""
-BASES = {
-    BucketDDPStrategy: lightning.pytorch.strategies.Strategy,
-    BucketDDPFabricStrategy: lightning.fabric.strategies.Strategy,
-}
+BASES = {BucketDDPStrategy: Strategy, BucketDDPFabricStrategy: FabricStrategy}
 ENTRY = re.compile(r"--strategy\.(\w+) (?:\S+ ){5,}\((type: .+, default: .+)\)")
 """A text of several words is between the name and the type."""
 

@@ -13,7 +13,7 @@ THIS_TORCH = torch.__version__.split("+")[0]
 
 
 @pytest.fixture(scope="module")
-def torch_ranks(nursery: Nursery) -> Iterator[WorkerPool]:
+def ranks(nursery: Nursery) -> Iterator[WorkerPool]:
     """Workers of their own: the shim replaces parts of torch there."""
     pool = WorkerPool(table.RANKS, nursery)
     yield pool
@@ -21,30 +21,28 @@ def torch_ranks(nursery: Nursery) -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="module")
-def names_here(torch_ranks: WorkerPool) -> list[str]:
-    return torch_ranks.run(shim.names_of_tests)[0]
+def names(ranks: WorkerPool) -> list[str]:
+    return ranks.run(shim.names_of_tests)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in table.TESTS if name not in table.FAILS_WITH_TORCH | table.EXCLUDED])
-def test_passes_with_bucketddp(
-    torch_ranks: WorkerPool, names_here: list[str], name: str, request: pytest.FixtureRequest
-) -> None:
-    if THIS_TORCH != table.TORCH and name not in names_here:
+def test_passes_with_bucketddp(ranks: WorkerPool, names: list[str], name: str, request: pytest.FixtureRequest) -> None:
+    if THIS_TORCH != table.TORCH and name not in names:
         pytest.skip(f"torch {THIS_TORCH} has no such test; the table is that of {table.TORCH}")
     if name in table.PENDING:
         request.applymarker(pytest.mark.xfail(strict=True, reason=table.PENDING[name]))
-    torch_ranks.run(shim.run_test, name, True, timeout=table.TIMEOUT)
+    ranks.run(shim.run_test, name, True, timeout=table.TIMEOUT)
 
 
-def test_a_failing_test_fails_here_and_harms_no_other(torch_ranks: WorkerPool) -> None:
+def test_a_failing_test_fails_here_and_harms_no_other(ranks: WorkerPool) -> None:
     with pytest.raises(AssertionError, match="Expected error was not raised"):
-        torch_ranks.run(shim.run_test, "test_ddp_multiple_nested_unused_params_error", True, timeout=table.TIMEOUT)
-    torch_ranks.run(shim.run_test, "test_ddp_multiple_nested_unused_params_error", False, timeout=table.TIMEOUT)
+        ranks.run(shim.run_test, "test_ddp_multiple_nested_unused_params_error", True, timeout=table.TIMEOUT)
+    ranks.run(shim.run_test, "test_ddp_multiple_nested_unused_params_error", False, timeout=table.TIMEOUT)
 
 
 @pytest.mark.skipif(THIS_TORCH != table.TORCH, reason=f"the table is that of torch {table.TORCH}")
-def test_table_holds_each_of_torchs_tests(names_here: list[str]) -> None:
-    assert names_here == table.TESTS
+def test_table_holds_each_of_torchs_tests(names: list[str]) -> None:
+    assert names == table.TESTS
     tests, left_out = len(table.TESTS), len(table.EXCLUDED)
     torch_passes = tests - len(table.FAILS_WITH_TORCH)
     counts = [tests, torch_passes, torch_passes - left_out - len(table.PENDING), left_out]

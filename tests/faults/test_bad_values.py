@@ -29,16 +29,12 @@ BAD: dict[str, list[Any]] = {
     "grad_dtype": ["float31", torch.int32, 32],
     "wire_dtype": ["float31", "fp32", torch.float32],
 }
-OF_STRATEGIES = {**BAD, "start_method": ["threads"]}
-OF_TRAINER = OF_STRATEGIES | {
-    "uneven_inputs": ["sometimes"],
-    "state_dict_type": ["parts"],
-    "exact_evaluation": ["yes", 1],
-}
+STRATEGIES = {**BAD, "start_method": ["threads"]}
+TRAINER = STRATEGIES | {"uneven_inputs": ["sometimes"], "state_dict_type": ["parts"], "exact_evaluation": ["yes", 1]}
 MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
     (lambda **options: BucketDDP(Mlp(), **options), BAD),
-    (BucketDDPFabricStrategy, OF_STRATEGIES),
-    (BucketDDPStrategy, OF_TRAINER),
+    (BucketDDPFabricStrategy, STRATEGIES),
+    (BucketDDPStrategy, TRAINER),
     (partial(PreemptionCheckpoint, "here"), {"patience": [0, "long"]}),
 ]
 

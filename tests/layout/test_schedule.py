@@ -27,9 +27,7 @@ MB = 1_000_000
     st.builds(CollectiveCost, st.floats(0, 20), st.floats(0, 2)),
     st.one_of(st.none(), st.floats(1, 120)),
 )
-def test_no_plan_finishes_before_the_planned_one(
-    steps: list[tuple[float, float]], cost: CollectiveCost, cap: float | None
-) -> None:
+def test_no_plan_finishes_earlier(steps: list[tuple[float, float]], cost: CollectiveCost, cap: float | None) -> None:
     ready, nbytes = zip(*steps, strict=True)
 
     def fits(plan: tuple[int, ...], slack: float) -> bool:

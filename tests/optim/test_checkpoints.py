@@ -307,8 +307,6 @@ def go_on(kind: str) -> None:
     torch.testing.assert_close(weights, dict(expected["next"]), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("directory.ckpt", 1), ("sharded.ckpt", 1)], ids=str
-)
+@pytest.mark.parametrize(("kind", "ranks"), [*((it, 2) for it in KINDS), ("directory.ckpt", 1), ("sharded.ckpt", 1)])
 def test_training_goes_on_from_a_checkpoint_of_0_1_0(run_ranks: RunRanks, kind: str, ranks: int) -> None:
     run_ranks(ranks, go_on, kind)

@@ -295,7 +295,7 @@ def sparse_and_ignored(wrap: Wrap) -> nn.Module:
     return module
 
 
-POWERSGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1}
+powersgd = partial(PowerSGDState, None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
 TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "gan": gan,
     "divide_by_int": partial(loop, take=freeze, steps=8, optimizer="sgd", gradient_divide_by=5, overlap=False),
@@ -303,9 +303,7 @@ TRAININGS: dict[str, Callable[..., nn.Module]] = {
     "freezing": partial(loop, take=freeze, steps=12),
     "tied": partial(loop, build=SharedWeights, max_abs_grad=1e3),
     "sparse_and_ignored": sparse_and_ignored,
-    "hook_powersgd": lambda wrap: loop(
-        wrap, optimizer="sgd", comm_hook="powersgd", comm_hook_state=PowerSGDState(None, **POWERSGD)
-    ),
+    "hook_powersgd": lambda wrap: loop(wrap, optimizer="sgd", comm_hook="powersgd", comm_hook_state=powersgd()),
     "wire_bf16": partial(loop, optimizer="sgd", wire_dtype="bfloat16"),
     "low_precision": partial(loop, build=lambda: Mlp().bfloat16(), grad_dtype=FP32),
     "uneven": partial(loop, take=unevenly, steps=6),

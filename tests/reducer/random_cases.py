@@ -5,9 +5,9 @@ takes, whether its loss is a constant) is drawn per rank, all else once.
 """
 
 import pprint
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class RandomModel(nn.Module):
             if stage.kind == "tied":
                 built[-1].weight = built[stages.index(Stage("linear"))].weight
         order = list(range(len(stages)))
-        random.Random(seed).shuffle(order)
+        Random(seed).shuffle(order)
         self.penalised = nn.Parameter(torch.ones(3))
         self.layers = nn.ModuleDict({str(index): built[index] for index in order})
 
@@ -117,7 +117,7 @@ class RandomModel(nn.Module):
         return RaiseInBackward.apply(h) if fail == "output" else h
 
 
-def draw_stages(draw: random.Random) -> tuple[Stage, ...]:
+def draw_stages(draw: Random) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     for _ in range(draw.randint(2, 7)):
         how = draw.choices(["", "reentrant", "plain"], [8, 1, 1])[0]
@@ -197,7 +197,7 @@ OTHER_WAYS = [{"overlap": False}, {"use_contiguous_buffers": False}, {"comm_hook
 
 def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
     """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
-    draw = random.Random(seed)
+    draw = Random(seed)
     steady = seed % 2 == 0
     stages = draw_stages(draw)
     options = {
@@ -233,14 +233,12 @@ def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...
     unlike = any(stage.kind in ("batch_norm", "embedding", "bf16", "oddments") for stage in stages)
     # Past the wrapper a layer has one gradient in a pass, and from replicas several: refused.
     one = any(stage.checkpoint == "reentrant" and stage.calls == 1 for stage in stages)
-    drawn = random.Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
+    drawn = Random(f"replicas of {seed}").choice(["", "", "shared", "copied"])
     return "" if raises or unlike or one else drawn
 
 
 class _Rounds:
-    def __init__(
-        self, draw: random.Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool
-    ) -> None:
+    def __init__(self, draw: Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool) -> None:
         self.draw = draw
         self.stages = stages
         self.params = params

@@ -129,8 +129,8 @@ class Run:
         for at, backward in enumerate(item.backwards):
             used_later = {index for later in item.backwards[at + 1 :] for index in later.of}
             reduced = synchronised(item, backward)
-            expected = [self.expected(number, item, backward, rank) for rank in range(self.world_size)]
-            self.backward(item, backward, outputs, retain=bool(used_later & set(backward.of)), expected=expected)
+            added = [self.added(number, item, backward, rank) for rank in range(self.world_size)]
+            self.backward(item, backward, outputs, retain=bool(used_later & set(backward.of)), added=added)
         if item.step and reduced and not fail and not self.nudged:
             self.optimizer.step()
             self.digests.append(digest(self.params))
@@ -170,7 +170,7 @@ class Run:
         chosen = [p for p, flag in zip(params, backward.only, strict=True) if flag and p.requires_grad]
         return chosen or [p for p in params if p.requires_grad]
 
-    def expected(self, number: int, item: Round, backward: Backward, rank: int) -> Grads:
+    def added(self, number: int, item: Round, backward: Backward, rank: int) -> Grads:
         """What one backward of one rank adds to its gradients."""
         module = self.reference.module
         module.zero_grad()
@@ -204,11 +204,9 @@ class Run:
                 self.ours(x, (True,) * len(self.case.stages))
             self.ours.train()
 
-    def backward(
-        self, item: Round, backward: Backward, losses: list[Tensor], retain: bool, expected: list[Grads]
-    ) -> None:
+    def backward(self, item: Round, backward: Backward, losses: list[Tensor], retain: bool, added: list[Grads]) -> None:
         reduced = synchronised(item, backward)
-        everyone_takes_part = all(self.takes_part(item, backward, rank, grads) for rank, grads in enumerate(expected))
+        everyone_takes_part = all(self.takes_part(item, backward, rank, grads) for rank, grads in enumerate(added))
         past_the_wrapper = any(item.forwards[index].direct for index in backward.of)
         if (reduced or past_the_wrapper) and not backward.guarded and not everyone_takes_part:
             backward = replace(backward, guarded=True, local=not reduced)  # which is what the guard is for
@@ -230,7 +228,7 @@ class Run:
             self.zero("none")
             return
         assert not backward.fail
-        for rank, grads in enumerate(expected):
+        for rank, grads in enumerate(added):
             self.reference.add(rank, grads)
         untouched = self.reference.reduce() if reduced else set()
         self.passes += reduced
@@ -250,10 +248,8 @@ class Run:
         if not self.case.options["find_unused_parameters"] or backward.only is not None:
             return False
         calls = [item.forwards[index] for index in backward.of]
-        return any(
-            call.inputs_require_grad and not call.direct and (any(call.take[rank]) or call is item.forwards[-1])
-            for call in calls
-        )
+        calls = [call for call in calls if call.inputs_require_grad and not call.direct]
+        return any(any(call.take[rank]) or call is item.forwards[-1] for call in calls)
 
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
         assert self.ours.passes == self.passes, f"{self.ours.passes} passes, expected {self.passes}"

@@ -123,9 +123,7 @@ def test_devices_run_beside_each_other_and_their_modules_take_turns(other_device
 
 
 @pytest.mark.parametrize("thread_per_device", [False, True])
-def test_a_modules_device_and_the_callers_stream_are_current(
-    monkeypatch: pytest.MonkeyPatch, thread_per_device: bool
-) -> None:
+def test_the_right_device_and_stream_are_current(monkeypatch: pytest.MonkeyPatch, thread_per_device: bool) -> None:
     """Pretended accelerators note, for each thread, which is current and with which stream."""
     current, caller = threading.local(), threading.current_thread().name
 

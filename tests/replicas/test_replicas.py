@@ -58,9 +58,7 @@ def compare(run: Callable[[Tensor], Any], module: nn.Module, x: Tensor, y: Tenso
     assert_same(*found)
 
 
-def compare_with_copies(
-    run: Callable[[Tensor], Any], module: nn.Module, x: Tensor, y: Tensor, **tolerance: float
-) -> None:
+def compare_copies(run: Callable[[Tensor], Any], module: nn.Module, x: Tensor, y: Tensor, **tolerance: float) -> None:
     """With copies that have the same parameters, each called with its chunk; the first one's state is the module's."""
     copies = [copy.deepcopy(module, {id(tensor): tensor for tensor in trained(module)}) for _ in range(3)]
     expected = gather([net(part) for net, part in zip(copies, x.chunk(3), strict=True)], "cpu")
@@ -88,7 +86,7 @@ def test_replicas_do_what_modules_called_one_by_one_do(name: str, share: bool) -
     for number in range(2):
         x, y = batch(number, 0, 8)
         y = y[:, :3] if name == "all_kinds" else y
-        compare_with_copies(partial(call, replicas), module, x, y, **low)
+        compare_copies(partial(call, replicas), module, x, y, **low)
         step(module)
 
 
@@ -285,7 +283,7 @@ def test_module_buffers_on_none_of_the_devices_are_brought_home(monkeypatch: pyt
     monkeypatch.setattr(replicas_file, "as_devices", lambda devices: (torch.device("cpu", 0),) * len(devices))
     module: Any = ALL["conv_batchnorm_channels_last"]()
     for number in range(2):
-        compare_with_copies(partial(data_parallel, module, devices=THREE), module, *batch(number, 0, 6))
+        compare_copies(partial(data_parallel, module, devices=THREE), module, *batch(number, 0, 6))
     after, x = state(module), batch(0, 0, 6)[0]
     assert after["norm.num_batches_tracked"] == 2
     assert_same(data_parallel(module.eval(), x, THREE), module(x))

@@ -32,10 +32,8 @@ def as_text(traces: list[Trace]) -> str:
         for group, lines in trace.items():
             sections.setdefault((group, tuple(lines)), []).append(rank)
     ordered = sorted(sections.items(), key=lambda item: (item[0][0] != "world", item[0][0], item[1]))
-    return "\n".join(
-        "\n".join([f"== {group} | issued by {' '.join(map(str, ranks))}", *lines, ""])
-        for (group, lines), ranks in ordered
-    )
+    texts = [[f"== {group} | issued by {' '.join(map(str, ranks))}", *lines, ""] for (group, lines), ranks in ordered]
+    return "\n".join(map("\n".join, texts))
 
 
 def compare(name: str, expected: str, found: str) -> None:

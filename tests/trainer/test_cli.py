@@ -58,9 +58,7 @@ def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> N
         (["-m", "tests.trainer.launch_script"], "found '-m'. Scripts and modules are not run"),
     ],
 )
-def test_what_is_no_subcommand_is_refused(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_subcommands_are_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     errors = capsys.readouterr().err
     assert problem in errors

@@ -32,12 +32,10 @@ Process = subprocess.Popen[str]
 def start(*command: str, **environment: str) -> Process:
     """Starts a command as a user would, Python's if it begins with an option."""
     known = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, *command] if command[0].startswith("-") else command
+    command = (sys.executable, *command) if command[0].startswith("-") else command
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A session of its own, so that what it starts can be found, and ended, with it.
-    return subprocess.Popen(
-        arguments, cwd=ROOT, env={**known, **environment}, text=True, start_new_session=True, **pipes
-    )
+    return subprocess.Popen(command, cwd=ROOT, env={**known, **environment}, text=True, start_new_session=True, **pipes)
 
 
 def left_over(process: Process) -> list[int]:
@@ -110,16 +108,11 @@ def test_the_slurm_job_takes_its_ranks_from_slurms_variables(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_torchrun_on_two_machines() -> None:
     with two_networks() as machines:
-        address = machines[0][1]
-        nodes = [
-            start(
-                *["ip", "netns", "exec", name, "examples/launch/torchrun_two_nodes.sh", "--epochs", "2"],
-                NODE_RANK=str(rank),
-                MASTER_ADDR=address,
-                GLOO_SOCKET_IFNAME=interface,
-            )
-            for rank, (name, _, interface) in enumerate(machines)
-        ]
+        nodes = []
+        for rank, (name, _, interface) in enumerate(machines):
+            command = ["ip", "netns", "exec", name, "examples/launch/torchrun_two_nodes.sh", "--epochs", "2"]
+            environment = {"NODE_RANK": str(rank), "MASTER_ADDR": machines[0][1], "GLOO_SOCKET_IFNAME": interface}
+            nodes.append(start(*command, **environment))
         assert_learned(*finish(*nodes)[0])
 
 
@@ -193,9 +186,7 @@ def test_a_killed_job_resumes_as_if_nothing_had_happened(run_ranks: RunRanks, tm
 def test_a_rank_that_ends_early_has_an_exit_code(raised: SystemExit, code: int) -> None:
     # With code 0 the main process takes it for done, and waits for its result without end, as under ddp_spawn.
     launcher = TellingLauncher(BucketDDPStrategy(start_method="spawn"), "spawn")
-    with (
-        patch.object(_MultiProcessingLauncher, "_wrapping_function", side_effect=raised),
-        pytest.raises(SystemExit) as caught,
-    ):
+    raises = patch.object(_MultiProcessingLauncher, "_wrapping_function", side_effect=raised)
+    with raises, pytest.raises(SystemExit) as caught:
         launcher._wrapping_function(0)
     assert caught.value.code == code

@@ -248,9 +248,7 @@ def test_a_wrapper_with_a_live_optimizer_is_not_replaced(options: dict[str, Any]
 
 
 @on_ranks(2, cases=[(MASTERS, BF16, False), ({"module_buffers": "mean"}, FP32, False), ({}, FP32, True)])
-def test_a_closed_or_dropped_wrapper_leaves_nothing_behind(
-    options: dict[str, Any], dtype: torch.dtype, close: bool
-) -> None:
+def test_a_closed_or_dropped_wrapper_leaves_nothing(options: dict[str, Any], dtype: torch.dtype, close: bool) -> None:
     module = Mlp().to(dtype)
     before, global_hooks = set(vars(module)), len(optimizer_file._global_optimizer_pre_hooks)
     wrapper = BucketDDP(module, **options)

@@ -251,18 +251,14 @@ def late(module: Any) -> None:
             module.net.weight.mul_(0.9)
 
 
-def learning_rate(module: Any) -> None:
+def rates(module: Any) -> None:
     for group in module.optimizers().param_groups:
         group["lr"] *= 0.9
 
 
 @pytest.mark.parametrize(
     ("change", "named", "share"),
-    [
-        (by_data, "'net.weight', 'net.bias'", False),
-        (late, "'net.weight'", True),
-        (learning_rate, "learning rates", False),
-    ],
+    [(by_data, "'net.weight', 'net.bias'", False), (late, "'net.weight'", True), (rates, "learning rates", False)],
 )
 def test_steps_that_change_parameters_are_an_error(change: Any, named: str, share: bool) -> None:
     message = f"expected training_step to leave .* found that it changes {named}; change them in on_train_batch_end"
