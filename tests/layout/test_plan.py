@@ -7,16 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_bucketddp.layout import plan as plan_file
 from lightning_bucketddp.layout.chunks import chunks_of
-from lightning_bucketddp.layout.plan import (
-    ALIGNMENT_BYTES,
-    MAX_DEFAULT_BUCKET_BYTES,
-    MIB,
-    Layout,
-    ParamSpec,
-    default_bucket_cap,
-    plan,
-)
+from lightning_bucketddp.layout.plan import MIB, Layout, ParamSpec, default_bucket_cap, plan
 from lightning_bucketddp.layout.shards import parts_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -58,11 +51,11 @@ def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> 
             assert slot.buffer == bucket.buffer
             assert (buffer.dtype, buffer.device) == (slot.spec.dtype, slot.spec.device)
             assert slot.offset >= end, "slots do not overlap"
-            assert (slot.offset - bucket.start) * slot.spec.dtype.itemsize % ALIGNMENT_BYTES == 0
+            assert (slot.offset - bucket.start) * slot.spec.dtype.itemsize % plan_file.ALIGNMENT_BYTES == 0
             end = slot.offset + slot.spec.numel
         assert end <= bucket.stop
         if multiple == 1:
-            assert layout.bucket_nbytes(bucket) <= (MAX_DEFAULT_BUCKET_BYTES if cap is None else cap) or (
+            assert layout.bucket_nbytes(bucket) <= (plan_file.MAX_DEFAULT_BUCKET_BYTES if cap is None else cap) or (
                 len([slot for slot in bucket.slots if specs[slot].numel]) == 1
             )
         assert len({groups[slot] for slot in bucket.slots}) == 1
