@@ -177,8 +177,7 @@ def run_test(name: str, with_bucketddp: bool) -> None:
     test = Test(name)
     test.rank = dist.get_rank()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             getattr(test, name)()
     finally:  # torch's tests of its debug levels leave the last one
         dist.set_debug_level(dist.DebugLevel.OFF)

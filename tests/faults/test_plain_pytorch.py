@@ -37,8 +37,7 @@ M_MMAP_THRESHOLD = -3  # of <malloc.h>
 def test_plain_training_warns_of_nothing() -> None:
     rank = dist.get_rank()
     for name in MODELS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             model = BucketDDP(build(name), bucket_cap_mb=25, find_unused_parameters=name == "shared_weights")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for step in range(4):

@@ -123,8 +123,7 @@ def test_copies_and_pickles_of_the_wrapper_make_replicas_anew() -> None:
     assert len(list(net.modules())) == 1 + len(list(net.module.modules()))
     pickled = pickle.dumps(net)
     assert len(pickled) < 40_000, "replicas were saved"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # who copies has been told before
+    with warnings.catch_warnings(action="error"):  # who copies has been told before
         for other in (pickle.loads(pickled), copy.deepcopy(net)):
             sizes, plain = counting_forwards(other.module), copy.deepcopy(net.module)
             both((plain, other), batch(0, dist.get_rank())[0])

@@ -117,8 +117,7 @@ COUNTED += [("test", 101, 1, False), ("test", 3, 8, False), ("fit", 97, 1, True)
 @on_ranks(2, 3, cases=COUNTED)
 def test_each_sample_counts_once(stage: str, samples: int, size: int, sharded: bool) -> None:
     strategy = ours(exact_evaluation=True, shard_optimizer=sharded)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         assert_as_in_one_process(*evaluate(strategy, DataLoader(Numbered(samples), size), stage), range(samples))
     assert not any("replicates some samples" in str(warning.message) for warning in warned)
 

@@ -66,8 +66,7 @@ def test_the_loss_may_depend_on_the_rank_or_be_none(kind: str, accumulate: int, 
     world, plugins = dist.get_world_size(), [scaler(8.0)] if with_scaler else []
     model, alone, initial = ByRank(kind), ByRank(kind), ByRank(kind)
     strategy = ours(find_unused_parameters=kind == "branch")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         runs = trainer(strategy, accumulate_grad_batches=accumulate, plugins=plugins)
         runs.fit(model, data())
     optimizer = alone.configure_optimizers()

@@ -238,8 +238,7 @@ def test_other_ends_say_what_happened(how: str, tmp_path: Path) -> None:
     fits = trainer(ddp() if how == "ddp" else ours(), callbacks=PreemptionCheckpoint(tmp_path, patience=2))
     model = Preempted(STEP, 2, (1,), signal.SIGTERM) if how == "warning" else Ends(how)
     try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as warned:
             if how == "thread":
                 with ThreadPoolExecutor(1) as threads:
                     threads.submit(fits.fit, model, loader()).result()

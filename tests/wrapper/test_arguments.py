@@ -151,8 +151,7 @@ def test_a_rank_that_skips_a_backward_is_noticed_once() -> None:
     """Rank 1 runs a forward without its backward, in a loop that says nothing of steps."""
     ours = BucketDDP(Mlp())
     rank = dist.get_rank()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for step in range(3):
             for at in range(2 * rank):
                 with torch.set_grad_enabled(at == step == 1):

@@ -179,8 +179,7 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
     with pytest.raises(RuntimeError, match=words) if options else pytest.warns(UserWarning, match=words):
         backward(ours, 1)
     if not options:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             backward(ours, 2)  # it is said once
 
 
