@@ -145,6 +145,19 @@ def logged(name: str, heard: Callable[[str], object] = lambda text: None) -> Ite
         logger.removeHandler(handler)
 
 
+@contextmanager
+def noted(*names: str, look: Callable[[str, dist.ProcessGroup], Any] = lambda name, group: name) -> Iterator[list[Any]]:
+    """What ``look`` returns, the name by default, at each call of these methods of process groups."""
+    found: list[Any] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = getattr(dist.ProcessGroup, name)
+        return lambda group, *args, **options: (found.append(look(name, group)), original(group, *args, **options))[1]
+
+    with patch.multiple(dist.ProcessGroup, **{name: noting(name) for name in names}):
+        yield found
+
+
 def everyones(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)

@@ -22,7 +22,7 @@ from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.reducer.reductions import AllReduce
 from tests.models import Mlp
 from tests.pool import case, on_ranks
-from tests.reference import TINY, backward, everyones, loss_at, pair
+from tests.reference import TINY, backward, everyones, loss_at, noted, pair
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -59,18 +59,11 @@ def test_reductions_give_the_mean(on_gloo: bool) -> None:
     assert flat.tolist() == pytest.approx([60000.0] * 9, rel=2**-9), "no overflow"
 
 
-def noted(name: str, calls: list[str]) -> Any:
-    """Notes a name at each call of this method of process groups."""
-    original = getattr(dist.ProcessGroup, name)
-    return patch.object(dist.ProcessGroup, name, lambda *args: (calls.append(name), original(*args))[1])
-
-
 @on_ranks(2, 3, cases=[0, wire.SHORT_BYTES])
 def test_sums_and_gathers_are_right_at_once_and_in_rounds(short: int) -> None:
     collectives = Collectives(None)
     world, rank = collectives.world_size, collectives.rank
-    at_once: list[str] = []
-    with patch.object(wire, "SHORT_BYTES", short), noted("all_to_all_single", at_once):
+    with patch.object(wire, "SHORT_BYTES", short), noted("all_to_all_single") as at_once:
         for dtype, shape in itertools.product([*DTYPES, torch.int64], [(), (5,), (3, 7)]):
             generators = [torch.Generator().manual_seed(it) for it in range(world)]
             values = [(torch.randn(shape, generator=it) * 9).to(dtype) for it in generators]
@@ -91,14 +84,10 @@ def test_pieces_give_the_same_bits() -> None:
     for dtype, wire_dtype, numel in itertools.product(DTYPES, [None, torch.bfloat16], (480, 1000, 1003)):
         found, counts = [], []
         for piece in (wire.LONG_BYTES, 64):
-            calls: list[str] = []
             values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
             reduced, scattered, gathered = values.clone(), values.clone(), values.repeat(world)
-            with (
-                patch.multiple(wire, SHORT_BYTES=0, LONG_BYTES=piece, PIECE_BYTES=piece),
-                noted("all_to_all_single", calls),
-                noted("allgather", calls),
-            ):
+            pieces = patch.multiple(wire, SHORT_BYTES=0, LONG_BYTES=piece, PIECE_BYTES=piece)
+            with pieces, noted("all_to_all_single", "allgather") as calls:
                 collectives.all_reduce_mean(reduced, wire_dtype).wait()
                 collectives.reduce_scatter_mean(scattered, wire_dtype).wait()
                 collectives.all_gather_shards(gathered).wait()
@@ -176,9 +165,8 @@ def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
     flats = [torch.full((10,), 1.0 + index + rank) for index in range(3)]
     buckets.active = [Bucket(index, (), [], False, flat) for index, flat in enumerate(flats)]
     reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
-    calls: list[str] = []
     to_all, gather = "all_to_all_single", "all_gather_single"
-    with patch.object(wire, "SHORT_BYTES", 0), noted(to_all, calls), noted(gather, calls):
+    with patch.object(wire, "SHORT_BYTES", 0), noted(to_all, gather) as calls:
         for bucket in buckets.active:
             bucket.work = reduction.start(bucket)
         reduction.proceed(lambda: None)

@@ -2,7 +2,6 @@
 
 import traceback
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from lightning_bucketddp.grads import hooks
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, seeded, several_machines, taking
+from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
 
 
 @on_ranks(2)
@@ -207,15 +206,7 @@ def package_frames() -> list[str]:
 @on_ranks(2, cases=WAYS)
 def test_few_frames_lie_between_autograd_and_the_wire(options: dict[str, Any], limit: int) -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=0.001, **options)
-    found: list[list[str]] = []
-
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (found.append(package_frames()), original(*args, **options))[1]
-
-    with (
-        patch.object(dist.ProcessGroup, "allreduce", noting(dist.ProcessGroup.allreduce)),
-        patch.object(dist.ProcessGroup, "all_to_all_single", noting(dist.ProcessGroup.all_to_all_single)),
-    ):
+    with noted("allreduce", "all_to_all_single", look=lambda *_: package_frames()) as found:
         for step in range(3):
             both([ours], inputs_of(step))
     assert any(found), "no bucket was launched early"

@@ -1,7 +1,6 @@
 """Ranks on several machines, as ``LOCAL_WORLD_SIZE`` says: a thread launches buckets, in a group of their own."""
 
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.groups import timeout_of
 from tests.models import Mlp
 from tests.pool import on_ranks
-from tests.reference import TINY, backward, local_if, loss_at, raises_soon, seeded, several_machines
+from tests.reference import TINY, backward, local_if, loss_at, noted, raises_soon, seeded, several_machines
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -29,18 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def starters(made: list[tuple[str, bool]]) -> Any:
-    """Note for each all-reduce and all-to-all which thread starts it, and whether it does so in the default group."""
-
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def start(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-            made.append((threading.current_thread().name, group is dist.group.WORLD))
-            return original(group, *args, **options)
-
-        return start
-
-    found = {name: noting(getattr(dist.ProcessGroup, name)) for name in ("allreduce", "all_to_all_single")}
-    return patch.multiple(dist.ProcessGroup, **found)
+def starter(_: str, group: dist.ProcessGroup) -> tuple[str, bool]:
+    """Which thread starts a collective, and whether it does so in the default group."""
+    return threading.current_thread().name, group is dist.group.WORLD
 
 
 def trained(several: bool, options: dict[str, Any]) -> tuple[list[Tensor], list[tuple[str, bool]]]:
@@ -51,8 +41,9 @@ def trained(several: bool, options: dict[str, Any]) -> tuple[list[Tensor], list[
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     for step in range(8):
         loss = loss_at(ours, step)
-        with local_if(ours, step % 4 == 2), starters(made):
+        with local_if(ours, step % 4 == 2), noted("allreduce", "all_to_all_single", look=starter) as calls:
             loss.backward()
+        made += calls
         if step % 4 != 2:
             optimizer.step()
             optimizer.zero_grad()
