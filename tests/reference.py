@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -110,8 +110,10 @@ def local_if(ours: BucketDDP, local: bool) -> AbstractContextManager[None]:
 
 
 def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -> None:
+    """Run a backward where the loss has a graph, if ``guarded`` inside ``backward_pass``."""
     with ours.backward_pass(loss) if guarded else nullcontext():
-        loss.backward(**options)
+        if loss.requires_grad:
+            loss.backward(**options)
 
 
 @contextmanager
@@ -202,16 +204,11 @@ class Twins:
         self.ours.zero_grad()
 
     def backward(self, loss: Callable[[nn.Module], Tensor], local: bool = False, guarded: bool = False) -> None:
-        """Run one backward of each, where the loss has a graph."""
-        with ExitStack() as stack:
-            if local:
-                stack.enter_context(self.ours.no_sync())
-            values = loss(self.plain), loss(self.ours)
-            if guarded:
-                stack.enter_context(self.ours.backward_pass(values[1]))
-            for value in values:
-                if value.requires_grad:
-                    value.backward()
+        """Run one backward of each."""
+        with local_if(self.ours, local):
+            plain, ours = loss(self.plain), loss(self.ours)
+            run_backward(self.ours, plain, guarded=False)
+            run_backward(self.ours, ours, guarded)
 
     def check(self) -> None:
         assert_grads(self.ours.module, mean_grads(self.plain))

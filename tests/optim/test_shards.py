@@ -22,7 +22,7 @@ from tests.inside import reducer_of, upkeep_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, stepped, two_groups, values
 from tests.pool import close_wrappers, on_ranks
-from tests.reference import backward, drift, everyones, loss_at, seeded
+from tests.reference import backward, drift, everyones, loss_at, run_backward, seeded
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Wrap = Callable[..., BucketDDP]
@@ -234,9 +234,7 @@ def unevenly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     with ours.no_sync() if step % 3 == 1 else nullcontext():
         loss = loss_at(ours, min(step, 5))
         loss = loss.detach() if ours._uneven.is_replaying else loss
-        with ours.backward_pass(loss):
-            if loss.requires_grad:
-                loss.backward()
+        run_backward(ours, loss, guarded=True)
     if step % 3 != 1:
         stepped(optimizer)
 

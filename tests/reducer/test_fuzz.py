@@ -23,7 +23,7 @@ from lightning_bucketddp.grads import buffers, hooks
 from tests.inside import views_of
 from tests.pool import RunRanks
 from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
-from tests.reference import copying, local_if, several_machines
+from tests.reference import copying, local_if, run_backward, several_machines
 
 CASES_PER_JOB = 20
 RERUN = "again: pytest tests/reducer/test_fuzz.py --fuzz-seed="
@@ -213,13 +213,9 @@ class Run:
         loss = self.loss(self.module, backward, losses, self.rank)
         before = {name: grad.clone() for name, grad in self.grads().items()}
         try:
-            with (
-                local_if(self.ours, backward.local),
-                self.ours.backward_pass(loss) if backward.guarded else nullcontext(),
-            ):
-                if loss.requires_grad:
-                    only = None if backward.constant[self.rank] else self.inputs_argument(self.module, backward)
-                    loss.backward(retain_graph=retain, inputs=only)
+            with local_if(self.ours, backward.local):
+                only = None if backward.constant[self.rank] else self.inputs_argument(self.module, backward)
+                run_backward(self.ours, loss, backward.guarded, retain_graph=retain, inputs=only)
         except ArithmeticError:
             assert backward.fail
             self.passes += reduced
