@@ -38,10 +38,7 @@ def test_fences_are_closed_and_few_blocks_are_not_run() -> None:
     assert sum(page.read_text().count(NOT_RUN) for page in PAGES) <= 2
 
 
-WITH_CODE = [page for page in PAGES if blocks_of(page)]
-
-
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
 def test_code_of_a_page_runs(run_ranks: RunRanks, page: Path) -> None:
     run_ranks(1, run_page, str(page), fresh=True)
 

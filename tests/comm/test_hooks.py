@@ -23,6 +23,7 @@ from tests.models import Branches, Containers, Mlp, build
 from tests.pool import on_ranks
 from tests.reference import TINY, assert_grads, backward, drift, everyones, grads, mean_grads, mse, raises_soon, train
 
+MODELS = ["mlp", "conv_batchnorm_channels_last", "mixed_dtypes"]
 ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
 
 
@@ -30,9 +31,6 @@ def future_of(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
-
-
-MODELS = ["mlp", "conv_batchnorm_channels_last", "mixed_dtypes"]
 
 
 @on_ranks(2, 3, cases=[(name, MODELS[at % 3]) for at, name in enumerate(HOOKS)])

@@ -59,10 +59,7 @@ def test_gradients_that_a_failed_pass_spared_are_put_back(guarded: bool) -> None
         ours(inputs)
 
 
-RAISES = [("plain", True, 0), ("plain", False, 3), ("wire", False, 0), ("powersgd", True, 3)]
-
-
-@on_ranks(3, cases=RAISES, fresh=True)
+@on_ranks(3, cases=[("plain", True, 0), ("plain", False, 3), ("wire", False, 0), ("powersgd", True, 3)], fresh=True)
 def test_one_rank_that_raises_is_an_error_on_all(way: str, guarded: bool, step: int) -> None:
     rank, ours = dist.get_rank(), BucketDDP(Fragile(), bucket_cap_mb=SMALL, **options_for(way))
     for before in range(step):

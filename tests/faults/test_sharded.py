@@ -59,8 +59,6 @@ def run_steps(ours: BucketDDP, optimizer: Breaking, how: str) -> None:
 
 
 OTHER_STEP = ["after 3 optimizer steps", "rank 1", "optimizer step 4"]
-
-
 DOES_OTHERWISE = [
     ("skips", OTHER_STEP),
     ("raises in step", OTHER_STEP),
@@ -95,10 +93,7 @@ def test_a_rank_that_ends_without_the_last_step_is_named() -> None:
             ours.wait_for_parameters()
 
 
-OTHER_STEPS = [("both", 1e-6, True), ("both", TINY, False), ("right", TINY, False)]
-
-
-@on_ranks(2, cases=OTHER_STEPS, fresh=True, timeout=60)
+@on_ranks(2, cases=[("both", 1e-6, True), ("both", TINY, False), ("right", TINY, False)], fresh=True, timeout=60)
 def test_steps_that_nobody_waits_for_are_noticed(other: str, cap: float, laid_out: bool) -> None:
     """Rank 0 steps the left branch's optimizer, rank 1 both or the right branch's. The next pass uses neither."""
     ours, _ = begin(Branches(), bucket_cap_mb=cap)

@@ -20,6 +20,7 @@ from tests.optim.common import TINY, assert_equal
 from tests.pool import on_ranks
 from tests.reference import backward, train
 
+bucket_ddp = partial(BucketDDP, bucket_cap_mb=TINY)
 OPTIONS = {
     "default": {},
     "full": {"full_state_dict": True},
@@ -56,10 +57,6 @@ def made(wrap: Callable[..., nn.Module], build: Callable[[], nn.Module], steps: 
     optimizer = torch.optim.RMSprop([param for param in model.parameters() if param.requires_grad], 0.01, momentum=0.9)
     train(model, optimizer, range(steps), rank=0)
     return model, optimizer
-
-
-def bucket_ddp(module: nn.Module, **options: Any) -> BucketDDP:
-    return BucketDDP(module, bucket_cap_mb=TINY, **options)
 
 
 def got(model: nn.Module, optimizers: Any, **options: Any) -> list[Any]:

@@ -3,10 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,6 @@ def begin(is_stopping: bool = False) -> AbortListener:
     return listener
 
 
-def look_late(look: Callable[[Any], None], store: Any) -> None:
-    time.sleep(0.5)
-    look(store)
-
-
 @on_ranks(2)
 def test_the_first_failure_is_told_to_the_others() -> None:
     """Four ends that follow each other; in the last two rank 1 fails first."""
@@ -45,7 +37,8 @@ def test_the_first_failure_is_told_to_the_others() -> None:
             if (kind, rank) in {("different", 0), ("consequence", 1)}:
                 time.sleep(0.2)
             if (kind, rank) == ("different", 0):  # it hears late
-                listener.roll_call.look = partial(look_late, listener.roll_call.look)  # type: ignore[method-assign]
+                look = listener.roll_call.look
+                listener.roll_call.look = lambda *it, look=look: (time.sleep(0.5), look(*it))  # type: ignore
             if kind != "none":
                 listener.failed(error)
             if first_failed and rank == 1:

@@ -3,6 +3,7 @@
 import copy
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,10 +167,6 @@ def raising(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return RaiseInBackward.apply(output)
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt("enough")
-
-
 FAILURES: dict[str, list[Any]] = {  # guarded, errors by rank; rank 1 fails
     "raised": [False, "rank 0: pass 1 cannot be completed: rank 1", ArithmeticError, "no gradient today"],
     "odd": [True, "RuntimeError in backward: the gradient of", RuntimeError, "'words.weight' cannot be reduced"],
@@ -187,7 +184,7 @@ def test_a_failure_on_one_rank_is_one_on_all(how: str, guarded: bool, others: st
     if rank == 1 and how == "raised":
         words.register_forward_hook(raising)
     elif rank == 1 and how == "interrupted":  # when the others have seen its control vector
-        upkeep_of(ours)._parts.sparse.settle = interrupt
+        upkeep_of(ours)._parts.sparse.settle = Mock(side_effect=KeyboardInterrupt("enough"))
     elif rank == 1:  # sparse in both dimensions, or infinite
         words.weight.register_hook(lambda grad: grad.to_dense().to_sparse() if how == "odd" else grad * math.inf)
     loss = ours(*tokens(9, rank)).square().mean()

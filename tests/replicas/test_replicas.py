@@ -144,13 +144,9 @@ def test_copies_last_as_long_as_a_graph_needs_them() -> None:
     assert_same(take_grads(module), expected)
 
 
-def transpose(param: nn.Parameter) -> None:
-    param.data = param.data.t().contiguous().t()
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "replaced parameter": lambda it: setattr(it.head, "weight", nn.Parameter(torch.full_like(it.head.weight, 0.3))),
-    "other strides": lambda it: transpose(it.layers[0].weight),
+    "other strides": lambda it: setattr(it.layers[0].weight, "data", it.layers[0].weight.data.t().contiguous().t()),
     "added layer": lambda it: it.layers.append(nn.Linear(16, 16)),
     "shared layer": lambda it: it.layers.__setitem__(1, it.layers[2]),
     "parametrization": lambda it: nn.utils.parametrizations.weight_norm(it.layers[1]),

@@ -169,12 +169,9 @@ class Thawed(Frozen):
         pl_module.backbone.requires_grad_(True)
 
 
-RESUMES = [({"every_n_epochs": 2}, 6, "32-true"), ({"every_n_train_steps": 5}, 5, "bf16-true")]
-
-
 @on_ranks(2)
 def test_resumed_fine_tuning_continues_with_the_trainable_parameters(tmp_path: Any) -> None:
-    for every, step, precision in RESUMES:
+    for every, step, precision in [({"every_n_epochs": 2}, 6, "32-true"), ({"every_n_train_steps": 5}, 5, "bf16-true")]:
         with case(precision):
             fits: dict[str, Any] = {"max_epochs": 4, "precision": precision}
             masters = torch.float32 if precision == "bf16-true" else None

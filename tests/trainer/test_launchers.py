@@ -66,13 +66,10 @@ def finish(*processes: Process) -> list[tuple[str, str]]:
             process.wait(timeout=20)
 
 
-SCRIPT = ["-m", "tests.trainer.launch_script"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategies", [["bucketddp"], ["bucketddp_spawn", "forkserver"]])
 def test_every_start_method_trains_from_a_script(strategies: list[str]) -> None:
-    ((output, errors),) = finish(start(*SCRIPT, *strategies))
+    ((output, errors),) = finish(start("-m", "tests.trainer.launch_script", *strategies))
     assert_trained(output, errors, fits=len(strategies))
     assert "process group open at exit: False" in output
     assert "process group open at exit: True" not in output, "which aborts a gloo process now and then"

@@ -44,8 +44,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "assign": lambda module: module.load_state_dict({n: 2 * v for n, v in module.state_dict().items()}, assign=True),
     "nothing": lambda module: None,
 }
-
-
 COALESCED: dict[str, Any] = {"use_contiguous_buffers": False}
 # Options, and which passes are local.
 WAYS = [({}, set()), (COALESCED, {1}), ({"comm_hook": "fp16"}, set()), ({}, {1, 2}), (COALESCED, set()), ({}, {1})]
@@ -159,10 +157,11 @@ def test_ranks_that_change_alone_are_an_error_on_all(other: str, words: str) -> 
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
+MASTERS = {"grad_dtype": FP32}
 OLD = r"of the old ones \('head.weight', 'head.bias'\); "
 STALE: dict[str, list[Any]] = {
     "plain": [{}, FP32, r"after the module was wrapped.*AdamW still holds the old ones \('head.weight', 'head.bi"],
-    "masters": [{"grad_dtype": FP32}, BF16, f"AdamW has fp32 masters {OLD}make a new"],
+    "masters": [MASTERS, BF16, f"AdamW has fp32 masters {OLD}make a new"],
     "shards": [{"shard_optimizer": True}, FP32, rf"shards {OLD}do it before"],
 }
 
@@ -181,9 +180,6 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
     if not options:
         with warnings.catch_warnings(action="error"):
             backward(ours, 2)  # it is said once
-
-
-MASTERS = {"grad_dtype": FP32}
 
 
 @on_ranks(2)
