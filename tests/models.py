@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], nn.Module]
+ROWS = 40  # of embeddings
 
 
 class Mlp(nn.Module):
@@ -175,9 +176,6 @@ class Fragile(nn.Module):
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
         x = torch.tanh(self.first(x))
         return self.second(RaiseInBackward.apply(x) if fail else x)
-
-
-ROWS = 40
 
 
 class Lookup(nn.Module):

@@ -20,6 +20,7 @@ from tests.pool import on_ranks
 from tests.reference import backward, loss_at
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Prepared = tuple[nn.Module, Optimizer, Swap]
 
 
 class Child(optim.AdamW):
@@ -87,9 +88,6 @@ def train(module: nn.Module, optimizer: Optimizer, steps: range) -> None:
             assert optimizer.step() is None
         else:
             assert (optimizer.step(closure=closure) if step % 3 else optimizer.step(closure)) is found[0]
-
-
-Prepared = tuple[nn.Module, Optimizer, Swap]
 
 
 def prepared(name: str = "adamw", model: Build = Mlp, dtype: torch.dtype = BF16, steps: int = 0) -> Prepared:

@@ -26,6 +26,7 @@ from tests.reference import backward, drift, everyones, loss_at, run_backward, s
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Wrap = Callable[..., BucketDDP]
+Take = Callable[[BucketDDP, Optimizer, int], object]
 sharded: Wrap = partial(BucketDDP, shard_optimizer=True, bucket_cap_mb=TINY)
 SCATTERED = {"scatter_every_pass": True}
 CASES = [(*pair, SCATTERED if at % 4 > 1 else {}) for at, pair in enumerate(zip(MODELS, OPTIMIZERS, strict=True))]
@@ -160,9 +161,6 @@ def outside_changes(shard: bool) -> dict[str, Tensor]:
 @on_ranks(3, fresh=True)
 def test_steps_and_replaced_memory_are_noticed() -> None:
     assert_close(*map(outside_changes, (True, False)))
-
-
-Take = Callable[[BucketDDP, Optimizer, int], object]
 
 
 def plainly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:

@@ -197,13 +197,12 @@ FROZEN = f"{PARAMETERS}when the checkpoint was saved and frozen now. No BaseFine
 
 @on_ranks(2)
 def test_a_resume_says_what_it_does_about_frozen_parameters(tmp_path: Any) -> None:
-    for at, (strategy, before, after, words) in enumerate(
-        [
-            (ours(), Backbone(), Backbone(), [RESUMED]),
-            (ddp(), Backbone(), Backbone(), []),  # whose checkpoint does not say what was trainable
-            (ours(), Thawed(), Frozen(), [FROZEN]),
-        ]
-    ):
+    resumes = [
+        (ours(), Backbone(), Backbone(), [RESUMED]),
+        (ddp(), Backbone(), Backbone(), []),  # whose checkpoint does not say what was trainable
+        (ours(), Thawed(), Frozen(), [FROZEN]),
+    ]
+    for at, (strategy, before, after, words) in enumerate(resumes):
         path, step_all = f"{tmp_path}/{at}.ckpt", isinstance(after, Frozen)
         runs = trainer(strategy, max_epochs=2, callbacks=[before])
         runs.fit(Tuned(step_all))

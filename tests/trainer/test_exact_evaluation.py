@@ -138,13 +138,9 @@ def test_the_dataloaders_that_lightning_divides_are_exact(loaders: Callable[[], 
         assert_as_in_one_process(model, found, *numbers)
 
 
-def uneven() -> DataLoader[Any]:
-    return DataLoader(Stream(2 + 3 * dist.get_rank()), 2)
-
-
 AS_WITH_DDP: dict[str, tuple[bool, Callable[[], Any], str]] = {
     "fit": (False, lambda: DataLoader(Numbered(101), 8), "fit"),
-    "uneven": (False, uneven, "validate"),
+    "uneven": (False, lambda: DataLoader(Stream(2 + 3 * dist.get_rank()), 2), "validate"),
     "own sampler": (True, lambda: DataLoader(Numbered(5), sampler=DistributedSampler(range(5))), "validate"),
     "a stream": (True, lambda: DataLoader(Stream(), 2), "validate"),
     "no batch": (True, lambda: DataLoader(Numbered(5), 8, drop_last=True), "validate"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,7 @@ def test_checkpoints_go_both_ways_and_keep_fp32_masters(tmp_path: Path) -> None:
         assert_close(run(start_fabric(second), range(2, 4), load=path), whole)
     theirs, ours = (torch.load(f"{tmp_path}/{kind}.ckpt")["model"] for kind in ("ddp", "bucketddp"))
     torch.testing.assert_close(ours, theirs)  # with rank 0's module buffers
-
-    def with_masters() -> Fabric:
-        return start_fabric("bucketddp", "bf16-true", grad_dtype="float32")
-
+    with_masters = partial(start_fabric, "bucketddp", "bf16-true", grad_dtype="float32")
     path, clips = f"{tmp_path}/masters.ckpt", [{"max_norm": 0.1}]
     whole = run(with_masters(), range(6), clips=clips)
     run(with_masters(), range(3), save=path, clips=clips)

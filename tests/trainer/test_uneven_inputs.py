@@ -16,6 +16,7 @@ from tests.pool import case, on_ranks
 from tests.reference import drift, everyones
 
 AGAIN, OWN, PAUSE, NEXT_TIME = 1, 2, 3, 4
+LENGTHS = [3, 5, 4]  # by rank, in a Trainer
 
 
 def evened(loader: Any, *others: int) -> EvenedLoader:
@@ -79,9 +80,6 @@ def test_it_passes_on_what_the_loader_has() -> None:
     before = torch.get_rng_state()
     iter(loader)
     assert not torch.equal(torch.get_rng_state(), before), "a DataLoader draws its workers' seed at once"
-
-
-LENGTHS = [3, 5, 4]
 
 
 def batches_of(rank: int, count: int | None = None) -> list[tuple[Tensor, Tensor]]:

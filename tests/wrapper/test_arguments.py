@@ -113,11 +113,7 @@ def test_groups_may_be_made_anew_with_other_members(run_ranks: RunRanks) -> None
     assert first[0] == second[0] == second[1], "torch gives the groups other names now: nothing is tested here"
 
 
-def pickled(ours: BucketDDP) -> BucketDDP:
-    return pickle.loads(pickle.dumps(ours))
-
-
-@on_ranks(2, cases={"deepcopy": [copy.deepcopy], "pickle": [pickled]})
+@on_ranks(2, cases={"deepcopy": [copy.deepcopy], "pickle": [lambda ours: pickle.loads(pickle.dumps(ours))]})
 def test_copies_and_pickles_train(copied: Any) -> None:
     module = Mlp()
     ours = BucketDDP(module, bucket_cap_mb=TINY, grad_dtype=torch.float64)
