@@ -1,10 +1,9 @@
 """``torch.compile`` with the wrapper and with a Trainer: parity, no tracing of hooks, graphs cut at buckets."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -18,7 +17,7 @@ from lightning_bucketddp import BucketDDP, convert_sync_batchnorm
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import ConvBatchNorm, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, both, drift, grads, inputs_of, local_if, mean_grads
+from tests.reference import TINY, assert_grads, both, drift, grads, inputs_of, local_if, mean_grads, noted
 
 EAGER = "aot_eager"
 
@@ -93,17 +92,13 @@ def test_statistics_are_synchronised_in_compiled_modules() -> None:
 def events_of_a_pass(**options: Any) -> list[str]:
     """In which order the compiled pieces of a backward run and reductions are started."""
     events: list[str] = []
-
-    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (events.append(what), call(*args, **kwargs))[1]
-
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph),
-        bw_compiler=lambda graph, _: make_boxed_func(noting("compute", graph)),
+        bw_compiler=lambda graph, _: make_boxed_func(lambda *args: (events.append("compute"), graph(*args))[1]),
     )
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))  # 1 MiB each: torch cuts no smaller pieces
     model = BucketDDP(torch.compile(module, backend=backend), bucket_cap_mb=1, **options)
-    with patch.object(dist.ProcessGroup, "allreduce", noting("reduce", dist.ProcessGroup.allreduce)):
+    with noted("allreduce", look=lambda *_: events.append("reduce")):
         for _ in range(3):  # the first pass learns the order
             events.clear()
             model(torch.ones(1, 512)).sum().backward()
