@@ -21,6 +21,10 @@ from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder,
 from tests.pool import on_ranks
 from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
 
+PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
+WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 5)]
+"""Options, and how many frames of the package are allowed."""
+
 
 @on_ranks(2)
 def test_find_unused_parameters_keeps_the_overlap() -> None:
@@ -190,10 +194,6 @@ def test_frozen_parameters_may_be_integers_and_shared() -> None:
     inputs = batch(0, dist.get_rank())[0]
     (first(inputs) + second(inputs)).sum().backward()
     assert (first.passes, second.passes) == (1, 1)
-
-
-PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
-WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 5)]
 
 
 def package_frames() -> list[str]:
