@@ -188,10 +188,8 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
 @on_ranks(2, cases=[(1 << 20, 1), (40, 5)])
 def test_tensors_of_all_dtypes_travel_together(chunk_bytes: int, broadcasts: int) -> None:
     tensors, expected = tensors_of(dist.get_rank()), tensors_of(1)
-    with (
-        patch.object(broadcast, "_CHUNK_BYTES", chunk_bytes),
-        patch.object(Collectives, "broadcast", autospec=True, side_effect=Collectives.broadcast) as sent,
-    ):
+    chunks = patch.object(broadcast, "_CHUNK_BYTES", chunk_bytes)
+    with chunks, patch.object(Collectives, "broadcast", autospec=True, side_effect=Collectives.broadcast) as sent:
         broadcast_tensors(tensors, Collectives(None), source=1)
     assert sent.call_count == broadcasts
     for mine, theirs in zip(tensors, expected, strict=True):

@@ -72,13 +72,8 @@ def told_of_state() -> tuple[Any, ...]:
 
 def test_the_callers_state_holds_in_every_thread() -> None:
     token = COLOUR.set("blue")
-    for context in [
-        torch.no_grad(),
-        torch.inference_mode(),
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autocast("cpu", torch.float16, cache_enabled=False),
-        torch.device("meta"),
-    ]:
+    autocasts = torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16, cache_enabled=False)
+    for context in (torch.no_grad(), torch.inference_mode(), *autocasts, torch.device("meta")):
         with context:
             assert parallel_apply(each(3, told_of_state), [()] * 3) == [told_of_state()] * 3
         assert parallel_apply(each(3, told_of_state), [()] * 3) == [told_of_state()] * 3, "threads leave nothing behind"

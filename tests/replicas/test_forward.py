@@ -250,10 +250,7 @@ def test_replicas_drop_what_calls_one_after_the_other_drop(how: str) -> None:
         return grads(model)
 
     expected = gradients(plain, lambda x: torch.cat([plain(part) for part in x.chunk(3)]))
-    for forward in (
-        partial(data_parallel, module, devices=[CPU] * 3),
-        ReplicatedForward(module, [CPU] * 3, CPU, 0, SHARED),
-        ReplicatedForward(module, [CPU] * 3, CPU, 0, COPIED),
-    ):
+    wrapped = [ReplicatedForward(module, [CPU] * 3, CPU, 0, share) for share in (SHARED, COPIED)]
+    for forward in (partial(data_parallel, module, devices=[CPU] * 3), *wrapped):
         for _ in range(3):
             torch.testing.assert_close(gradients(module, forward), expected)

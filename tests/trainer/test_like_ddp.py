@@ -59,10 +59,8 @@ def test_a_name_stands_for_its_arguments(name: str) -> None:
     assert StrategyRegistry[name]["description"]
     words = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
     start_method = next((method for word, method in words.items() if word in name), "popen")
-    for strategy, kind in (
-        (made(name.upper()).strategy, BucketDDPStrategy),
-        (Fabric(accelerator="cpu", devices=2, strategy=name).strategy, BucketDDPFabricStrategy),
-    ):
+    fabrics = Fabric(accelerator="cpu", devices=2, strategy=name).strategy
+    for strategy, kind in ((made(name.upper()).strategy, BucketDDPStrategy), (fabrics, BucketDDPFabricStrategy)):
         assert type(strategy) is kind
         assert strategy._start_method == getattr(strategy.launcher, "_start_method", "popen") == start_method
         assert strategy.launcher.is_interactive_compatible == (start_method == "fork")
