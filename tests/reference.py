@@ -85,12 +85,14 @@ def inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, BucketDDP) else model
 
 
-def both(models: Iterable[nn.Module], *args: Any, only: Iterable[str] = (), zero: bool = True, **options: Any) -> None:
-    """One backward of each; ``only`` names the parameters that get a gradient, if not all do."""
+def both(
+    models: Iterable[nn.Module], *args: Any, only: Iterable[str] | None = None, zero: bool = True, **options: Any
+) -> None:
+    """One backward of each; ``only`` names the parameters that get a gradient."""
     for model in models:
         if zero:
             model.zero_grad()
-        inputs = [inner(model).get_parameter(name) for name in only] or None
+        inputs = None if only is None else [inner(model).get_parameter(name) for name in only]
         model(*args, **options).square().mean().backward(inputs=inputs)
 
 

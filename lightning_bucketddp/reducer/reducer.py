@@ -241,7 +241,7 @@ class Reducer:
         """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
         reduction, sent = self.reduction, None
         pack: Callable[[], object] = _nothing
-        carries_control = reduction.carries_control(bucket)
+        carries_control = reduction.carries_control and bucket.with_tail is not None
         apart = reduction.launcher is not None and not carries_control
         if failed:
             self.storage.require_memory()

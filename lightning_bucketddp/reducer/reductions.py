@@ -25,11 +25,13 @@ class Reduction(Protocol):
 
     Attributes:
         name: For people.
+        carries_control: Whether the control vector travels in the bucket that has room for it; the same on every rank.
         packs_early: Whether gradients may be packed as they come: into the bucket, with nobody to look at them before.
         launcher: The thread that packs and starts the buckets without the control vector; None if there is none.
     """
 
     name: str = "all-reduce"
+    carries_control: bool = False
     packs_early: bool = False
     launcher: StageThread | None = None
     _buckets: Buckets
@@ -38,10 +40,6 @@ class Reduction(Protocol):
     def scale(self, bucket: Bucket) -> float | None:
         """The factor that packing applies, so that the collective need not divide; None for none."""
         return None
-
-    def carries_control(self, bucket: Bucket) -> bool:
-        """Whether the control vector travels in this bucket; the same on every rank."""
-        return False
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory in the wire's dtype, which packing fills and the collective sends; None for the bucket's own."""
@@ -77,6 +75,9 @@ class Reduction(Protocol):
             bucket: The bucket.
             pack: What :meth:`Storage.packing` has returned.
             sent: As for :meth:`start`.
+
+        Returns:
+            The work to wait for.
         """
 
         def launch() -> Work:
@@ -116,6 +117,8 @@ class AllReduce(Reduction):
     accelerators, the second stage of a bucket follows the launch of the next bucket.
     """
 
+    carries_control = True
+
     def __init__(
         self, collectives: Collectives, buckets: Buckets, wire_dtype: torch.dtype | None, scales: bool
     ) -> None:
@@ -130,22 +133,17 @@ class AllReduce(Reduction):
         divisor = self._collectives.divisor_before(bucket.flat.dtype, bucket.flat.device, self._wire_dtype)
         return None if divisor is None else 1.0 / divisor
 
-    def carries_control(self, bucket: Bucket) -> bool:
-        """True if there is room, and the collective is a plain sum."""
-        return bucket.with_tail is not None and self.scale(bucket) is not None
-
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory in the wire's dtype, unless buckets are made anew in each pass."""
         return wire.memory(bucket.flat, self._collectives.world_size, self._wire_dtype) if self._scales else None
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:
         """Start the all-reduce."""
-        scaled = self.scale(bucket) is not None
-        if scaled and bucket.with_tail is not None:
+        if bucket.with_tail is not None:  # packing has divided
             return self._collectives.all_reduce_sum(bucket.with_tail)
         flat = bucket.flat
         group = self._collectives.apart or self._collectives
-        work = group.all_reduce_mean(flat, self._wire_dtype, scaled, sent)
+        work = group.all_reduce_mean(flat, self._wire_dtype, self.scale(bucket) is not None, sent)
         if self._wire_dtype is not None and self._thread is None:
             # In a stream of its own: backward must not wait for the first stage.
             with torch.Stream(flat.device) if flat.device.type != "cpu" else nullcontext():
@@ -165,14 +163,12 @@ class ReduceScatter(Reduction):
         wire_dtype: The dtype in which gradients travel.
     """
 
+    name = "reduce-scatter"
+    carries_control = True
+
     def __init__(self, groups: ShardGroups, buckets: Buckets, wire_dtype: torch.dtype | None) -> None:
         self._buckets, self._groups, self._wire_dtype = buckets, groups, wire_dtype
         self._thread = StageThread()
-        self.name = "reduce-scatter"
-
-    def carries_control(self, bucket: Bucket) -> bool:
-        """True if there is room."""
-        return bucket.with_tail is not None
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory in the wire's dtype."""

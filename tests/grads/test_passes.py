@@ -29,7 +29,7 @@ def test_local_passes_accumulate_in_the_buffers() -> None:
     views, (first, *_, last) = views_of(ours), dict(plain.named_parameters())
     plain.zero_grad()
     ours.zero_grad()
-    for step, only in enumerate([[first], [], [last]]):
+    for step, only in enumerate([[first], None, [last]]):
         both([plain], inputs_of(step), only=only, zero=False)
         with ours.no_sync():
             both([ours], inputs_of(step), only=only, zero=False)

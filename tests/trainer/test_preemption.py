@@ -111,7 +111,9 @@ def loader(samples: int = 4 * BATCHES, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(samples, 8), torch.randn(samples, 4)), 4, **options)
 
 
-def run(folder: Path, model: Preempted, options: Options, strategy: Options, seed: int, resume: str = "") -> bool:
+def run(
+    folder: Path, model: Preempted, options: Options, strategy: Options, seed: int, resume: str | None = None
+) -> bool:
     """Trains two epochs, as far as the model's signals let it; whether they did."""
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     torch.manual_seed(1 + dist.get_rank())
@@ -121,7 +123,7 @@ def run(folder: Path, model: Preempted, options: Options, strategy: Options, see
     before = [signal.getsignal(number) for number in HANDLED]
     try:
         fits = trainer(ours(**strategy), callbacks=PreemptionCheckpoint(folder), **options)
-        fits.fit(model, training, validation, ckpt_path=resume or None)
+        fits.fit(model, training, validation, ckpt_path=resume)
     except SIGTERMException:
         return True
     finally:
