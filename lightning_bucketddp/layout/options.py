@@ -118,7 +118,7 @@ class Options:
             local passes accumulate whole gradients, and only their sum is reduce-scattered.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
         report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
-            have not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
+            did not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
             ``.inf``) for none. Of several wrappers on one group the last one decides.
 
     Raises:

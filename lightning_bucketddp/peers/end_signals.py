@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Collection
 from types import FrameType
@@ -41,12 +40,10 @@ class EndSignals:
             patience: Seconds that a rank which is to end waits for another one.
 
         Raises:
-            RuntimeError: In another thread than the main one, where Python handles no signals.
+            ValueError: In another thread than the main one, where Python handles no signals.
         """
         if self._before:
             return
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("expected fit() or preempted() in the main thread, as Python handles signals only there")
         self._patience = patience
         self._before = {number: signal.signal(number, self._note) for number in signals}
 

@@ -6,14 +6,14 @@ of torch's ``distributed_c10d``, or of this package's ``comm/work``.
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import dropwhile, groupby
+from linecache import getline
 from pathlib import Path
 
 import torch
 
-from lightning_bucketddp.peers.status import Frame, Status
+from lightning_bucketddp.peers.status import Status
 
 _WAITS_IN = ("/torch/distributed/distributed_c10d.py", "/lightning_bucketddp/comm/work.py")
 _INNER = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
@@ -31,28 +31,23 @@ def waits(status: Status) -> bool:
 
 
 def report(statuses: Sequence[Status], rank: int, seconds: float, why: str = "") -> str:
-    """Say which ranks have not come, and where each rank is.
+    """Say which ranks did not come, and where each rank is.
 
     Args:
         statuses: The records of all ranks.
         rank: A rank that waits.
         seconds: For how long it has waited.
-        why: Why it waits, instead of the ranks that have not come.
+        why: Why it waits, instead of the ranks that did not come.
     """
     late = sorted(status.rank for status in statuses if not waits(status))
-    if late and not why:
-        why = f"{in_words(late)} {'have' if len(late) > 1 else 'has'} not come"
-    why = why or "all ranks wait, for different things or for the network"
-    places: dict[tuple[str, tuple[Frame, ...]], list[int]] = {}
+    why = why or (f"{in_words(late)} did not come" if late else "all ranks wait, for different things or the network")
+    places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for status in sorted(statuses, key=lambda status: (waits(status), status.rank)):
-        stack = tuple(status.stack) if status.heard else ()
-        if waits(status):
-            stack = tuple(dropwhile(lambda frame: frame[0].startswith(_INNER), stack))
-        places.setdefault((_place(status), stack), []).append(status.rank)
+        places.setdefault((_place(status), _calls(status) if status.heard else ()), []).append(status.rank)
     lines = [f"rank {rank} has waited for {seconds:.0f} s: {why}. Where ranks are (the innermost call last):"]
-    for number, ((place, stack), ranks) in enumerate(places.items()):
+    for number, ((place, calls), ranks) in enumerate(places.items()):
         lines.append(f"  {in_words(ranks)}: {place}")
-        lines += [*_calls(stack)][::-1] if number < _MOST_STACKS else ()
+        lines += calls if number < _MOST_STACKS else ()
     return "\n".join(lines)
 
 
@@ -60,19 +55,18 @@ def _place(status: Status) -> str:
     at = status.position
     point = f"in step {at.step}, pass {at.pass_number}" if at.step else f"in pass {at.pass_number}"
     if not status.heard:
-        if status.ended:
-            return "ended training"
-        return f"silent for {status.silent_for:.0f} s; its last record, which may be old, says {point}"
+        silent = f"silent for {status.silent_for:.0f} s; its last record, which may be old, says {point}"
+        return "ended training" if status.ended else silent
     if status.waiting_for:
         return f"waiting for {status.waiting_for}, {point}"
     return f"waiting in {status.stack[0][2]}(), {point}" if waits(status) else f"not waiting, {point}"
 
 
-def _calls(stack: Sequence[Frame]) -> Iterator[str]:
-    for number, (file, line, function) in enumerate(stack):
-        if number < _MOST_CALLS or not ("/site-packages/" in file or file.startswith(_INNER)):
-            source = linecache.getline(file, line).strip()
-            yield f"    {file}:{line} in {function}" + (f": {source}" if source else "")
+def _calls(status: Status) -> tuple[str, ...]:
+    """The calls of a stack that a report shows, a line each. Without those in which the rank waits."""
+    stack = [*dropwhile(lambda frame: waits(status) and frame[0].startswith(_INNER), status.stack)]
+    shown = [it for number, it in enumerate(stack) if number < _MOST_CALLS or "-packages/" not in it[0]]
+    return tuple(f"    {file}:{at} in {name}: {getline(file, at).strip() or '?'}" for file, at, name in shown[::-1])
 
 
 def in_words(ranks: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,7 +53,7 @@ class PreemptionCheckpoint(Callback):
         TypeError, ValueError: If ``patience`` is no number above 0.
         MisconfigurationException: When training starts, with another strategy than ``bucketddp``, or with ranks that
             the main process has forked or spawned: a job's signals would end that process.
-        RuntimeError: When training starts, in another thread than the main one, where Python handles no signals.
+        ValueError: When training starts, in another thread than the main one, where Python handles no signals.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS) -> None:
@@ -66,11 +65,8 @@ class PreemptionCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have this callback's handlers registered where Lightning registers its own, after this."""
         BucketDDPInTrainer.of(trainer, self)
-        strategy: Any = trainer.strategy
-        if strategy._start_method != "popen":  # a job's signals would end the main process, which starts the ranks
-            raise MisconfigurationException(
-                f"expected start_method='popen' for PreemptionCheckpoint, found start_method={strategy._start_method!r}"
-            )
+        if (method := getattr(trainer.strategy, "_start_method", "")) != "popen":  # signals would end the main process
+            raise MisconfigurationException(f"expected start_method='popen' for PreemptionCheckpoint, found {method!r}")
         connector: Any = trainer._signal_connector  # not public, as most of what is used here; tests notice a change
 
         def register_once() -> None:
@@ -95,15 +91,16 @@ class PreemptionCheckpoint(Callback):
         trainer._signal_connector.received_sigterm = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End after it, if the ranks have agreed on that before."""
-        trainer._signal_connector.received_sigterm = end_signals.ending
+        """End after it, or after an epoch, if the ranks have agreed on that before.
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not end before ``on_train_end`` after the last epoch: no resumed run would call it."""
+        After the last epoch not before ``on_train_end``: no resumed run would call it.
+        """
         epochs: Any = trainer.fit_loop.epoch_progress.current
         # Lightning's `fit_loop.done` would change its counters.
-        if 0 < (trainer.max_epochs or 0) <= epochs.processed or 0 < trainer.max_steps <= trainer.global_step:
-            trainer._signal_connector.received_sigterm = False
+        last = 0 < (trainer.max_epochs or 0) <= epochs.processed or 0 < trainer.max_steps <= trainer.global_step
+        trainer._signal_connector.received_sigterm = end_signals.ending and not last
+
+    on_train_epoch_end = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ask the other ranks, as no pass follows. End when all have done what they do at the end."""
@@ -123,14 +120,12 @@ class PreemptionCheckpoint(Callback):
             return
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
         self._saving, requeue = True, _requeue_signal(trainer)
-        answers = BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
-        if requeue in answers:
+        if requeue in BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received):
             trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]  # saves, too
         else:
             trainer.save_checkpoint(path)
         rank_zero_info(f"preempted after step {trainer.global_step}: saved {path}")
-        trainer.strategy.barrier()
         self._saving, trainer.state.status = False, status
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -178,8 +173,7 @@ class PreemptionCheckpoint(Callback):
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
     """The signal at which Lightning requeues this Slurm job; None if it does not."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
-    requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-    return environment.requeue_signal if requeues else None
+    return environment.requeue_signal if getattr(environment, "auto_requeue", False) else None
 
 
 def _epoch_has_ended(trainer: Trainer) -> bool:
@@ -195,5 +189,4 @@ def _random_state(set_to: list[Any] | None = None) -> list[Any]:
         for setter, state in zip(setters, set_to, strict=True):
             setter(state)
     numpy: Any = np.random.get_state()
-    numbers = (numpy[0], numpy[1].tolist(), *numpy[2:])
-    return [random.getstate(), numbers, torch.get_rng_state(), device.get_rng_state()]
+    return [random.getstate(), (numpy[0], numpy[1].tolist(), *numpy[2:]), torch.get_rng_state(), device.get_rng_state()]

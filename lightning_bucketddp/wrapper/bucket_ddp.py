@@ -323,7 +323,7 @@ class BucketDDP(nn.Module, Joinable):
                 where no later pass tells.
 
         Raises:
-            RuntimeError: If the first call is not in the main thread.
+            ValueError: If the first call is not in the main thread, where Python handles signals.
             PeerFailureError: If another rank has failed, or does not come.
         """
         return self._passes.setting.checks.to_end(no_pass_follows)

@@ -155,20 +155,18 @@ def test_a_report_says_who_has_not_come_and_where_each_rank_is() -> None:
     ranks = [Status(rank, at, Phase.PASS, "the gradients of 'a'", stack=waiting) for rank in (0, 1, 2, 5)]
     ranks += [Status(3, at, stack=TRAINS), Status(4, Position(pass_number=4), silent_for=58.2)]
     ranks += [Status(6, at, ended=True, silent_for=1.0), Status(7, at, stack=waiting)]
-    (first, second), source = ((f"    {file}:{line} in {name}") for file, line, name in TRAINS[::-1]), __doc__
+    outer, inner = (f"    {file}:{line} in {name}: " for file, line, name in TRAINS[::-1])
+    calls = [f"{outer}?", f'{inner}"""{__doc__}"""']
     assert report(ranks, 2, 60.2).splitlines() == [
-        "rank 2 has waited for 60 s: ranks 3 to 4, 6 have not come. Where ranks are (the innermost call last):",
+        "rank 2 has waited for 60 s: ranks 3 to 4, 6 did not come. Where ranks are (the innermost call last):",
         "  rank 3: not waiting, in step 7, pass 6",
-        first,
-        f'{second}: """{source}"""',
+        *calls,
         "  rank 4: silent for 58 s; its last record, which may be old, says in pass 4",
         "  rank 6: ended training",
         "  ranks 0 to 2, 5: waiting for the gradients of 'a', in step 7, pass 6",
-        first,
-        f'{second}: """{source}"""',
+        *calls,
         "  rank 7: waiting in barrier(), in step 7, pass 6",
-        first,
-        f'{second}: """{source}"""',
+        *calls,
     ]
     assert "5 s: all ranks wait, for different things" in report(ranks[:4], 0, 5)
     deep = [("own.py", 1, "f"), *[(C10D, 1, "g")] * 5, ("own.py", 1, "h")]

@@ -228,7 +228,7 @@ ENDS: dict[str, dict[int, str]] = {
     "late": dict.fromkeys((0, 1), rf"handled \[<Signals.SIGUSR1: {signal.SIGUSR1:d}>\]|handled \[10\]"),
     "warning": {0: "SIGTERMException.*no state_dict or no length", 1: "SIGTERMException"},
     "ddp": dict.fromkeys((0, 1), "MisconfigurationException: expected strategy='bucketddp'.*found DDPStrategy"),
-    "thread": dict.fromkeys((0, 1), "RuntimeError: expected fit.*in the main thread"),
+    "thread": dict.fromkeys((0, 1), "ValueError: signal only works in main thread"),
 }
 
 
