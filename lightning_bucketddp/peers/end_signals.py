@@ -42,10 +42,9 @@ class EndSignals:
         Raises:
             ValueError: In another thread than the main one, where Python handles no signals.
         """
-        if self._before:
-            return
-        self._patience = patience
-        self._before = {number: signal.signal(number, self._note) for number in signals}
+        if not self._before:
+            self._patience = patience
+            self._before = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:

@@ -128,7 +128,6 @@ class PassRecord:
             xlabel="ms since the pass opened, by the host's clock",
             xlim=(0, (end + exposed) * 1.01),
         )
-        axes.axvspan(0, end, color="0.93", label="backward")
         names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in self.buckets]
         moments = "ready_at", "launched_at", "done_at"
         ready, launched, done = ([1e3 * getattr(it, moment) for it in self.buckets] for moment in moments)

@@ -74,8 +74,7 @@ def divide_among_ranks(loader: Any, rank: int, world_size: int) -> None:
             "the ranks yourself, with Trainer(use_distributed_sampler=False)"
         )
     # A DataLoader takes a batch sampler in its constructor only. A subclass may have another constructor.
-    exact = ExactBatches(sampler, batches.batch_size, batches.drop_last, rank, world_size)
-    object.__setattr__(loader, "batch_sampler", exact)
+    object.__setattr__(loader, "batch_sampler", ExactBatches(batches, rank, world_size))
 
 
 class ExactBatches(BatchSampler):
@@ -92,9 +91,7 @@ class ExactBatches(BatchSampler):
     ``batch_size=1`` cannot be made smaller: there the last batch of some ranks has two samples.
 
     Args:
-        sampler: The samples of all ranks.
-        batch_size: Samples in a full batch.
-        drop_last: Whether to leave out the samples that one process would leave out.
+        batches: The batches of one process, with a ``DistributedSampler``. Samples that it leaves out are left out.
         rank: This rank.
         world_size: The number of ranks.
 
@@ -102,11 +99,9 @@ class ExactBatches(BatchSampler):
         ValueError: If there are fewer samples than ranks.
     """
 
-    def __init__(
-        self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool, rank: int, world_size: int
-    ) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        samples = len(sampler) - (len(sampler) % batch_size if drop_last else 0)
+    def __init__(self, batches: Any, rank: int, world_size: int) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        samples = len(batches) * self.batch_size if batches.drop_last else len(batches.sampler)
         if samples < world_size:
             raise ValueError(
                 f"rank {rank}: expected at least as many samples as ranks in validation and test, as exact_evaluation "
@@ -115,11 +110,11 @@ class ExactBatches(BatchSampler):
             )
         self._own = slice(rank, samples, world_size)
         fewest, most = samples // world_size, -(-samples // world_size)  # that a rank has
-        full_batches = (fewest - 1) // batch_size
-        last_batches = 2 if most - full_batches * batch_size > batch_size > 1 else 1
-        remaining = len(range(samples)[self._own]) - full_batches * batch_size
+        full_batches = (fewest - 1) // self.batch_size
+        last_batches = 2 if most - full_batches * self.batch_size > self.batch_size > 1 else 1
+        remaining = len(range(samples)[self._own]) - full_batches * self.batch_size
         last_sizes = [(remaining + part) // last_batches for part in reversed(range(last_batches))]
-        self._sizes = [batch_size] * full_batches + last_sizes
+        self._sizes = [self.batch_size] * full_batches + last_sizes
 
     def __len__(self) -> int:
         return len(self._sizes)

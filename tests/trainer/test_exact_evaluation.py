@@ -29,7 +29,8 @@ def test_each_sample_is_in_one_batch_and_ranks_have_equally_many() -> None:
         if used < ranks:
             continue
         case = (samples, ranks, size, drop_last)
-        samplers = [ExactBatches(every_nth(samples), size, drop_last, rank, ranks) for rank in range(ranks)]
+        one_process = BatchSampler(every_nth(samples), size, drop_last)
+        samplers = [ExactBatches(one_process, rank, ranks) for rank in range(ranks)]
         batches = [list(one) for one in samplers]
         assert sorted(at for own in batches for batch in own for at in batch) == list(range(used)), case
         (count,) = {len(own) for own in batches} | {len(one) for one in samplers}
