@@ -95,7 +95,7 @@ def listen(collectives: Collectives, report_after: float | None = None) -> Abort
 def tell_failure(error: BaseException) -> None:
     """Tell the ranks of all groups that this one stops, and wait a moment until they have heard.
 
-    If another rank failed before, this one logs that, and the error gets a note (Python 3.11 and later).
+    If another rank failed before, this one logs that, and the error gets a note.
 
     Args:
         error: What was raised here.

@@ -99,7 +99,7 @@ class Peers:
                     raise RuntimeError(
                         f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
                         f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
-                        f"that depends on the rank, or for an error in their output{self._roll_call.last_report()}"
+                        f"that depends on the rank, or for an error in their output"
                     )
             answers = [value.decode() for value in store.multi_get(keys)]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
@@ -296,10 +296,9 @@ class Peers:
                 self.raise_if_failed()
         told = self._listener.ask_why(self.number, self.here.names)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
+        text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
         self.give_up(
-            f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
-            f"{self._roll_call.last_report()}",
-            f"failed while it waited for {awaited}: {error}; {cause}",
+            f"{text}\n{self._roll_call.report}".rstrip(), f"failed while it waited for {awaited}: {error}; {cause}"
         )
         raise PeerFailureError(self.message) from error
 

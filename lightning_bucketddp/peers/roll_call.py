@@ -129,10 +129,6 @@ class RollCall:
         packed = pickle.dumps((_call_number(self._calls[-1][0]), self.records()))
         store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
 
-    def last_report(self) -> str:
-        """The last report for an error message: on lines of its own, or empty if this rank has got further since."""
-        return f"\n{self.report}" if self.report else ""
-
     def records(self) -> list[Status]:
         """This rank's records, by wrapper, and at the end one without a wrapper."""
         stack = self.stack()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +150,8 @@ def stopped_for_good(folder: Path, place: str) -> str:
     model, stop = Regression(), stop_process if dist.get_rank() == 1 else lambda *_: None
     if place == "pass":
         model.on_train_batch_start = stop  # type: ignore[method-assign,assignment]
+    elif place == "agreement":
+        model.configure_model = stop  # type: ignore[method-assign,assignment]
     model.on_train_epoch_end = lambda: (stop(), model.trainer.strategy.barrier())  # type: ignore
     with reports() as said, pytest.raises(RuntimeError) as caught:
         trainer(ours(report_after=0.3, timeout=soon)).fit(model, data())
@@ -160,13 +161,19 @@ def stopped_for_good(folder: Path, place: str) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("place", ["pass", "barrier"])
-def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "waits"),
+    [
+        ("pass", "waiting for the gradients of 'net"),
+        ("barrier", r"waiting in barrier\(\), in step 6"),
+        ("agreement", "waiting for parameters, module buffers and options, in pass 0"),
+    ],
+)
+def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: str, waits: str, tmp_path: Path) -> None:
     error, _ = run_ranks(2, stopped_for_good, tmp_path, place, fresh=True, may_exit=[1])
-    waits = r"waiting for the gradients of 'net" if place == "pass" else r"waiting in barrier\(\), in step 6"
-    if place == "pass" or sys.version_info >= (3, 11):  # else the log has it
-        for words in ("0 has waited for 0 s: rank 1 did not come", "1: silent for [1-9] s; its last", f"0: {waits}"):
-            assert re.search(f"rank {words}", error), error
+    for words in ("0 has waited for 0 s: rank 1 did not come", "1: silent for [1-9] s; its last", f"0: {waits}"):
+        assert re.search(f"rank {words}", error), error
+    assert error.count("Where ranks are") == 1
 
 
 def store_stops(port: int) -> tuple[list[str], str]:
