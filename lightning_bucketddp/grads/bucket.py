@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
@@ -179,7 +178,6 @@ class Buckets:
         if bucket is not None:
             self.pending |= bucket.missing
             bucket.missing.clear()
-            bucket.ready_at = time.perf_counter()
             self.look_from(bucket.index)
             return [bucket], []
         full: list[Bucket] = []
@@ -196,7 +194,6 @@ class Buckets:
             self.pending.add(slot)
             missing.discard(slot)
             if not missing:
-                bucket.ready_at = time.perf_counter()
                 full.append(bucket)
         self.look_from(at)
         return full, others

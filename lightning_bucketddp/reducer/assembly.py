@@ -163,7 +163,7 @@ def reduction_of(
     if hook is not None:
         dtype = hook.casts_to(setting.collectives.group)
         if dtype is not None and all(param.device.type == "cpu" for param in table.all_params):
-            found: Reduction = CastReduce(hook.name, setting.collectives, buckets, dtype, packs=contiguous)
+            found: Reduction = CastReduce(setting.collectives, buckets, dtype, packs=contiguous)
         else:
             return HookReduce(hook, buckets, table, storage)
     elif isinstance(storage, Sharded):

@@ -126,7 +126,6 @@ class PassRecord:
         axes = figure.add_subplot(
             title=f"Pass {self.number}, rank {self.rank}: backward {end:.1f} ms, then {exposed:.1f} ms exposed",
             xlabel="ms since the pass opened, by the host's clock",
-            xlim=(0, (end + exposed) * 1.01),
         )
         names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in self.buckets]
         moments = "ready_at", "launched_at", "done_at"

@@ -198,6 +198,8 @@ class Reducer:
     def _mark_noted(self) -> list[Bucket]:
         """Mark the gradients that hooks have noted; return the buckets that are full now."""
         full, others = self.buckets.mark_noted()
+        for bucket in full:
+            bucket.ready_at = time.perf_counter()
         for param in others:
             self._mark(param)
         return full

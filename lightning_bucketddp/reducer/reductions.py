@@ -186,17 +186,15 @@ class CastReduce(Reduction):
     An all-reduce per bucket. A thread casts the sums back.
 
     Args:
-        name: The hook's.
         collectives: The group.
         buckets: The buckets.
         dtype: The dtype in which gradients are divided and summed.
         packs: Whether packing may convert to it.
     """
 
-    def __init__(self, name: str, collectives: Collectives, buckets: Buckets, dtype: torch.dtype, packs: bool) -> None:
+    def __init__(self, collectives: Collectives, buckets: Buckets, dtype: torch.dtype, packs: bool) -> None:
         self._buckets, self._collectives, self._dtype, self._packs = buckets, collectives, dtype, packs
         self._thread = StageThread()
-        self.name = name.rpartition(".")[2]
 
     def wire_memory(self, bucket: Bucket) -> Tensor | None:
         """Memory in the hook's dtype, unless buckets are made anew in each pass."""
@@ -221,9 +219,10 @@ class HookReduce(Reduction):
         storage: Has the layout.
     """
 
+    name = "communication hook"
+
     def __init__(self, hook: CommHook, buckets: Buckets, table: SlotTable, storage: Storage) -> None:
         self._buckets, self._hook, self._table, self._storage = buckets, hook, table, storage
-        self.name = hook.name.rpartition(".")[2]
         self._last = Work()
 
     def start(self, bucket: Bucket, sent: Tensor | None = None) -> Work:

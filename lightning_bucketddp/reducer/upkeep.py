@@ -11,7 +11,6 @@ from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.assembly import Assembly, Setting, reduction_of
 from lightning_bucketddp.reducer.participant import Participant
-from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import Pass, PassState
 
@@ -26,11 +25,10 @@ class Upkeep:
 
     Attributes:
         reducer: The reducer of the present parameters.
-        learner: Learns the order of their gradients.
+        parts: The reducer and what belongs to it.
     """
 
     reducer: Reducer
-    learner: OrderLearner
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class Upkeep:
 
     def removed(self) -> bool:
         """Whether the hooks on the parameters were removed, for good."""
-        return self._parts.hooks.removed
+        return self.parts.hooks.removed
 
     def trains(self) -> set[int]:
         """The ids of the parameters whose gradients are reduced here."""
@@ -60,7 +58,7 @@ class Upkeep:
 
     def close(self) -> None:
         """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""
-        self._parts.hooks.remove()
+        self.parts.hooks.remove()
         if self.reducer.buckets.under_way():
             peers = self.setting.peers
             self.setting.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
@@ -71,13 +69,13 @@ class Upkeep:
 
     def _assemble(self) -> None:
         setting = self.setting
-        self._parts = Assembly(setting, self._hook, self._open_by_gradient)
-        self.reducer, self.learner = self._parts.reducer, self._parts.learner
+        self.parts = Assembly(setting, self._hook, self._open_by_gradient)
+        self.reducer = self.parts.reducer
         setting.recorder.new_layout(self.reducer.storage.layout, setting.peers.position.pass_number)
 
     def note_trainable(self) -> None:
         """Count the present trainable set as that of a pass."""
-        self._parts.trainable.note(self.reducer.table.trainable_now())
+        self.parts.trainable.note(self.reducer.table.trainable_now())
 
     def take_in_changed(self) -> None:
         """Lay buckets out anew if parameters have changed. Sends nothing.
@@ -90,7 +88,7 @@ class Upkeep:
 
     def _assemble_again(self) -> None:
         """Make the reducer of the present parameters. Gradients since the last reduction stay."""
-        parts, accumulated = self._parts, self._accumulated()
+        parts, accumulated = self.parts, self._accumulated()
         old, since = parts.reducer, parts.trainable.since_reduction
         old.reduction.forget()
         parts.hooks.remove()
@@ -107,16 +105,16 @@ class Upkeep:
                     self.reducer.buckets.pending.add(slot)
                 else:
                     table.ready_apart(index)
-                    self._parts.sparse.ready_apart(index)
+                    self.parts.sparse.ready_apart(index)
         if since is not None:
             trained = {id(param) for param, flag in zip(old.table.all_params, since, strict=True) if flag}
-            self._parts.trainable.note(tuple([id(param) in trained for param in table.all_params]))
+            self.parts.trainable.note(tuple([id(param) in trained for param in table.all_params]))
 
     def _accumulated(self) -> set[int]:
         """The indices of the parameters with a gradient since their last reduction."""
         table, pending = self.reducer.table, self.reducer.buckets.pending
         slots = {index for index, slot in table.slot_of_index.items() if slot in pending}
-        return slots | table.waiting | self._parts.sparse.contributing
+        return slots | table.waiting | self.parts.sparse.contributing
 
     # -- before a pass -------------------------------------------------------------------------------
 
@@ -148,14 +146,14 @@ class Upkeep:
         changes = self.setting.changes
         if it.synchronised and changes.due():
             changes.agree()
-            if self._parts.trainable.agreed != self.reducer.table.trainable_now():
+            if self.parts.trainable.agreed != self.reducer.table.trainable_now():
                 self._assemble_again()  # a local pass laid it out for another set
-        planner, trainable = self._parts.planner, self._parts.trainable
+        planner, trainable = self.parts.planner, self.parts.trainable
         since = trainable.note(self.reducer.table.trainable_now())
         if it.synchronised and trainable.agree(since):
             if not planner.knows(since):
                 planner.add(since)
-            self._parts.learner.look_at(since)
+            self.parts.learner.look_at(since)
         # Shards move with collectives, and a rank whose loss reaches no parameter opens no local pass.
         if planner.due and (it.synchronised or not self.setting.options.shard_optimizer):
             self.reducer.storage.open()
@@ -164,12 +162,12 @@ class Upkeep:
 
     def move_shards(self) -> None:
         """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory."""
-        if self.setting.options.shard_optimizer and self._parts.planner.due:
+        if self.setting.options.shard_optimizer and self.parts.planner.due:
             self.take_in_changed()
             self._lay_out()
 
     def _lay_out(self) -> None:
-        reducer, planner = self.reducer, self._parts.planner
+        reducer, planner = self.reducer, self.parts.planner
         before = reducer.storage.layout
         reducer.storage.lay_out(planner.plan())
         planner.due = False
@@ -184,7 +182,7 @@ class Upkeep:
             param.grad = None
         reducer.buckets.pending.clear()
         reducer.table.waiting.clear()
-        self._parts.sparse.contributing.clear()
+        self.parts.sparse.contributing.clear()
         self.setting.divisor.ended()
 
     def zero_gradients(self) -> None:
@@ -195,7 +193,7 @@ class Upkeep:
         reducer.table.waiting.clear()
         reducer.storage.zero()
         reducer.buckets.pending.clear()
-        self._parts.sparse.zero()
+        self.parts.sparse.zero()
         self.setting.divisor.look(None, cleared=True)
         self._cleared_before = self.setting.peers.position.pass_number
 

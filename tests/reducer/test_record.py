@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_bucketddp import BucketDDP
@@ -27,7 +28,8 @@ WAYS: dict[str, list[Any]] = {  # options, and the profiler's name for the colle
     "all-reduce": [{}, "all-reduce"],
     "reduce-scatter": [{"shard_optimizer": True}, "reduce-scatter"],
     "two stages": [{"wire_dtype": torch.bfloat16}, "all-reduce"],
-    "hook": [{"comm_hook": "fp16"}, "fp16_compress_hook"],
+    "fp16 hook": [{"comm_hook": "fp16"}, "all-reduce"],
+    "hook": [{"comm_hook": allreduce_hook}, "communication hook"],
 }
 
 
