@@ -75,19 +75,19 @@ _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakre
 _made: Counter[str] = Counter()
 
 
-def listen(collectives: Collectives, report_after: float | None = None) -> AbortListener:
+def listen(collectives: Collectives, report_after: float = 0) -> AbortListener:
     """The listener of a group, made when first asked for. All ranks must ask at the same point of the program.
 
     Args:
         collectives: The group.
-        report_after: After how many seconds of waiting ranks report; None to leave that as it is.
+        report_after: After how many seconds of waiting ranks report; 0 to leave that as it is.
     """
     listener = _listeners.get(collectives.group)
     if listener is None:
         listener = _listeners[collectives.group] = AbortListener(collectives, report_after or DEFAULT_REPORT_AFTER)
         weakref.finalize(collectives.group, listener.close)  # at exit too
         _tell_of_uncaught_exceptions()
-    elif report_after is not None:
+    elif report_after:
         listener.roll_call.report_after = report_after
     return listener
 

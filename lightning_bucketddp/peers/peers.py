@@ -33,7 +33,7 @@ class Peers:
     Args:
         collectives: The group.
         timeout: How long a rank waits for an agreement before it names the silent ranks.
-        report_after: After how many seconds of waiting ranks report; None to leave that as it is.
+        report_after: After how many seconds of waiting ranks report; 0 to leave that as it is.
 
     Attributes:
         number: Which of the group's wrappers this is; the same on every rank.
@@ -44,9 +44,7 @@ class Peers:
         position: How far it has come.
     """
 
-    def __init__(
-        self, collectives: Collectives, timeout: timedelta | None = None, report_after: float | None = None
-    ) -> None:
+    def __init__(self, collectives: Collectives, timeout: timedelta | None = None, report_after: float = 0) -> None:
         self._listener = listen(collectives, report_after)
         self._roll_call = self._listener.roll_call
         self.rank, self.world_size = collectives.rank, collectives.world_size
