@@ -51,7 +51,7 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
             backward(plain, 2 * step + at)
         average(plain)
         if step == 3:
-            planner = upkeep_of(ours)._parts.planner
+            planner = upkeep_of(ours).parts.planner
             planner._options = replace(planner._options, bucket_cap_mb=1)
             planner.due = True
         theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1).float()
