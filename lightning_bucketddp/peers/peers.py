@@ -97,7 +97,7 @@ class Peers:
                     raise RuntimeError(
                         f"rank {self.rank}: waited {self._timeout:.0f} s for every rank to agree on {topic!r}; nothing "
                         f"came from rank(s) {silent}. They are not at this point of the program: look for a branch "
-                        f"that depends on the rank, or for an error in their output"
+                        "that depends on the rank, or for an error in their output"
                     )
             answers = [value.decode() for value in store.multi_get(keys)]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one

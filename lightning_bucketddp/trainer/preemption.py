@@ -126,6 +126,7 @@ class PreemptionCheckpoint(Callback):
         else:
             trainer.save_checkpoint(path)
         rank_zero_info(f"preempted after step {trainer.global_step}: saved {path}")
+        trainer.strategy.barrier()  # rank 0 may take long to requeue; a rank that ends is a failure to it
         self._saving, trainer.state.status = False, status
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
