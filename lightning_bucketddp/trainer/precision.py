@@ -31,7 +31,7 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
     original = plugin.backward
 
     def backward(loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        if wrapper._uneven.is_replaying:
+        if not wrapper._passes.joining.counts():
             loss = torch.zeros_like(loss, requires_grad=True)  # reaches no parameter
         with wrapper.backward_pass(loss):
             original(loss, module, *args, **kwargs)

@@ -84,11 +84,6 @@ class UnevenInputs(JoinHook):
 
     # -- ranks that repeat their last batch ------------------------------------------------------------
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether this rank has no batch of its own."""
-        return not self._passes.joining.counts()
-
     def set_active(self, active: Sequence[int]) -> None:
         """Set the ranks that have a batch of their own from now on; the others repeat their last one.
 

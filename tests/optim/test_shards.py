@@ -231,7 +231,7 @@ def unevenly(ours: BucketDDP, optimizer: Optimizer, step: int) -> None:
     ours._uneven.set_active([rank for rank in range(dist.get_world_size()) if step < 2 + rank or rank == 1])
     with ours.no_sync() if step % 3 == 1 else nullcontext():
         loss = loss_at(ours, min(step, 5))
-        loss = loss.detach() if ours._uneven.is_replaying else loss
+        loss = loss if ours._passes.joining.counts() else loss.detach()
         run_backward(ours, loss, guarded=True)
     if step % 3 != 1:
         stepped(optimizer)
