@@ -353,8 +353,11 @@ class BucketDDPStrategy(EachSampleOnce):
         checkpoints.save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers, storage_options)
 
     def _saves_parts(self) -> bool:
-        """Whether each rank saves its own parts. While an exception is handled, other ranks may be gone."""
-        return self._state_dict_type == "sharded" and not self._interrupted()
+        """Whether each rank saves its own parts.
+
+        While an exception is handled, other ranks may be gone. After ranks that were spawned, only the main process is.
+        """
+        return self._state_dict_type == "sharded" and dist.is_initialized() and not self._interrupted()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -6,7 +6,9 @@ launch_script.py <strategy> [<strategy> ...]
 import atexit
 import os
 import sys
+import tempfile
 import weakref
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -35,9 +37,14 @@ def main() -> None:
     atexit.register(lambda: say(f"process groups alive at exit: {sum(ref() is not None for ref in groups)}"))
     for name in sys.argv[1:]:
         # The one way of starting processes without a name of its own.
-        strategy = BucketDDPStrategy(start_method="forkserver") if name == "forkserver" else name
+        sharded = BucketDDPStrategy(start_method="forkserver", state_dict_type="sharded")
         options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **QUIET}
-        pl.Trainer(strategy=strategy, **options).fit(Noting(), Data())
+        fits = pl.Trainer(strategy=sharded if name == "forkserver" else name, **options)
+        fits.fit(Noting(), Data())
+        if name == "forkserver":
+            with tempfile.TemporaryDirectory() as folder:
+                fits.save_checkpoint(f"{folder}/after.ckpt")
+                say(f"the main process saves {[path.is_file() for path in Path(folder).iterdir()]}")
 
 
 if __name__ == "__main__":
