@@ -49,6 +49,7 @@ class ModuleParams:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
         self._look_up()
+        self._look_up_buffers()
 
     def _look_up(self) -> None:
         ignored = names_to_ignore(self.module)
@@ -57,7 +58,7 @@ class ModuleParams:
         registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
         self._members = [registry.values() for registry in registries]  # live views
         self._members_before = [*chain.from_iterable(self._members)]  # held, so that none has the place of an old one
-        self._buffers = {
+        self._owners = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in self.module.named_modules()
             for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
@@ -69,13 +70,25 @@ class ModuleParams:
         now, before = [*chain.from_iterable(self._members)], self._members_before
         return len(now) == len(before) and all(map(is_, now, before))
 
-    def named_buffers(self) -> dict[str, Tensor]:
-        """The module buffers as they are now, each once, by name."""
+    def _look_up_buffers(self) -> None:
         found: dict[int, tuple[str, Tensor]] = {}
-        for full_name, (owner, name) in self._buffers.items():
-            if (buffer := getattr(owner, name, None)) is not None:  # looked up anew, as modules replace their buffers
+        for full_name, (owner, name) in self._owners.items():
+            if (buffer := getattr(owner, name, None)) is not None:
                 found.setdefault(id(buffer), (full_name, buffer))
-        return dict(found.values())
+        self._buffers = dict(found.values())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The module buffers that ranks have agreed on, each once, by name.
+
+        Modules replace their buffers. One of another shape or dtype may be a cache that only this rank needed: then it
+        is the last one as agreed.
+        """
+        for full_name, agreed in self._buffers.items():
+            owner, name = self._owners.get(full_name, (None, ""))
+            buffer = getattr(owner, name, None)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (agreed.shape, agreed.dtype):
+                self._buffers[full_name] = buffer
+        return self._buffers
 
     def prepare(self) -> None:
         """Find the sparse parameters, and set ``grad_dtype`` on the parameters that the options name.
@@ -159,6 +172,7 @@ class ModuleParams:
                     stacklevel=2,
                 )
         self._look_up()
+        self._look_up_buffers()
         self.changes += 1
         self.prepare()
 

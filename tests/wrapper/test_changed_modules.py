@@ -32,6 +32,27 @@ class Looked(nn.Module):
         return self.out(self.norm(x) + rows)
 
 
+class Table(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(length)), persistent=False)
+
+
+class Caching(Table):
+    """Has a table as long as its longest input, and a module with one for each length."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.layers, self.tables = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), nn.ModuleDict()
+
+    def forward(self, x: Tensor, length: int) -> Tensor:
+        if length > len(self.table):
+            self.register_buffer("table", torch.arange(float(length)), persistent=False)
+        if str(length) not in self.tables:
+            self.tables[str(length)] = Table(length)
+        return self.layers(x) * self.table[:length].sum() / self.tables[str(length)].table.sum()
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "replace head": lambda module: setattr(module, "head", nn.Linear(16, 4)),
     "remove and add head": lambda module: (delattr(module, "head"), setattr(module, "head", nn.Linear(16, 4))),
@@ -104,6 +125,21 @@ def test_new_parameters_start_as_rank_0_has_them() -> None:
     backward(ours)
     ours.synchronise_module_buffers()
     assert drift(ours.module) == 0
+
+
+@on_ranks(2, cases=[(mode, longest) for mode in ("broadcast", "mean") for longest in (0, 1)])
+def test_a_rank_may_make_module_buffers_for_itself(mode: str, longest: int) -> None:
+    ours = BucketDDP(Caching(), module_buffers=mode)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for length in (2, 3, 5, 3):
+        length += 2 * (dist.get_rank() == longest)
+        optimizer.zero_grad()
+        ours(batch(length, dist.get_rank())[0], length).square().mean().backward()
+        optimizer.step()
+        tables = [ours.module.table, *(it.table for it in ours.module.tables.values())]
+        assert all(torch.equal(it, torch.arange(float(len(it)))) for it in tables)
+    ours.synchronise_module_buffers()
+    assert drift(ours.module.layers) == 0
 
 
 @on_ranks(2, cases={"by a root": [True], "without": [False]})
