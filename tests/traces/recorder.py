@@ -54,6 +54,7 @@ class Roles:
         self.wrappers: list[weakref.ref[BucketDDP]] = []  # whose layout is known
         self._last_wrapper = 0
         self._buckets_since_control = True
+        self._control_in: dict[int, str] = {}  # a wrapper's group; a thread may launch buckets in another one later
         self._next_bucket: dict[tuple[int, Layout, str, str], int] = {}
 
     def of(self, operation: str, group: dist.ProcessGroup, label: str, sent: list[Tensor]) -> str:
@@ -105,6 +106,7 @@ class Roles:
                 elif bucket is last and numel in with_control:
                     self._next_bucket[key] = 0
                     self._buckets_since_control, self._last_wrapper = False, at
+                    self._control_in[at] = label
                     return f"bucket {index} and control{self._of_wrapper(at)}"
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
                     continue  # shards are reduced across their groups only
@@ -113,8 +115,8 @@ class Roles:
                     found.append((skipped, at != self._last_wrapper, at, index))
         if not found:
             return ""
-        self._buckets_since_control = True
         _, _, at, index = min(found)
+        self._buckets_since_control = self._control_in.get(at, label) == label
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
         self._next_bucket[key], self._last_wrapper = index + 1, at
         return f"bucket {index}{self._of_wrapper(at)}"
