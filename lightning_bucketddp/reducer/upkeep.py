@@ -161,9 +161,12 @@ class Upkeep:
         return replace(it, trainable=since)
 
     def move_shards(self) -> None:
-        """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory."""
-        if self.setting.options.shard_optimizer and self.parts.planner.due:
-            self.take_in_changed()
+        """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory.
+
+        Not in a forward with other parameters: they may be those of `torch.func.functional_call`.
+        """
+        due = self.setting.options.shard_optimizer and self.parts.planner.due
+        if due and not self.setting.changes.params.changed():
             self._lay_out()
 
     def _lay_out(self) -> None:
