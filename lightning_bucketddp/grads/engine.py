@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
@@ -33,8 +34,13 @@ class BackwardEnd:
         """Queue this callback in the backward that runs in this thread.
 
         Raises:
-            RuntimeError: If no backward is running, or torch lacks the engine's ``queue_callback``.
+            RuntimeError: If no backward is running, or it is a compiled one, or torch lacks ``queue_callback``.
         """
+        if getattr(compiled_autograd, "in_compiled_autograd_region", False):  # private; nothing public tells
+            raise RuntimeError(
+                "expected a backward that is not compiled, found one with torch._dynamo.config.compiled_autograd=True, "
+                "which drops the gradients of a BucketDDP; set it to False"
+            )
         # Private, but torch's own FSDP and DDP use it, and nothing public runs before backward() returns.
         engine = torch.autograd.Variable._execution_engine
         if not hasattr(engine, "queue_callback"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -113,6 +114,13 @@ def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: 
     assert events.count("compute") == pieces
     last = len(events) - 1 - events[::-1].index("compute")
     assert (events.index("reduce") < last) == (pieces > 1), events
+
+
+@on_ranks(2)
+def test_a_compiled_backward_is_refused() -> None:
+    ours = BucketDDP(Mlp())
+    with fresh_compiler(compiled_autograd=True), pytest.raises(RuntimeError, match="compiled_autograd=True, which"):
+        torch.compile(lambda inputs: ours(inputs).sum().backward(), backend="eager")(inputs_of(0))
 
 
 @on_ranks(2)
