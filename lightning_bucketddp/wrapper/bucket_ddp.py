@@ -207,6 +207,8 @@ class BucketDDP(nn.Module, Joinable):
         if torch.is_grad_enabled():
             self._require_current()
         trains = torch.is_grad_enabled() and not self.closed
+        if "_runtime" not in self.__dict__:  # a copy; a frozen one, such as a teacher, does not train
+            trains = trains and any(param.requires_grad for param in self.parameters())
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
         if runtime is not None:  # else a copy that does not train, perhaps on this rank alone
             runtime.forward_begins(self, trains, replicated=self._replicated is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 from operator import is_
 
@@ -48,6 +48,7 @@ class ModuleParams:
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        self._buffers: dict[str, Tensor] = {}
         self._look_up()
         self._look_up_buffers()
 
@@ -70,10 +71,13 @@ class ModuleParams:
         now, before = [*chain.from_iterable(self._members)], self._members_before
         return len(now) == len(before) and all(map(is_, now, before))
 
-    def _look_up_buffers(self) -> None:
+    def _look_up_buffers(self, modules_before: Container[int] = ()) -> None:
+        """Look module buffers up anew, but for caches of this rank: new in an old module, or of another shape."""
         found: dict[int, tuple[str, Tensor]] = {}
         for full_name, (owner, name) in self._owners.items():
-            if (buffer := getattr(owner, name, None)) is not None:
+            buffer, before = getattr(owner, name, None), self._buffers.get(full_name)
+            if buffer is not None and (before is not None or id(owner) not in modules_before):
+                buffer = buffer if before is None or buffer.shape == before.shape else before
                 found.setdefault(id(buffer), (full_name, buffer))
         self._buffers = dict(found.values())
 
@@ -171,8 +175,9 @@ class ModuleParams:
                     f"the old ones{_listed(held)}: make a new optimizer, or give it the new ones by add_param_group()",
                     stacklevel=2,
                 )
+        before = {id(self.module), *map(id, self._members_before)}
         self._look_up()
-        self._look_up_buffers()
+        self._look_up_buffers(before)
         self.changes += 1
         self.prepare()
 

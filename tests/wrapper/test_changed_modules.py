@@ -131,13 +131,15 @@ def test_new_parameters_start_as_rank_0_has_them() -> None:
 def test_a_rank_may_make_module_buffers_for_itself(mode: str, longest: int) -> None:
     ours = BucketDDP(Caching(), module_buffers=mode)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    for length in (2, 3, 5, 3):
+    for step, length in enumerate((2, 3, 5, 5, 3)):
         length += 2 * (dist.get_rank() == longest)
         optimizer.zero_grad()
         ours(batch(length, dist.get_rank())[0], length).square().mean().backward()
         optimizer.step()
         tables = [ours.module.table, *(it.table for it in ours.module.tables.values())]
         assert all(torch.equal(it, torch.arange(float(len(it)))) for it in tables)
+        if step == 2:  # is taken in
+            ours.module.layers.append(nn.BatchNorm1d(4))
     ours.synchronise_module_buffers()
     assert drift(ours.module.layers) == 0
 
