@@ -148,6 +148,10 @@ class AbortListener:
             self._closed.set()
             return
         self.roll_call.write(self.store)
+        try:  # a write alone does not notice, and a second connection would be tried until the timeout
+            self.store.check(["end"])
+        except RuntimeError as error:
+            raise PeerFailureError(f"rank {collectives.rank}: {_STORE_LOST}") from error
         # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
@@ -214,6 +218,7 @@ class AbortListener:
             # An error of torch's may be due to a rank that is gone.
             from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
             gone = self.ask_why(0) if from_torch else ""
+            _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
             self._heard.wait(1)

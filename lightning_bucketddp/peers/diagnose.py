@@ -27,8 +27,8 @@ _HINTS = {
         "the module into eval mode for it"
     ),
     frozenset({Phase.PASS, Phase.EXCHANGE}): (
-        "look for a loss that does not reach that layer on every rank (a training_step that returns None), or for "
-        "a branch that depends on the rank"
+        "look for a loss that does not reach that layer on every rank (a training_step that returns None), for a "
+        "forward without its backward, or for a branch that depends on the rank"
     ),
 }
 """Hints for the user, by the phases in which two ranks wait."""
@@ -63,7 +63,7 @@ def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure |
     by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
     distinct = {repr(replace(status, rank=0)): status for status in by_rank}.values()
     pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
-    for find in (_ended, _skipped, _elsewhere):
+    for find in (_ended, _skipped, _validates, _elsewhere):
         for waiting, other in pairs:
             if text := find(waiting, other, names):
                 return Failure(text, mismatch=find is not _ended)
@@ -115,6 +115,13 @@ def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
         text = f"rank {other.rank} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
     return f"{text}: look for a backward in a branch that depends on the rank or on its data"
+
+
+def _validates(waiting: Status, other: Status, _: Sequence[str]) -> str:
+    """``other`` has begun a validation that ``waiting`` has not come to."""
+    if other.position.validation <= waiting.position.validation:
+        return ""
+    return f"rank {other.rank} has begun a validation, while {_describe(waiting)}; {LOOK_FOR_BATCHES}"
 
 
 def _elsewhere(waiting: Status, other: Status, names: Sequence[str]) -> str:

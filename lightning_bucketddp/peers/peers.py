@@ -158,6 +158,8 @@ class Peers:
             except (PeerFailureError, RankMismatchError, CommHookError):
                 raise
             except RuntimeError as error:
+                if str(error).startswith("DataLoader worker"):  # torch raises it in a signal handler, wherever that is
+                    raise
                 self._give_up_after(what if isinstance(what, str) else what(), error)
 
     def poll(self) -> None:

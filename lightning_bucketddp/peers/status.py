@@ -35,6 +35,7 @@ class Position:
         forward: Training forwards begun.
         exchange: Exchanges of BatchNorm statistics and of module buffers begun.
         agreement: Agreements through the store begun.
+        validation: Validations in a Trainer's ``fit`` begun.
         updates: Steps of sharded optimizers, and a hash of the buckets that they have updated. One value, for it is
             written while another thread copies the record.
     """
@@ -45,6 +46,7 @@ class Position:
     forward: int = 0
     exchange: int = 0
     agreement: int = 0
+    validation: int = 0
     updates: tuple[int, int] = (0, 0)
 
     @property
@@ -153,6 +155,10 @@ class Status:
     def begin_agreement(self) -> None:
         """An agreement through the store begins, on every rank."""
         self.position.agreement += 1
+
+    def begin_validation(self) -> None:
+        """A validation begins, on every rank."""
+        self.position.validation += 1
 
     def end_pass(self) -> None:
         """A synchronised pass has been completed."""

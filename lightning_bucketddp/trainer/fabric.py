@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -16,7 +17,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
+from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.trainer import common
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
@@ -134,6 +137,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         with common.group_set_up(self._timeout):
             super().setup_environment()
+            if dist.is_initialized():  # not if a test mocks `init_process_group`
+                listen(Collectives(None), self._options.report_after)
 
     @override
     def setup_module(self, module: Module) -> BucketDDP:  # type: ignore[override]

@@ -316,6 +316,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def on_validation_start(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
+            wrapper._passes.peers.here.begin_validation()
             wrapper.wait_for_parameters()
             wrapper.synchronise_module_buffers()
 

@@ -16,6 +16,7 @@ from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.swap import restart_masters
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -76,7 +77,8 @@ class UnevenInputs(JoinHook):
         """
         ranks, peers = range(self._collectives.world_size), self._passes.peers
         mine = [int(has_data and rank == self._collectives.rank) for rank in ranks] + [int(reduces), int(sends)]
-        with peers.waiting_for("what ranks with data are about to do"):
+        peers.here.begin_exchange()
+        with peers.waiting_for("what ranks with data are about to do", Phase.EXCHANGE):
             *having, reducing, sending = _sum(mine, self._collectives, self._device, peers.poll)
         if sending:
             self._module_buffers.synchronise([rank for rank in ranks if having[rank]])

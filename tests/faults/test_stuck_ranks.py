@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +174,7 @@ def test_the_error_at_the_timeout_holds_the_report(run_ranks: RunRanks, place: s
     for words in ("0 has waited for 0 s: rank 1 did not come", "1: silent for [1-9] s; its last", f"0: {waits}"):
         assert re.search(f"rank {words}", error), error
     assert error.count("Where ranks are") == 1
+    assert "nothing is heard of rank(s) 1" in error
 
 
 def store_stops(port: int) -> tuple[list[str], str]:
@@ -215,10 +216,16 @@ def test_a_rank_reports_alone_when_the_store_is_silent_and_raises_at_the_timeout
         assert re.search(words, error), error
 
 
-def store_ends(port: int) -> str:
+def store_ends(port: int, wrapped: bool) -> str:
     """Rank 0 ends before rank 1, and with it the store. Return rank 1's error."""
-    again(init_method=f"tcp://127.0.0.1:{port}")
-    model = BucketDDP(Mlp())
+    pids = again(init_method=f"tcp://127.0.0.1:{port}")
+    if not wrapped and dist.get_rank() == 0:
+        os.kill(pids[0], signal.SIGKILL)
+    time.sleep(0 if wrapped else 1)
+    with nullcontext() if wrapped else pytest.raises(PeerFailureError, match="rank 1: the process that serves the st"):
+        model = BucketDDP(Mlp())
+    if not wrapped:
+        return ""
     model(inputs_of(0)).sum().backward()
     if dist.get_rank() == 0:
         listen(Collectives(None)).close()  # as at the end of a script
@@ -229,7 +236,8 @@ def store_ends(port: int) -> str:
 
 
 def test_the_end_of_the_rank_that_serves_the_store_is_told(run_ranks: RunRanks) -> None:
-    _, error = run_ranks(2, store_ends, free_port(), fresh=True, may_exit=[0])
+    _, error = run_ranks(2, store_ends, free_port(), False, fresh=True, may_exit=[0])
+    _, error = run_ranks(2, store_ends, free_port(), True, fresh=True, may_exit=[0])
     assert "failed in pass 1: rank 0, which serves the store, has ended training; look for an exception in its" in error
 
 

@@ -50,6 +50,14 @@ def test_ranks_exchange_answers_and_clear_up(ranks: MakeRanks) -> None:
     assert not any(three[0]._listener.store.check([f"1/1/first/{key}"]) for key in (0, 1, 2, "said", "complete"))
 
 
+def test_an_error_of_a_dataloader_is_not_one_of_another_rank(ranks: MakeRanks) -> None:
+    (one,) = ranks(1)
+    for text, kind in (("DataLoader worker (pid 7) is killed", RuntimeError), ("closed by peer", PeerFailureError)):
+        with pytest.raises(RuntimeError, match=text[-6:]) as caught, one.waiting_for("the gradients"):
+            raise RuntimeError(text)
+        assert type(caught.value) is kind
+
+
 def test_a_failure_is_known_until_the_next_pass_or_for_good(ranks: MakeRanks) -> None:
     first, second = ranks(2)
     second.publish_failure("raised A", for_good=False)

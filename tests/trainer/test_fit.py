@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
@@ -133,12 +134,22 @@ def test_an_exception_on_one_rank_is_an_error_everywhere() -> None:
         trainer(ours(timeout=soon)).fit(Regression(), data())
 
 
-@on_ranks(2, fresh=True, may_exit=[1])
-def test_a_rank_with_fewer_batches_is_named() -> None:
+class SlowToValidate(Regression):
+    def validation_step(self, *_: Any) -> None:
+        time.sleep(3)
+
+
+WORDS = {False: "rank 1 has ended training after 3 pass", True: "rank 1 has begun a validation"}
+
+
+@on_ranks(2, fresh=True, may_exit=[1], cases=[*WORDS.items()])
+def test_a_rank_with_fewer_batches_is_named(validates: bool, words: str) -> None:
     count = 4 - dist.get_rank()
-    dataset = TensorDataset(torch.randn(count, 4, 8), torch.randn(count, 4, 4))
-    with raises_soon(PeerFailureError, match=r"(?s)rank 1 has ended training after 3 pass.*uneven_inputs", within=30):
-        trainer(ours(timeout=timedelta(seconds=30))).fit(Regression(), DataLoader(dataset, batch_size=None))
+    loader = DataLoader(TensorDataset(torch.randn(count, 4, 8), torch.randn(count, 4, 4)), batch_size=None)
+    problem = (PeerFailureError, RankMismatchError)
+    with raises_soon(*problem, match=rf"(?s){words}.*uneven_inputs", within=30):
+        validation = data(1) if validates else None
+        trainer(ours(timeout=timedelta(seconds=30))).fit(SlowToValidate(), loader, validation)
         os._exit(0)  # as a script that ends: until then Lightning waits in a broadcast of its own
 
 

@@ -127,6 +127,8 @@ def test_copies_and_pickles_train(copied: Any) -> None:
     assert_grads(module, before)
     assert len(other.layout.buckets) == len(ours.layout.buckets) > 1
     ours.close()
+    teacher = copied(BucketDDP(Mlp())).requires_grad_(False)
+    assert not teacher(batch(3, 0)[0]).requires_grad
     again = copied(ours)
     backward(again)  # closed: forwards only
     assert again.module.head.weight.grad is not None

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.models import Branches, ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
 from tests.reference import TINY, assert_grads, backward, both, drift, everyones, grads, local_if, pair, taking, train
@@ -174,6 +174,20 @@ def test_a_rank_raises_its_own_error_inside_join() -> None:
             if step == 3:
                 raise ValueError("no more of this")
             backward(ours, step)
+
+
+def skip_a_backward(ours: BucketDDP) -> None:
+    with ours.join():
+        for step in range(3):
+            output = ours(batch(step, 0)[0])
+            if dist.get_rank() == 0 or step != 1:
+                output.sum().backward()
+
+
+@on_ranks(2, fresh=True)
+def test_a_skipped_backward_is_an_error_inside_join() -> None:
+    with pytest.raises((RankMismatchError, PeerFailureError), match="a forward without its backward"):
+        skip_a_backward(BucketDDP(Mlp()))
 
 
 @on_ranks(2)
