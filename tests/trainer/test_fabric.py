@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
-from lightning_bucketddp.peers import abort_listener
 from tests.lightning_models import start_fabric
 from tests.models import ConvBatchNorm, Mlp, batch
 from tests.pool import on_ranks
@@ -124,8 +124,9 @@ def two_models() -> tuple[Fabric, list[nn.Module], list[Tensor]]:
 @on_ranks(2, fresh=True)
 def test_right_where_ddp_hangs_raises_or_drifts() -> None:
     rank, inputs = dist.get_rank(), batch(0, 0)[0]
-    start_fabric()
-    assert dist.group.WORLD in abort_listener._listeners, "else nobody hears of an error before setup()"
+    with patch("lightning_bucketddp.trainer.fabric.listen") as listens:
+        start_fabric(report_after=7)
+    assert listens.call_args.args[1] == 7, "else nobody hears of an error before setup()"
     fabric, models, losses = two_models()
     for loss in losses:
         fabric.backward(loss, model=models[1])
