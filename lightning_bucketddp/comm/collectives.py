@@ -112,7 +112,7 @@ class Collectives:
         why = _left_behind.get(self.group)
         if why is not None:
             raise RuntimeError(
-                "expected a process group without unfinished collectives, found one in which a pass failed half-way "
+                "expected a process group without unfinished collectives, found one that was given up after a failure "
                 f"({why}); start the processes anew, or make a new group"
             )
 

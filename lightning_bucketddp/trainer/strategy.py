@@ -130,7 +130,7 @@ class BucketDDPStrategy(EachSampleOnce):
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
-        self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint()
+        self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint() with shards
         self._restore_precision: Callable[[], None] | None = None
         self._trainable_at_setup: finetuning.Trainable | None = None
         self._warned_of_none = False
@@ -191,7 +191,9 @@ class BucketDDPStrategy(EachSampleOnce):
     def teardown(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
-            self.model, self._ended = self.lightning_module, wrapper
+            self.model = self.lightning_module
+            if self._options.shard_optimizer or self._state_dict_type == "sharded":  # else a destroyed group would stay
+                self._ended = wrapper
             if self._restore_precision is not None:
                 self._restore_precision()
                 self._restore_precision = None

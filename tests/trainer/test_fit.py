@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import warnings
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -132,6 +133,17 @@ def test_an_exception_on_one_rank_is_an_error_everywhere() -> None:
     again = r"(?s)expected a process group without unfinished collectives.*ArithmeticError: no output today"
     with raises_soon(RuntimeError, match=again):
         trainer(ours(timeout=soon)).fit(Regression(), data())
+
+
+@on_ranks(2, fresh=True)
+def test_a_destroyed_group_does_not_stay() -> None:
+    fits = trainer(ours())
+    fits.fit(Regression(), data())
+    assert dist.group.WORLD is not None
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None, f"the next one would meet the store of {fits.strategy}"
 
 
 class SlowToValidate(Regression):
