@@ -81,8 +81,7 @@ class Digits(pl.LightningModule):
         self.seen.append(outputs)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        predictions = self(batch[0])
-        scores = self.scores["valid"]
+        predictions, scores = self(batch[0]), self.scores["valid"]
         scores.update(predictions, batch[1])
         self.largest_logits.update(predictions.amax(1))
         self.log("valid", nn.functional.cross_entropy(predictions, batch[1]))

@@ -124,8 +124,7 @@ class Citizen(Regression):
 
     def __init__(self, net: str = "mlp", optimizer: str = "sgd", schedule: str = "") -> None:
         super().__init__(net, optimizer)
-        self.schedule = schedule
-        self.mean = MeanMetric()
+        self.schedule, self.mean = schedule, MeanMetric()
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):  # of several loaders

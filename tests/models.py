@@ -29,8 +29,7 @@ class ConvBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(2, 6, 3, bias=False)  # its true gradient before BatchNorm is 0
-        self.norm = nn.BatchNorm2d(6)
-        self.conv2 = nn.Conv2d(6, 4, 2)
+        self.norm, self.conv2 = nn.BatchNorm2d(6), nn.Conv2d(6, 4, 2)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,8 +77,7 @@ class NestedOutputs(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool, calls: int = 1) -> None:
         super().__init__()
-        self.use_reentrant = use_reentrant
-        self.calls = calls
+        self.use_reentrant, self.calls = use_reentrant, calls
         self.stem = nn.Linear(8, 16)
         self.block = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
         self.head = nn.Linear(16, 4)
@@ -114,8 +112,7 @@ def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
 
 def loss_of(output: Tensor | Outputs, target: Tensor) -> Tensor:
     if isinstance(output, Outputs):
-        extra = output.extras["side"][0]
-        return nn.functional.mse_loss(output.logits, target) + extra.square().mean()
+        return nn.functional.mse_loss(output.logits, target) + output.extras["side"][0].square().mean()
     return nn.functional.mse_loss(output, target)
 
 
@@ -214,13 +211,10 @@ class AllKinds(nn.Module):
         self.conv = nn.Conv2d(2, 5, 2, bias=False).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(5)
         self.low = nn.Linear(5, 7).to(torch.bfloat16 if low else torch.float32)
-        self.first = nn.Linear(7, 11, bias=False)
-        self.last = nn.Linear(7, 11, bias=False)
+        self.first, self.last = nn.Linear(7, 11, bias=False), nn.Linear(7, 11, bias=False)
         self.last.weight = self.first.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.one = nn.Parameter(torch.ones(1))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.idle = nn.Parameter(torch.ones(13))
+        self.scale, self.one = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
+        self.nothing, self.idle = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(13))
         self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
         self.later = nn.Parameter(torch.ones(7), requires_grad=False)
 
@@ -271,8 +265,7 @@ class Bits(nn.Module):
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
-        self.bits = nn.Embedding(16, 8, sparse=sparse)
-        self.head = nn.Linear(8, 4)
+        self.bits, self.head = nn.Embedding(16, 8, sparse=sparse), nn.Linear(8, 4)
 
     def forward(self, x: Tensor, tied: bool = False) -> Tensor:
         x = torch.tanh(self.bits(2 * torch.arange(8) + (x > 0)).sum(1))

@@ -56,8 +56,7 @@ class WorkerPool:
     """``world_size`` processes that run jobs together."""
 
     def __init__(self, world_size: int, nursery: Nursery) -> None:
-        self.world_size = world_size
-        self._nursery = nursery
+        self.world_size, self._nursery = world_size, nursery
         self._pids: list[int] = []
         self._connections: list[Connection] = []
 
@@ -115,8 +114,7 @@ class WorkerPool:
                     if rank in may_exit:
                         results[rank] = None
                     else:
-                        code = self._nursery.ask("wait", self._pids[rank])
-                        errors[rank] = f"the process ended with exit code {code}"
+                        errors[rank] = f"the process ended with exit code {self._nursery.ask('wait', self._pids[rank])}"
                 if rank in errors:  # the others may hang for it; they get a little time to say so
                     deadline = min(deadline, time.monotonic() + 15)
             if time.monotonic() > deadline:

@@ -68,8 +68,7 @@ def copying(forward: ReplicatedForward) -> ReplicatedForward:
 def pair(build: Callable[[], nn.Module] = Mlp, cap: float = 1, **options: Any) -> tuple[nn.Module, BucketDDP]:
     """A module that stays as it is, and a wrapped copy."""
     plain = seeded(build)
-    ours = BucketDDP(copy.deepcopy(plain), bucket_cap_mb=cap, timeout=timedelta(seconds=20), **options)
-    return plain, ours
+    return plain, BucketDDP(copy.deepcopy(plain), bucket_cap_mb=cap, timeout=timedelta(seconds=20), **options)
 
 
 def inputs_of(step: int) -> Tensor:

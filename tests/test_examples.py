@@ -110,8 +110,7 @@ def test_finetune_vision_sends_what_is_trained(run_ranks: RunRanks) -> None:
     output = printed(run_ranks, "finetune_vision.py")
     base, tuned = output.split("fine-tuning on 200 images of 2 classes")
     assert "pre-training on crops of 8 photographs" in base
-    accuracies = [float(found) for found in re.findall(r"held-out accuracy ([\d.]+)", base)]
-    assert accuracies[-1] > 0.5, "of 8 photographs"
+    assert float(re.findall(r"held-out accuracy ([\d.]+)", base)[-1]) > 0.5, "of 8 photographs"
     epochs = re.findall(r"backbone (\w+) +loss ([\d.]+)  held-out accuracy ([\d.]+)(?: +([\d,]+) bytes)?", tuned)
     frozen, training = epochs[:4], epochs[4:]
     assert {state for state, *_ in frozen} == {"frozen"}

@@ -75,8 +75,7 @@ def test_hooks_use_the_wrappers_own_group(options: dict[str, Any]) -> None:
 @on_ranks(3)
 def test_power_sgd_keeps_its_order_across_buckets() -> None:
     """Ranks at different speeds, chains of collectives in many buckets, and other buckets later."""
-    rank = dist.get_rank()
-    module = Mlp(width=48, depth=8)
+    rank, module = dist.get_rank(), Mlp(width=48, depth=8)
     module.head.requires_grad_(False)  # comes before all others when it is unfrozen
     for index, layer in enumerate(module.layers):
         layer.weight.register_hook(lambda _, index=index: time.sleep(0.002 * ((index + rank) % 3)))
@@ -145,8 +144,7 @@ def test_a_hook_sees_what_torchs_bucket_shows() -> None:
         last = len(ours.layout.buckets) - 1
         assert seen == [(index, index == last) for index in range(last + 1)]
         for bucket in ours.layout.buckets:
-            name = ours.layout.slots[bucket.slots[-1]].spec.name
-            assert module.get_parameter(name).grad.eq(7.0).all()
+            assert module.get_parameter(ours.layout.slots[bucket.slots[-1]].spec.name).grad.eq(7.0).all()
 
 
 def raises_on_rank_1(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
@@ -225,9 +223,8 @@ def test_ranks_with_different_hooks_are_told_both() -> None:
     ]:
         with pytest.raises(RankMismatchError, match=expected):
             BucketDDP(Mlp(), **options)
-    ours = BucketDDP(Mlp())
     with pytest.raises(RankMismatchError, match=r"allreduce_hook.*noop_hook"):
-        ours.register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
+        BucketDDP(Mlp()).register_comm_hook(None, noop_hook if last else default_hooks.allreduce_hook)
 
 
 @on_ranks(2, fresh=True)

@@ -161,8 +161,7 @@ def test_a_short_last_bucket_of_shards_carries_the_control_vector(width: int, si
 def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
     """Reduce three buckets as on an accelerator, where the second stages have no group of their own."""
     collectives, buckets = Collectives(None), Buckets.__new__(Buckets)
-    rank = dist.get_rank()
-    flats = [torch.full((10,), 1.0 + index + rank) for index in range(3)]
+    flats = [torch.full((10,), 1.0 + index + dist.get_rank()) for index in range(3)]
     buckets.active = [Bucket(index, (), [], False, flat) for index, flat in enumerate(flats)]
     reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
     to_all, gather = "all_to_all_single", "all_gather_single"

@@ -12,8 +12,7 @@ from pathlib import Path
 from tests.pool import Nursery, RankError, WorkerPool
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-RANKS = 2
-TIMEOUT = 120
+RANKS, TIMEOUT = 2, 120
 
 TEXT = PAGE.read_text(encoding="utf-8")
 HEAD = r"Of the (\d+) tests in torch ([\d.]+), torch's own class passes (\d+)\. `B.*, passes (\d+)\. (\d+) are left out"

@@ -40,8 +40,7 @@ MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
 
 
 def refused(option: str, value: object) -> Any:
-    found = re.escape(repr(value))
-    return pytest.raises((TypeError, ValueError), match=rf"(?s)^expected {option} .*found {found}")
+    return pytest.raises((TypeError, ValueError), match=rf"(?s)^expected {option} .*found {re.escape(repr(value))}")
 
 
 @on_ranks(1, cases=MAKERS)

@@ -78,8 +78,7 @@ def test_gradients_exist_once_in_memory() -> None:
     BucketDDP(nn.Linear(1, 1))(torch.ones(1, 1)).backward()  # brings in the code, and starts the threads
     module, size = Wide(), PARAMETERS * ELEMENTS * 4
     before = resident_bytes()
-    model = BucketDDP(module)
-    grown = []
+    model, grown = BucketDDP(module), []
     for step in range(6):
         model.zero_grad()
         with model.no_sync() if step == 5 else nullcontext():
@@ -90,8 +89,7 @@ def test_gradients_exist_once_in_memory() -> None:
 
 
 RANKS = range(3)
-STEP = 3
-SECONDS = 5.0
+STEP, SECONDS = 3, 5.0
 SCENARIOS = ["killed:0:pass", "raises:2:broadcast", "ends:0:nowhere"]
 """What happens to which rank, and where the others wait."""
 

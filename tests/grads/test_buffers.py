@@ -30,8 +30,7 @@ def some_params() -> list[nn.Parameter]:
     ],
 )
 def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], message: str) -> None:
-    specs = [ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())]
-    made = GradBuffers(plan(specs, range(4), 100))
+    made = GradBuffers(plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())], range(4), 100))
     for options in ({}, {"scale": 0.5}):  # copied together, or one by one
         with pytest.raises(RuntimeError, match=message):
             made.packing([0, 1], [torch.ones(4, 3, 2, 2), grad()], **options)()

@@ -105,8 +105,7 @@ def test_views_keep_dense_strides() -> None:
 
 
 def test_chunks_hold_the_run_in_order_and_are_few() -> None:
-    rng = random.Random(0)
-    most = 0
+    rng, most = random.Random(0), 0
     for _ in range(1000):
         dims = rng.randint(0, 4)
         shape, order = [rng.randint(1, 4) for _ in range(dims)], rng.sample(range(dims), dims)

@@ -215,8 +215,7 @@ def refused(folder: str) -> None:
     ]:
         module = Wide(**buffers)
         before = copy.deepcopy(module.state_dict())
-        ours = BucketDDP(module, shard_optimizer=True)
-        optimizers = optimizers_of(module)
+        ours, optimizers = BucketDDP(module, shard_optimizer=True), optimizers_of(module)
         with pytest.raises((ValueError, RuntimeError), match=words):
             ours.load_sharded(f"{folder}/{path}", optimizers[:count] if count > 0 else optimizers[::-1])
         assert_equal(module.state_dict(), before)
@@ -286,8 +285,7 @@ def test_a_filtered_state_dict_holds_its_tensors_only() -> None:
     one_step(ours, optimizer)
     assert len(ours.layout.buckets) == 1
     bias = ours.module.state_dict()["layer.bias"]
-    momentum = ours.optimizer_state_dict(optimizer, every_rank=True)["state"][1]
-    for value in (bias, momentum):
+    for value in (bias, ours.optimizer_state_dict(optimizer, every_rank=True)["state"][1]):
         assert len(pickle.dumps(value)) < bias.nbytes + 2000
 
 

@@ -165,8 +165,7 @@ def test_an_overflow_in_one_part_concerns_all(options: dict[str, Any]) -> None:
     """One element is infinite, which the ranks with its part see: none steps, and every scale shrinks."""
     ours = BucketDDP(seeded(Mlp), shard_optimizer=True, bucket_cap_mb=TINY, **options)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    scales = []
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3), []
     for step in range(6):
         before = values(ours)
         scaler.scale(loss_at(ours, step)).backward()

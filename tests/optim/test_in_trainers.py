@@ -126,8 +126,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 
 
 def whole_run(kind: str, low: bool, tuned: bool, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
-    model = Whole()
-    strategy = STRATEGIES[kind](**({"grad_dtype": "float32"} if low else {}))
+    model, strategy = Whole(), STRATEGIES[kind](**({"grad_dtype": "float32"} if low else {}))
     runs = trainer(strategy, max_epochs=epochs, precision="bf16-true" if low else None, callbacks=[Relay()] * tuned)
     runs.fit(model, data(2), ckpt_path=load)
     if save:

@@ -47,8 +47,7 @@ class Zoo(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.recurrent = nn.LSTM(8, 8, batch_first=True)
         self.normed = parametrizations.weight_norm(nn.Linear(8, 8))
-        self.table = nn.Embedding(5, 8)
-        self.head = nn.Linear(8, 5, bias=False)
+        self.table, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
         self.head.weight = self.table.weight
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])

@@ -283,8 +283,7 @@ def sparse_and_ignored(wrap: Wrap) -> nn.Module:
     ours = wrap(module)
     optimizer = SGD(module.parameters(), lr=0.1)
     for step in range(6):
-        output = ours(*tokens(step, dist.get_rank()))
-        (output + module.extra(torch.ones(4))).square().mean().backward()
+        (ours(*tokens(step, dist.get_rank())) + module.extra(torch.ones(4))).square().mean().backward()
         for param in module.extra.parameters():  # whose synchronisation is the user's
             dist.all_reduce(param.grad)
         stepped(optimizer)

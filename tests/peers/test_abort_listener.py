@@ -119,8 +119,7 @@ def test_a_group_dropped_in_a_thread_of_ours_does_not_hold_it_up() -> None:
     """Garbage collection runs in any thread. A listener that waits for another one's end would hear of no failure."""
     listener = listen(Collectives(dist.new_group()))
     dist.barrier()
-    may_tell = threading.Event()
-    tell_end = listener._tell_end
+    may_tell, tell_end = threading.Event(), listener._tell_end
     listener._tell_end = lambda: (may_tell.wait(30), tell_end())  # type: ignore[method-assign,assignment]
     thread = threading.Thread(target=listener.close, name="bucketddp-abort-listener")
     thread.start()

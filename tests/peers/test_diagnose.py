@@ -124,8 +124,7 @@ def walk(rank: int, program: list[Phase], moments: int) -> Status:
 
 def test_ranks_of_one_program_are_never_taken_for_a_mistake() -> None:
     """Ranks wait at any two neighbouring points, as none leaves one before all have come; records are of any moment."""
-    draw = random.Random(0)
-    compared = 0
+    draw, compared = random.Random(0), 0
     for _ in range(300):
         program = draw.choices([Phase.PASS, Phase.EXCHANGE, Phase.UPDATE, Phase.AGREEMENT], k=8)
         moments = [draw.randrange(1, 9) for _ in range(3)]  # records are written one after the other

@@ -46,8 +46,7 @@ class Garbage:
 @on_ranks(1, timeout=30)
 def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
     store: Any = HashStore()
-    roll_call = RollCall(store, 0, 1, 60)
-    before = gc.get_threshold()
+    roll_call, before = RollCall(store, 0, 1, 60), gc.get_threshold()
     for number in range(400):
         gc.disable()
         Garbage()

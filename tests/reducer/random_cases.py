@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import RaiseInBackward
 
-WIDTH = 6
-BATCH = 4
+WIDTH, BATCH = 6, 4
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Oddments(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.odd = nn.Parameter(torch.randn(17, 3))
+        self.scalar, self.odd = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(17, 3))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
         self.low = nn.Parameter(torch.randn(5).bfloat16())
@@ -197,8 +195,7 @@ OTHER_WAYS = [{"overlap": False}, {"use_contiguous_buffers": False}, {"comm_hook
 
 def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
     """Draws a case: every other one a steady one, in which only the last gradient of each bucket is told of."""
-    draw = Random(seed)
-    steady = seed % 2 == 0
+    draw, steady = Random(seed), seed % 2 == 0
     stages = draw_stages(draw)
     options = {
         "bucket_cap_mb": draw.choice([None, 1e-6, 1e-4, 3e-4, 1e-3, 1]),
@@ -240,8 +237,7 @@ def draw_replicas(seed: int, stages: tuple[Stage, ...], rounds: tuple[Round, ...
 class _Rounds:
     def __init__(self, draw: Random, stages: tuple[Stage, ...], params: int, world_size: int, steady: bool) -> None:
         self.draw = draw
-        self.stages = stages
-        self.params = params
+        self.stages, self.params = stages, params
         self.world_size = world_size
         # How often the trainable set changes.
         self.freezes = draw.choice([0.0, 0.0, 0.05, 0.2] if steady else [0.0, 0.0, 0.4, 0.8])
@@ -280,8 +276,7 @@ class _Rounds:
 
     def round(self) -> Round:
         trainable = self.trainable(self.freezes)
-        local = self.chance(0.35)
-        direct = self.chance(self.past_the_wrapper)
+        local, direct = self.chance(0.35), self.chance(self.past_the_wrapper)
         guarded = self.chance(0.4) or (direct and self.reentrant)
         forwards = tuple(
             Forward(self.take(), local, direct, self.batch_norm or self.chance(0.9), self.chance(0.3))

@@ -83,8 +83,7 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.module = RandomModel(case.stages, case.seed)
         self.reference = Reference(copy.deepcopy(self.module), self.world_size)
         if self.rank != 0:

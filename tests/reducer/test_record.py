@@ -202,8 +202,7 @@ def test_the_log_says_as_much_as_the_debug_level_asks() -> None:
     assert log_of_three_passes(dist.DebugLevel.OFF) == []
     lines = log_of_three_passes(dist.DebugLevel.INFO)
     for number, line in enumerate(lines):
-        about = f"INFO rank {dist.get_rank()}: gradients of 6 parameters laid out for pass {number}: "
-        assert line.startswith(about)
+        assert line.startswith(f"INFO rank {dist.get_rank()}: gradients of 6 parameters laid out for pass {number}: ")
     first, second = lines
     assert "in 5 buckets, in launch order: 64 B middle.bias; 256 B middle.weight; " in first
     assert "in launch order: 256 B last.bias to middle.bias (3); " in second

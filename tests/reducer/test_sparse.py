@@ -95,8 +95,7 @@ def test_a_gradient_that_no_rank_made_keeps_every_bit() -> None:
 def test_a_frozen_embedding_sends_nothing() -> None:
     plain, ours = pair(Lookup, TINY)
     layouts = []
-    patterns = [(False, True), (False, True), (True, True), (True, False), (False, False)]
-    for step, (words, bag) in enumerate(patterns):
+    for step, (words, bag) in enumerate([(False, True), (False, True), (True, True), (True, False), (False, False)]):
         for model in (plain, ours.module):
             model.words.requires_grad_(words)
             model.bag.requires_grad_(bag)

@@ -22,8 +22,7 @@ def test_an_unfrozen_backbone_stays_the_same_on_all_ranks() -> None:
     alone, ours = pair(partial(Mlp, depth=4), TINY)
     module = ours.module
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (module, alone)]
-    unfrozen = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}
-    agreements = set()
+    unfrozen, agreements = {0: [], 3: [3], 6: [3, 0], 9: [3, 0, 1, 2]}, set()
     for step in range(12):
         for model in (module, alone):
             model.zero_grad()

@@ -66,8 +66,7 @@ def test_each_module_has_a_thread_and_the_first_the_callers(monkeypatch: pytest.
 
 def told_of_state() -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *autocast, *grad, torch.empty(1).device, COLOUR.get()
+    return *autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.empty(1).device, COLOUR.get()
 
 
 def test_the_callers_state_holds_in_every_thread() -> None:

@@ -53,8 +53,7 @@ CHECKPOINTED = [("checkpoint_reentrant", COPIED), ("checkpoint_non_reentrant", S
 def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> None:
     """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
-    sizes = counting_forwards(module)
-    net = replicated(module, share)
+    sizes, net = counting_forwards(module), replicated(module, share)
     optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (module, alone)]
     # bf16 is added up in another order
     tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
@@ -93,8 +92,7 @@ def test_gradients_are_the_means_over_all_samples(share: bool) -> None:
 class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.calls = 0
+        self.norm, self.calls = nn.BatchNorm1d(8), 0
         self.register_buffer("average", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,8 +104,7 @@ class Remembers(nn.Module):
 @on_ranks(1, cases=BOTH)
 def test_module_buffers_and_attributes_are_the_first_replicas(share: bool) -> None:
     module = Remembers()
-    plain = copy.deepcopy(module)
-    net = replicated(module, share)
+    plain, net = copy.deepcopy(module), replicated(module, share)
     for step in range(3):
         inputs, _ = batch(step, 0, 8)
         net(inputs).sum().backward()

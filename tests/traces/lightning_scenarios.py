@@ -28,8 +28,7 @@ MARKS = LambdaCallback(
 class Model(pl.LightningModule):
     def __init__(self, build: Callable[[], nn.Module] = Mlp, optimizer: str = "sgd") -> None:
         super().__init__()
-        self.backbone = build()
-        self.head = nn.Linear(4, 4)
+        self.backbone, self.head = build(), nn.Linear(4, 4)
         self.optimizer = optimizer
 
     def loss(self, batch: Any) -> Tensor:

@@ -52,8 +52,7 @@ class Roles:
     def __init__(self) -> None:
         self.modules: list[weakref.ref[nn.Module]] = []  # that are wrapped, or are about to be
         self.wrappers: list[weakref.ref[BucketDDP]] = []  # whose layout is known
-        self._last_wrapper = 0
-        self._buckets_since_control = True
+        self._last_wrapper, self._buckets_since_control = 0, True
         self._control_in: dict[int, str] = {}  # a wrapper's group; a thread may launch buckets in another one later
         self._next_bucket: dict[tuple[int, Layout, str, str], int] = {}
 

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Model(pl.LightningModule):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
-        self.net = nn.Linear(8, 4)
-        self.lr = lr
+        self.net, self.lr = nn.Linear(8, 4), lr
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0] + self.global_rank).square().mean()

@@ -102,8 +102,7 @@ def own(kind: str = "sized", count: int | None = None) -> DataLoader[Any]:
 class Model(Regression):
     def __init__(self, kind: str = "automatic") -> None:
         super().__init__("conv" if kind == "batchnorm" else "mlp")
-        self.kind = kind
-        self.validated = 0
+        self.kind, self.validated = kind, 0
         self.found: list[list[Tensor]] = []
         self.automatic_optimization = kind not in ("manual", "plain backward")
 
@@ -137,8 +136,7 @@ class Model(Regression):
 def reference(divide_by: str, kind: str, accumulate: int) -> dict[str, Tensor]:
     model, world = Model(kind), dist.get_world_size()
     optimizer = model.configure_optimizers()
-    longest = max(LENGTHS[:world])
-    for start in [*range(0, longest, accumulate)] * 2:
+    for start in [*range(0, max(LENGTHS[:world]), accumulate)] * 2:
         active = [batches[start : start + accumulate] for batches in map(batches_of, range(world))]
         active = [batches for batches in active if batches]
         optimizer.zero_grad()
@@ -183,8 +181,7 @@ def test_ranks_that_run_out_do_not_count() -> None:
 def test_module_buffers_of_repeated_batches_go_with_the_step() -> None:
     """A checkpoint of rank 0 does not hold them, and the next epoch does not begin with them."""
     model, counted = Model("batchnorm"), Model("batchnorm")
-    runs = trainer(ours(uneven_inputs="active_ranks"), max_epochs=2)
-    runs.fit(model, own(count=[1, 3][dist.get_rank()]))
+    trainer(ours(uneven_inputs="active_ranks"), max_epochs=2).fit(model, own(count=[1, 3][dist.get_rank()]))
     for inputs, _ in [*batches_of(0, 1), *batches_of(1, 3)[1:]] * 2:  # rank 0 has data in the first step only
         counted.net(inputs)
     assert int(model.net.norm.num_batches_tracked) == int(counted.net.norm.num_batches_tracked) == 6

@@ -58,8 +58,7 @@ def test_gradient_dtypes_may_be_given_by_name() -> None:
     ours = BucketDDP(module, grad_dtype={"layers.0.weight": torch.float64, "*.weight": FP32})
     backward(ours)
     found = {name: param.grad.dtype for name, param in module.named_parameters()}
-    expected = {"layers.0.weight": torch.float64, "layers.0.bias": BF16, "head.weight": FP32, "head.bias": BF16}
-    assert found == expected
+    assert found == {"layers.0.weight": torch.float64, "layers.0.bias": BF16, "head.weight": FP32, "head.bias": BF16}
     assert len(ours.layout.buffers) == 3
     ours = BucketDDP(Mlp().to(BF16), grad_dtype=FP32, master_params=False)
     assert ours.prepare_optimizer(torch.optim.AdamW(ours.parameters())) is None

@@ -51,8 +51,7 @@ def test_a_layer_equals_one_process_with_all_batches(plain: Any, size: tuple[int
     precise = torch.promote_types(dtype, FP32)
     plain.to(precise)  # torch's own rounds the mean itself to bf16
     tolerance: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2, "check_dtype": False} if dtype is BF16 else {}
-    assert_close = partial(torch.testing.assert_close, **tolerance)
-    rank = dist.get_rank()
+    assert_close, rank = partial(torch.testing.assert_close, **tolerance), dist.get_rank()
     mine = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
     for step in range(2):
         everything = torch.randn(sum(SIZES), plain.num_features, *size).mul(3).add(20 * step).to(dtype)
@@ -123,9 +122,8 @@ def test_layers_that_cannot_work_raise() -> None:
         with pytest.raises(ValueError, match=words):
             call()
     model = BucketDDP(convert(ConvBatchNorm()))
-    with pytest.raises(ValueError, match=r"'norm' would wait for ranks that have no data left"):
-        with model.join():
-            pass
+    with pytest.raises(ValueError, match=r"'norm' would wait for ranks that have no data left"), model.join():
+        pass
 
 
 class BranchesBehindNorm(Branches):
@@ -133,8 +131,7 @@ class BranchesBehindNorm(Branches):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.early = nn.Linear(8, 8)
+        self.norm, self.early = nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, take: str = "both") -> Tensor:
         return super().forward(self.norm(self.early(x)), take)
@@ -259,8 +256,7 @@ def test_a_trainer_equals_one_process_on_the_full_batch(counts: tuple[int, int],
     loader: Any = DataLoader(everyone[dist.get_rank()], batch_size=None)
     for _ in range(2):
         callback = LambdaCallback(on_train_batch_start=look)
-        runs = trainer(ours(module_buffers="off", **options), sync_batchnorm=True, callbacks=[callback])
-        runs.fit(model, loader)
+        trainer(ours(module_buffers="off", **options), sync_batchnorm=True, callbacks=[callback]).fit(model, loader)
         assert type(model.net.norm) is nn.BatchNorm2d
         optimizer = reference.configure_optimizers()
         for step in range(max(counts)):

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -48,10 +49,6 @@ class Scheduled(Digits):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "valid"}}
 
 
-def averaging() -> list[pl.Callback]:
-    return [pl.callbacks.EMAWeightAveraging(decay=0.8), pl.callbacks.LearningRateMonitor()]
-
-
 def finetuning() -> list[pl.Callback]:
     thaw = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3, verbose=False)
     return [thaw, pl.callbacks.EarlyStopping("valid", patience=0, min_delta=10.0)]
@@ -63,7 +60,7 @@ def finetuning() -> list[pl.Callback]:
     [
         (True, Digits, {"overfit_batches": 2, "num_sanity_val_steps": 0}),
         (False, Digits, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
-        (False, Digits, {"callbacks": averaging}),
+        (False, Digits, {"callbacks": lambda: [EMAWeightAveraging(decay=0.8), LearningRateMonitor()]}),
         (False, Digits, {"callbacks": finetuning, "max_epochs": 4}),
         (True, Lbfgs, {"precision": "64-true"}),
         (True, Skipping, {}),
@@ -90,8 +87,7 @@ def test_evaluation_and_prediction_are_as_on_one_device(share: bool) -> None:
     model = Digits()
     expected, found = one_process(), one_process(3, share)
     for stage in ("validate", "test"):
-        values = [getattr(runs, stage)(model, digits(), verbose=False) for runs in (found, expected)]
-        close(*values)
+        close(*(getattr(runs, stage)(model, digits(), verbose=False) for runs in (found, expected)))
     predictions = found.predict(model, digits())
     close(predictions, expected.predict(model, digits()))
     assert [len(batch["class"]) for batch in predictions] == [6, 6, 6, 5]
@@ -132,8 +128,7 @@ def test_data_and_devices_of_other_kinds() -> None:
         (2, digits(batch_size=1), single),  # nothing to split
     ):
         model = Digits()
-        trainer = fit(model, devices, loader=loader, strategy="bucketdp")
-        assert isinstance(trainer.strategy, BucketDPStrategy)
+        assert isinstance(fit(model, devices, loader=loader, strategy="bucketdp").strategy, BucketDPStrategy)
         close_to(model, wanted)
 
 
