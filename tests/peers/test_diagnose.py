@@ -90,8 +90,8 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
         at(0, **IN_PASS),
         at(1, pass_number=6, **SETS),
     ),
+    "rank 1 has begun a validation, while rank 0 is in pass 6": (at(0, **IN_PASS), at(1, validation=1)),
 }
-MISTAKES["rank 1 has begun a validation, while rank 0 is in pass 6"] = at(0, **IN_PASS), at(1, validation=1)
 ENDED = at(1, ended=True, pass_number=3)
 FAILURES = {
     "rank 1 raised OSError: disk full": (at(0), at(1, failure="raised OSError: disk full")),
