@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Container, Iterable
 from itertools import chain
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,37 +49,39 @@ class ModuleParams:
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        self._buffers: dict[str, Tensor] = {}
-        self._look_up()
-        self._look_up_buffers()
+        self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as agreed
+        self._look_up_buffers(self._look_up())
 
-    def _look_up(self) -> None:
+    def _look_up(self) -> dict[str, tuple[nn.Module, str]]:
+        """Look parameters and submodules up anew. Return where each module buffer is."""
         ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
         self._dtypes = [param.dtype for _, param in self.named]
         registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
         self._members = [registry.values() for registry in registries]  # live views
         self._members_before = [*chain.from_iterable(self._members)]  # held, so that none has the place of an old one
-        self._owners = {
+        owners = {
             f"{prefix}.{name}".lstrip("."): (owner, name)
             for prefix, owner in self.module.named_modules()
             for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
             if f"{prefix}.{name}".lstrip(".") not in ignored
         }
+        self._buffers = {it: (*owners.get(it, (None, "")), agreed) for it, (*_, agreed) in self._buffers.items()}
+        return owners
 
     def _same_members(self) -> bool:
         """Whether submodules and parameters are those of the last look. Every pass asks."""
         now, before = [*chain.from_iterable(self._members)], self._members_before
         return len(now) == len(before) and all(map(is_, now, before))
 
-    def _look_up_buffers(self, modules_before: Container[int] = ()) -> None:
+    def _look_up_buffers(self, owners: dict[str, tuple[nn.Module, str]], modules_before: Container[int] = ()) -> None:
         """Look module buffers up anew, but for caches of this rank: new in an old module, or of another shape."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for full_name, (owner, name) in self._owners.items():
-            buffer, before = getattr(owner, name, None), self._buffers.get(full_name)
+        found: dict[int, tuple[str, tuple[nn.Module, str, Tensor]]] = {}
+        for full_name, (owner, name) in owners.items():
+            buffer, (*_, before) = getattr(owner, name, None), self._buffers.get(full_name, (None,))
             if buffer is not None and (before is not None or id(owner) not in modules_before):
                 buffer = buffer if before is None or buffer.shape == before.shape else before
-                found.setdefault(id(buffer), (full_name, buffer))
+                found.setdefault(id(buffer), (full_name, (owner, name, buffer)))
         self._buffers = dict(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -87,12 +90,13 @@ class ModuleParams:
         Modules replace their buffers. One of another shape or dtype may be a cache that only this rank needed: then it
         is the last one as agreed.
         """
-        for full_name, agreed in self._buffers.items():
-            owner, name = self._owners.get(full_name, (None, ""))
+        for full_name, (owner, name, agreed) in self._buffers.items():
             buffer = getattr(owner, name, None)
-            if buffer is not None and (buffer.shape, buffer.dtype) == (agreed.shape, agreed.dtype):
-                self._buffers[full_name] = buffer
-        return self._buffers
+            if buffer is None or buffer is agreed:
+                continue
+            if (buffer.shape, buffer.dtype) == (agreed.shape, agreed.dtype):
+                self._buffers[full_name] = owner, name, buffer
+        return {full_name: buffer for full_name, (*_, buffer) in self._buffers.items()}
 
     def prepare(self) -> None:
         """Find the sparse parameters, and set ``grad_dtype`` on the parameters that the options name.
@@ -176,8 +180,7 @@ class ModuleParams:
                     stacklevel=2,
                 )
         before = {id(self.module), *map(id, self._members_before)}
-        self._look_up()
-        self._look_up_buffers(before)
+        self._look_up_buffers(self._look_up(), before)
         self.changes += 1
         self.prepare()
 
