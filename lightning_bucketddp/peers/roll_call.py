@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from tempfile import TemporaryFile
 from typing import NamedTuple
@@ -138,10 +139,11 @@ class RollCall:
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first.
 
-        It is read from a dump, which takes the interpreter's lock once. To walk the frames of a thread that runs on
-        in between crashes Python 3.11 now and then.
+        It is read from a dump, which holds the interpreter's lock throughout. A crash was seen in a walk along the
+        frames of a thread that ran on meanwhile. Empty where no temporary file can be written.
         """
-        with TemporaryFile() as file:
+        dump = ""
+        with suppress(OSError), TemporaryFile() as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
             _, _, dump = file.read().decode().partition(f"0x{self._thread:016x}")

@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from unittest.mock import patch
 
 from torch.distributed import HashStore
 
@@ -14,14 +14,13 @@ from tests.pool import on_ranks
 
 def test_records_show_the_thread_that_trains() -> None:
     """In Ray that is not the main thread."""
-    store: Any = HashStore()
     waits = threading.Event()
 
     def trains() -> None:
         waits.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        roll_call = pool.submit(RollCall, store, 0, 1, 60).result()
+        roll_call = pool.submit(RollCall, HashStore(), 0, 1, 60).result()
         pool.submit(trains)
         deadline = time.monotonic() + 20
         while "trains" not in (functions := [function for _, _, function in roll_call.records()[0].stack]):
@@ -45,8 +44,7 @@ class Garbage:
 
 @on_ranks(1, timeout=30)
 def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
-    store: Any = HashStore()
-    roll_call, before = RollCall(store, 0, 1, 60), gc.get_threshold()
+    roll_call, before = RollCall(HashStore(), 0, 1, 60), gc.get_threshold()
     for number in range(400):
         gc.disable()
         Garbage()
@@ -54,3 +52,5 @@ def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
         gc.enable()
         roll_call.stack()
     gc.set_threshold(*before)
+    with patch("lightning_bucketddp.peers.roll_call.TemporaryFile", side_effect=FileNotFoundError):
+        assert roll_call.stack() == [], "where nothing can be written"
