@@ -5,15 +5,15 @@ from torch import Tensor
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.reducer import Reducer
-from lightning_bucketddp.reducer.upkeep import Upkeep
+from lightning_bucketddp.reducer.wrapped import Wrapped
 
 
 def passes_of(net: BucketDDP) -> Passes:
     return net._passes
 
 
-def upkeep_of(net: BucketDDP) -> Upkeep:
-    return net._passes.upkeep
+def wrapped_of(net: BucketDDP) -> Wrapped:
+    return net._passes.wrapped
 
 
 def reducer_of(net: BucketDDP) -> Reducer:

@@ -161,7 +161,6 @@ def _serve(rank: int, world_size: int, address: str) -> None:
     import torch
     import torch.distributed as dist
 
-    importlib.import_module("lightning_bucketddp.grads.hooks").LARGE_BYTES = 64  # as tests have small parameters
     torch.set_num_threads(1)
     connection = Client(address, "AF_UNIX", authkey=b"pool")
     connection.send(rank)

@@ -1,15 +1,13 @@
-"""The collectives of one process group. What differs per backend is decided here, once."""
+"""The collectives of one process group, as any backend has them. :mod:`.gloo` knows better ways for gloo."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from itertools import starmap
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,8 +15,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from lightning_bucketddp.comm import wire
-from lightning_bucketddp.comm.groups import timeout_of
-from lightning_bucketddp.comm.work import Handle, Handles, Work
+from lightning_bucketddp.comm.groups import belongs_to, timeout_of
+from lightning_bucketddp.comm.wire import Pack
+from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
 
 _AVERAGED_BY_THE_BACKEND = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -29,28 +28,27 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 
 
 class Collectives:
-    """Collectives of one process group. Each starts, and returns the :class:`Work` to wait for.
+    """Collectives of one process group.
 
+    Each starts, and returns the :class:`Work` to wait for. Those of reductions return their stages, for a lane to run.
     Most are the group's own methods. torch's functions around them cost small steps some percent.
 
     Args:
         process_group: The group; None for the default one.
-        owned: Whether :meth:`end` destroys the group.
-        averages: Whether the backend is known to have ``ReduceOp.AVG``; else see :meth:`probe`.
+        parent: The collectives of the group of which this is a part; None if the user made the group. What is left
+            behind in a part is left behind in the parent, and whoever aborts the parent's group aborts the part.
 
     Attributes:
         group: The process group.
         rank: This process's rank in it.
         world_size: How many ranks it has.
-        second: A group of the same ranks for the second stages of low-precision all-reduces; None if there is none.
-        apart: A group of the same ranks for collectives that a thread starts; None if there is none.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
         ValueError: If this process is not in the group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, owned: bool = False, averages: bool = False) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, parent: Collectives | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "expected torch.distributed to be initialised, found no default process group; call "
@@ -63,12 +61,10 @@ class Collectives:
         if self.rank < 0:
             raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
         self.world_size = dist.get_world_size(group)
-        self.second: Collectives | None = None
-        self.apart: Collectives | None = None
-        self._of: Collectives | None = None
-        self._owned, self._backend_averages = owned, averages
-        backends = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._on_gloo = {device for device, backend in backends if backend == "gloo"}
+        self._parent, self._parts = parent, list[Collectives]()
+        self._of_stage: dict[int, Collectives] = {}
+        self._backend_averages: bool = parent is not None and parent._backend_averages
+        self._sends_from_cpu = "cpu:" in dist.get_backend_config(group)
 
     # -- the group -----------------------------------------------------------------------------------
 
@@ -97,11 +93,9 @@ class Collectives:
         Args:
             why: What happened.
         """
-        for it in (self, self.second, self.apart):
-            if it is not None:
-                _left_behind[it.group] = why
-        if self._of is not None:
-            self._of.leave_behind(why)
+        _left_behind[self.group] = why
+        if self._parent is not None:
+            self._parent.leave_behind(why)
 
     def require_nothing_left_behind(self) -> None:
         """Require that no collectives of a failed pass are under way.
@@ -122,37 +116,44 @@ class Collectives:
         Args:
             parts: Per group, its ranks within this one. Every rank is in one of them.
         """
-        everyone, of_all = dist.get_process_group_ranks(self.group), self.is_default()
-        mine: dist.ProcessGroup | None = None
-        options: dict[str, Any] = {"timeout": timeout_of(self.group), "use_local_synchronization": not of_all}
-        with nullcontext() if of_all else _equally_many_groups(self):
-            for part in parts:
-                if of_all or self.rank in part:  # within the default group, every process has to help with every part
-                    made = dist.new_group([everyone[it] for it in part], **options)
-                    mine = made if self.rank in part else mine
-        assert mine is not None
-        # A part of another group is never destroyed: torch would use its name again, and find under this name what
-        # its ranks have left in the store.
-        return Collectives(mine, of_all, self._backend_averages)
+        everyone, timeout = dist.get_process_group_ranks(self.group), timeout_of(self.group)
+        members = [[everyone[rank] for rank in part] for part in parts]
+        if self.is_default():
+            mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+        else:  # the processes outside of this group know nothing of it
+            own = next(part for part in members if everyone[self.rank] in part)
+            with _equally_many_groups(self):
+                mine = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+        belongs_to(mine, self.group)
+        part = type(self)(mine, parent=self)
+        self._parts.append(part)
+        return part
 
-    def again(self) -> Collectives:
-        """Make another group of the same ranks, whose collectives may start at any time between those of this one.
+    def separate_stages(self, *numbers: int) -> None:
+        """Give stages of reductions groups of their own, as several threads start them. All ranks must call this.
 
-        All ranks must call this. What is left behind in it counts as left behind in this one.
+        Args:
+            numbers: The stages, from 0.
         """
-        other = self.split([range(self.world_size)])
-        other._of = self
-        return other
+        for number in numbers:
+            self._of_stage[number] = self.split([range(self.world_size)])
 
-    def end(self) -> None:
-        """Destroy the group if it is owned and nothing is under way in it, and its other groups. Sends nothing."""
-        for other in (self.second, self.apart):
-            if other is not None:
-                other.end()
-        if self._owned and self.group not in _left_behind:
-            self._owned = False
-            with suppress(ValueError):  # it went with the default group
-                dist.destroy_process_group(self.group)
+    def stage(self, number: int) -> Collectives:
+        """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""
+        return self._of_stage.get(number, self)
+
+    def end_parts(self) -> None:
+        """Destroy the groups that were made of this one, unless something is under way in them. Sends nothing.
+
+        A part of another group than the default one stays: torch would use its name again, and find under this name
+        what its ranks have left in the store.
+        """
+        for part in self._parts:
+            part.end_parts()
+            if self.is_default() and part.group not in _left_behind:
+                with suppress(ValueError):  # it went with the default group
+                    dist.destroy_process_group(part.group)
+        self._parts.clear()
 
     # -- means ---------------------------------------------------------------------------------------
 
@@ -176,65 +177,67 @@ class Collectives:
             return  # refused by name, on every rank alike
         self._backend_averages = value.item() == (self.world_size - 1) / 2
 
-    def divisor_before(self, dtype: torch.dtype, device: torch.device, wire_dtype: torch.dtype | None) -> int | None:
-        """The divisor to apply while gradients are packed, where that spares a walk through memory.
+    def averages(self, dtype: torch.dtype) -> bool:
+        """Whether the collective itself divides by the world size. Else gradients are divided while they are packed.
 
-        That is so on the CPU: gloo's own average divides everything in a second walk.
-
-        Returns:
-            The world size; None if :meth:`all_reduce_mean` divides.
+        fp16 is divided before the sum: a sum of many ranks overflows at 65504.
         """
-        if self.world_size == 1 or wire_dtype is not None or device.type != "cpu":
-            return None
-        return self.world_size if dtype in (torch.float32, torch.float64) else None
+        return self._backend_averages and dtype in _AVERAGED_BY_THE_BACKEND
 
-    def all_reduce_mean(
-        self,
-        flat: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        divided: bool = False,
-        sent: Tensor | None = None,
-    ) -> Work:
-        """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place.
+    def scale(self, dtype: torch.dtype) -> float | None:
+        """The factor by which the ranks' values are multiplied before they are summed; None for none."""
+        return None if self.world_size == 1 or self.averages(dtype) else 1.0 / self.world_size
+
+    def reduce(
+        self, flat: Tensor, pack: Pack, wire_dtype: torch.dtype | None = None, second: Collectives | None = None
+    ) -> Stages:
+        """Replace ``flat`` by its mean over the ranks. All ranks end with the same bits.
+
+        In low precision there are two stages, an all-to-all of shards, which are summed in fp32, and an all-gather of
+        their means.
 
         Args:
-            flat: The tensor; contiguous.
-            wire_dtype: bf16 or fp16: values travel in it and are summed in fp32. There are two stages, an all-to-all of
-                shards and an all-gather of their means. All ranks end with the same bits. No effect on a tensor of
-                less, or other, precision.
-            divided: Whether the tensor has been divided by the world size.
-            sent: What :func:`wire.memory` made, filled; ``flat`` is not read then.
+            flat: 1-D, floating or complex, contiguous.
+            pack: Brings its values there.
+            wire_dtype: bf16 or fp16, in which values travel; no effect on a tensor of less, or other, precision.
+            second: The collectives for the second stage; these ones if None.
         """
-        if self._nothing_to_do(flat):
-            return Work()
+        if not self._travels_in(wire_dtype, flat):
+            pack(self.scale(flat.dtype))
+            if not self._nothing_to_do(flat):
+                op = dist.ReduceOp.AVG if self.averages(flat.dtype) else dist.ReduceOp.SUM
+                yield Stage(self.group.allreduce([wire.real(flat)], op))
+            return
+        sent = self._packed_in(wire_dtype, flat, pack)
+        received, handle = self._exchange(sent, with_own=True)
+        yield Stage(handle, (sent, received))
+        self._average(received, self.shard(sent))  # rounds: this rank keeps what the others get
+        yield Stage((second or self)._gather(sent))
         flat = wire.real(flat)
-        if wire_dtype is not None and wire.may_travel_in(wire_dtype, flat):
-            if sent is None:
-                sent = wire.padded(flat, wire.shard_length(flat, self.world_size) * self.world_size, wire_dtype)
-            received, exchanges = self._exchanges(sent, with_own=True)
-            handle = Handles([*starmap(self.group.all_to_all_single, exchanges)])
-            return self._started(handle, None, flat).then(partial(self._gather_means, received, sent, flat))
-        op = dist.ReduceOp.SUM if divided else self._averaging_op(flat)
-        return self._started(self.group.allreduce([flat], op), None, flat)
+        flat.copy_(sent[: flat.numel()])
 
-    def _averaging_op(self, flat: Tensor) -> dist.ReduceOp.RedOpType:
-        """The operation for a mean. Where the backend cannot average, ``flat`` is divided here.
+    def all_reduce_mean(self, flat: Tensor) -> Work:
+        """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place."""
+        return self._direct(self.reduce(flat, wire.packed(flat)), flat)
 
-        fp16 always is, before the sum: a sum of many ranks overflows at 65504.
-        """
-        if self._backend_averages and flat.dtype in _AVERAGED_BY_THE_BACKEND:
-            return dist.ReduceOp.AVG
-        flat.mul_(1.0 / self.world_size)
-        return dist.ReduceOp.SUM
+    def _travels_in(self, dtype: torch.dtype | None, flat: Tensor) -> TypeGuard[torch.dtype]:
+        return dtype is not None and not self._nothing_to_do(flat) and wire.may_travel_in(dtype, wire.real(flat))
 
-    def _gather_means(self, received: Tensor, sent: Tensor, flat: Tensor) -> Work:
-        """Start the second stage of an all-reduce in low precision, in the memory that the first one has sent."""
-        shard = self.shard(sent)
-        if received.device.type != "cpu":  # its memory must not be used again before this stream has read it
-            received.record_stream(torch.accelerator.current_stream(received.device))
-        wire.mean_of_parts(received, self.world_size, shard)  # rounds: this rank keeps what the others get
-        second = self.second or self
-        return second._started(second._gather(sent), lambda: flat.copy_(sent[: flat.numel()]), flat)
+    def _packed_in(self, dtype: torch.dtype, flat: Tensor, pack: Pack) -> Tensor:
+        """Pack into memory of another dtype, with as many elements for each rank."""
+        values = wire.real(flat)
+        if flat.is_complex():
+            pack()
+            pack = wire.packed(values)
+        sent = values.new_empty(wire.shard_length(values, self.world_size) * self.world_size, dtype=dtype)
+        pack(memory=sent)
+        return sent
+
+    def _average(self, received: Tensor, out: Tensor) -> None:
+        """Write the mean of the ranks' parts, which have arrived one after the other, summed in fp32 at least."""
+        parts = received.view(self.world_size, -1)[:, : out.numel()]
+        total = torch.sum(parts, 0, dtype=torch.promote_types(received.dtype, torch.float32))  # one kernel
+        out.copy_(total.mul_(1.0 / self.world_size))
 
     # -- shards --------------------------------------------------------------------------------------
 
@@ -246,52 +249,38 @@ class Collectives:
         length = wire.shard_length(flat, self.world_size)
         return flat[self.rank * length : (self.rank + 1) * length]
 
-    def reduce_scatter_mean(
-        self,
-        flat: Tensor,
-        wire_dtype: torch.dtype | None = None,
-        tail: Tensor | None = None,
-        sent: Tensor | None = None,
-    ) -> Work:
-        """Start replacing this rank's :meth:`shard` of ``flat`` by its mean over the ranks, in place.
-
-        The rest of ``flat`` means nothing afterwards.
+    def reduce_scatter(self, flat: Tensor, pack: Pack, wire_dtype: torch.dtype | None = None) -> Stages:
+        """Replace this rank's :meth:`shard` of ``flat`` by its mean over the ranks; the rest means nothing afterwards.
 
         Args:
-            flat: 1-D, floating or complex, contiguous; of any length.
-            wire_dtype: As for :meth:`all_reduce_mean`; the shard itself is not rounded.
-            tail: Travels along, and is replaced by its sum over the ranks. 1-D. ``flat`` is copied then. It has the
-                same dtype, which is fp32 or fp64, and a multiple of the world size of elements.
-            sent: As for :meth:`all_reduce_mean`.
+            flat: 1-D, floating or complex, contiguous.
+            pack: Brings its values there.
+            wire_dtype: bf16 or fp16, in which values travel; they are summed in fp32, and the shard is not rounded.
         """
-        if tail is None and self._nothing_to_do(flat):
-            return Work()
-        shard, whole = wire.real(self.shard(flat)), wire.real(flat)
-        if tail is not None:
-            sent = wire.parts_with_tail(whole, tail, self.world_size)
-            received = torch.empty_like(sent)
-            finish = partial(wire.mean_and_sum, received, shard, tail)
-            return self._started(self.group.all_to_all_single(received, sent, [], []), finish, flat)
-        numel = wire.shard_length(flat, self.world_size) * self.world_size * (whole.numel() // flat.numel())
-        fits = whole.numel() == numel
-        dtype = wire_dtype if wire_dtype is not None and wire.may_travel_in(wire_dtype, whole) else whole.dtype
-        if dtype is whole.dtype is not wire_dtype and flat.device.type not in self._on_gloo:
-            sent = whole if fits else wire.padded(whole, numel, dtype)
-            mean = sent.new_empty(numel // self.world_size)
-            op = self._averaging_op(sent)
-            handle = dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True)
-            return self._started(handle, lambda: shard.copy_(mean[: shard.numel()]), flat)
-        # By all-to-alls: gloo's own reduce-scatter takes longer than its all-reduce.
-        exact = dtype is whole.dtype is torch.float32 and fits
-        if sent is None:
-            sent = whole if exact else wire.padded(whole, numel, dtype)
-        received, exchanges = self._exchanges(sent, with_own=not exact)
-        handle = Handles([*starmap(self.group.all_to_all_single, exchanges)])
-        if exact:
-            finish = partial(wire.average_with_others, shard, received, self.rank, self.world_size)
-        else:
-            finish = partial(wire.mean_of_parts, received, self.world_size, shard)
-        return self._started(handle, finish, flat)
+        shard = wire.real(self.shard(flat))
+        if self._travels_in(wire_dtype, flat):
+            sent = self._packed_in(wire_dtype, flat, pack)
+            received, handle = self._exchange(sent, with_own=True)
+            yield Stage(handle, (sent, received))
+            self._average(received, shard)
+            return
+        pack()
+        if not self._nothing_to_do(flat):
+            yield from self._reduce_scatter(wire.real(flat), shard)
+
+    def _reduce_scatter(self, whole: Tensor, shard: Tensor) -> Stages:
+        sent = self._padded(whole)
+        if (scale := self.scale(whole.dtype)) is not None:
+            sent.mul_(scale)
+        mean = sent.new_empty(sent.numel() // self.world_size)
+        op = dist.ReduceOp.AVG if scale is None else dist.ReduceOp.SUM
+        yield Stage(dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True), (sent, mean))
+        shard.copy_(mean[: shard.numel()])
+
+    def _padded(self, whole: Tensor) -> Tensor:
+        """A copy with as many elements for each rank, or ``whole`` itself if it has."""
+        numel = wire.shard_length(whole, self.world_size) * self.world_size
+        return whole if whole.numel() == numel else wire.padded(whole, numel)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.
@@ -301,46 +290,46 @@ class Collectives:
         """
         if self._nothing_to_do(flat):
             return Work()
-        values = flat.view(torch.uint8) if flat.device.type == "cpu" else wire.real(flat)
-        return self._started(self._gather(values), None, flat)
+        return self._one(self._gather(flat), flat)
 
     def _gather(self, flat: Tensor) -> Handle:
         """Start filling ``flat`` with every rank's shard, where all shards have one length."""
-        mine = self.shard(flat)
-        if _at_once(flat, flat.nbytes, self._on_gloo):
-            return self.group.all_to_all_single(flat, torch.cat([mine] * self.world_size), [], [])
-        if not _in_pieces(flat, self.world_size, self._on_gloo):
-            return dist.all_gather_single(flat, mine, group=self.group, async_op=True)
-        parts = [part.split(wire.PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
-        start = partial(dist.all_gather, group=self.group, async_op=True)
-        return Handles([start(list(pieces), pieces[self.rank]) for pieces in zip(*parts, strict=True)])
+        values = wire.real(flat)
+        return dist.all_gather_single(values, self.shard(values), group=self.group, async_op=True)
 
-    def _exchanges(self, sent: Tensor, with_own: bool) -> tuple[Tensor, list[wire.Exchange]]:
-        way = wire.in_pieces if _in_pieces(sent, self.world_size, self._on_gloo) else wire.in_one
-        return way(sent, self.rank, self.world_size, with_own)
+    def _exchange(self, sent: Tensor, with_own: bool) -> tuple[Tensor, Handle]:
+        """Start giving each rank its part of all ranks' ``sent``; return memory for the parts, by rank.
+
+        Args:
+            sent: A part for each rank, one after the other.
+            with_own: Whether this rank needs its own part among those that it gets.
+        """
+        received = torch.empty_like(sent)
+        return received, self.group.all_to_all_single(received, sent, [], [])
 
     # -- sums and copies -----------------------------------------------------------------------------
 
-    def all_reduce_sum(self, tensor: Tensor) -> Work:
-        """Start replacing ``tensor`` by its sum over the ranks, in place.
+    def sum(self, tensor: Tensor, pack: Callable[[], None] | None = None) -> Stages:
+        """Replace ``tensor`` by its sum over the ranks, in place.
 
-        If it is short, each rank sends it to all others and adds up by itself.
+        Args:
+            tensor: The tensor.
+            pack: Brings its values there; None if they are there.
         """
-        if self._nothing_to_do(tensor):
-            return Work()
-        if _at_once(tensor, tensor.nbytes * self.world_size, self._on_gloo):
-            values = wire.real(tensor.view(-1))
-            sent = torch.stack([values] * self.world_size)
-            received = torch.empty_like(sent)
-            add_up = partial(torch.sum, received, 0, dtype=values.dtype, out=values)
-            return self._started(self.group.all_to_all_single(received, sent, [], []), add_up, tensor)
-        return self._started(self.group.allreduce([tensor], dist.ReduceOp.SUM), None, tensor)
+        if pack is not None:
+            pack()
+        if not self._nothing_to_do(tensor):
+            yield Stage(self.group.allreduce([tensor], dist.ReduceOp.SUM))
+
+    def all_reduce_sum(self, tensor: Tensor) -> Work:
+        """Start replacing ``tensor`` by its sum over the ranks, in place."""
+        return self._direct(self.sum(tensor), tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Work:
         """Start replacing ``tensor`` by the one of the group's rank ``source``, in place."""
         if self._nothing_to_do(tensor):
             return Work()
-        return self._started(self.group.broadcast(tensor, source), None, tensor)
+        return self._one(self.group.broadcast(tensor, source), tensor)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, Work]:
         """Start gathering every rank's ``tensor``; shape and dtype are the same on all ranks.
@@ -352,7 +341,7 @@ class Collectives:
             return tensor.expand(self.world_size, *tensor.shape), Work()
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         handle = dist.all_gather_single(gathered.view(-1), tensor.reshape(-1), group=self.group, async_op=True)
-        return gathered, self._started(handle, None, tensor)
+        return gathered, self._one(handle, tensor)
 
     def exchange_objects(self, mine: Any, poll: Callable[[], None] | None = None) -> list[Any]:
         """Exchange objects, pickled, and return every rank's, by rank.
@@ -363,22 +352,25 @@ class Collectives:
         """
         if self.world_size == 1:
             return [mine]
-        if "cpu" not in self._on_gloo:
+        if not self._sends_from_cpu:
             found: list[Any] = [None] * self.world_size
             dist.all_gather_object(found, mine, group=self.group)
             return found
         packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes, work = self.all_gather(torch.tensor([len(packed)]))
         work.wait(poll)
-        gathered, work = self.all_gather(wire.padded(packed, int(sizes.max()), torch.uint8))
+        gathered, work = self.all_gather(wire.padded(packed, int(sizes.max())))
         work.wait(poll)
         return [pickle.loads(it[: int(size)].numpy().tobytes()) for it, size in zip(gathered, sizes, strict=True)]
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0
 
-    def _started(self, handle: Handle | None, finish: Callable[[], object] | None, tensor: Tensor) -> Work:
-        return Work(handle, finish, tensor.device.type == "cpu", self.leave_behind)
+    def _one(self, handle: Handle, tensor: Tensor) -> Work:
+        return DirectWork(Stage(handle), iter(()), tensor.device.type == "cpu", self.leave_behind)
+
+    def _direct(self, stages: Stages, tensor: Tensor) -> Work:
+        return DirectWork(next(stages, None), stages, tensor.device.type == "cpu", self.leave_behind)
 
 
 @contextmanager
@@ -399,14 +391,3 @@ def _equally_many_groups(collectives: Collectives) -> Iterator[None]:
     finally:
         for filler in fillers:
             del known[filler]
-
-
-def _at_once(tensor: Tensor, nbytes: int, on_gloo: Container[str]) -> bool:
-    """Whether ranks send each other all of ``tensor`` at once, ``nbytes`` in all; see :data:`wire.SHORT_BYTES`."""
-    return nbytes <= wire.SHORT_BYTES and tensor.device.type == "cpu" and "cpu" in on_gloo
-
-
-def _in_pieces(flat: Tensor, world_size: int, on_gloo: Container[str]) -> bool:
-    """Whether what each rank gets of ``flat`` travels in pieces; see :data:`wire.LONG_BYTES`."""
-    long = flat.nbytes > world_size * wire.LONG_BYTES
-    return long and flat.device.type == "cpu" and "cpu" in on_gloo

@@ -11,8 +11,15 @@ import torch.distributed as dist
 
 _UNUSED_TAG = 2**30
 
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def belongs_to(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Note that a group was made of the ranks of another one, so that :func:`abort` aborts both."""
+    _parts.setdefault(group, weakref.WeakSet()).add(part)
 
 
 def available_backends() -> list[str]:
@@ -42,6 +49,7 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if group is None:
         group = dist.new_group(timeout=timeout)
         _apart[world] = weakref.ref(group)
+        belongs_to(group, world)
     return group
 
 
@@ -69,9 +77,12 @@ def started_collectives(group: dist.ProcessGroup | None) -> int:
 def abort(group: dist.ProcessGroup) -> None:
     """Make blocked collectives raise, here and on ranks that wait for this one. The group cannot be used afterwards.
 
-    Call it from any thread. gloo's own ``abort()`` leaves a blocked rank blocked. But gloo closes all connections of a
-    group when one of its receives takes longer than its timeout.
+    Groups that were made of its ranks are aborted as well. Call it from any thread. gloo's own ``abort()`` leaves a
+    blocked rank blocked. But gloo closes all connections of a group when one of its receives takes longer than its
+    timeout.
     """
+    for part in list(_parts.get(group, ())):
+        abort(part)
     with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
         peer = (group.rank() + 1) % group.size()
         group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -4,8 +4,6 @@ A hook replaces the all-reduce of a bucket. It has torch's signature, ``hook(sta
 torch's duties: it sends what it likes and divides by the world size itself. Its future's tensor becomes the bucket.
 torch's ``GradBucket`` has no constructor, so hooks get an object with the same methods.
 
-On the CPU torch's fp16 and bf16 hooks are not called: ``CastReduce`` gives the same gradients in less time.
-
 Two things do not work: ``batched_powerSGD_hook`` (broken in torch 2.13 itself), and torch's quantization hooks on gloo,
 where they fail under torch DDP too.
 
@@ -34,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.wire import real
-from lightning_bucketddp.comm.work import Work
+from lightning_bucketddp.comm.work import Stage, Stages
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
@@ -45,11 +43,13 @@ _NAMED: dict[HookName, HookFunction] = {
     "fp16": default_hooks.fp16_compress_hook,
     "powersgd": powerSGD_hook,
 }
-_CAST: dict[Any, torch.dtype] = {
-    default_hooks.bf16_compress_hook: torch.bfloat16,
-    default_hooks.fp16_compress_hook: torch.float16,
-}
-_START_EVERYTHING_AT_ONCE = (default_hooks.allreduce_hook, *_CAST, noop_hook, post_localSGD_hook)
+_START_EVERYTHING_AT_ONCE = (
+    default_hooks.allreduce_hook,
+    default_hooks.bf16_compress_hook,
+    default_hooks.fp16_compress_hook,
+    noop_hook,
+    post_localSGD_hook,
+)
 
 
 class CommHookError(RuntimeError):
@@ -141,11 +141,6 @@ class CommHook:
         self._state = state
         self._leave_behind = leave_behind
 
-    def casts_to(self, group: dist.ProcessGroup) -> torch.dtype | None:
-        """The dtype if this is torch's hook that casts, divides and sums gradients of this group; None otherwise."""
-        of_group = self._state is group or (self._state is None and group is dist.group.WORLD)
-        return next((dtype for hook, dtype in _CAST.items() if hook is self._function and of_group), None)
-
     def options(self) -> dict[str, object]:
         """The hook's name and its state's numbers. They must be the same on every rank."""
         options: dict[str, object] = {"comm_hook": self.name}
@@ -156,23 +151,24 @@ class CommHook:
                     options[f"{type(self._state).__name__}.{name}"] = value
         return options
 
-    @torch.no_grad()
-    def start(self, bucket: HookBucket) -> Work:
-        """Call the hook.
-
-        Returns:
-            The work; the result is in the bucket when it has been waited for.
+    def stages(self, bucket: HookBucket) -> Stages:
+        """Call the hook, and bring its result into the bucket.
 
         Raises:
             CommHookError: If the hook raises, or returns something else than a future.
         """
         target = bucket.buffer()
+        future = self._call(bucket)
+        yield Stage(_HookHandle(future))
+        self._finish(bucket, future, target)
+
+    @torch.no_grad()
+    def _call(self, bucket: HookBucket) -> torch.Future[Any]:
         with self._naming(bucket):
             future = self._function(self._state, bucket)
             if not isinstance(future, torch.Future):
                 raise TypeError(f"expected it to return a torch.futures.Future, found {type(future).__name__}")
-        finish = partial(self._finish, bucket, future, target)
-        return Work(_HookHandle(future), finish, True, self._leave_behind, self.one_at_a_time)
+            return future
 
     @torch.no_grad()
     def _finish(self, bucket: HookBucket, future: torch.Future[Any], target: Tensor) -> None:
@@ -206,18 +202,14 @@ class CommHook:
             self._state.p_memory_dict.clear()
             self._state.q_memory_dict.clear()
 
-    def forget_slot(self, layout: Layout, index: int, slot: int) -> None:
+    def forget_slot(self, layout: Layout, slot: int) -> None:
         """Drop PowerSGD's error of a slot that no rank used, and its bucket's factors.
 
         A matrix of zeros leaves zeros or NaNs in the factors for good.
-
-        Args:
-            layout: The layout.
-            index: The bucket's index.
-            slot: The slot.
         """
         if not isinstance(self._state, PowerSGDState):
             return
+        index = next(at for at, bucket in enumerate(layout.buckets) if slot in bucket.slots)
         self._state.p_memory_dict.pop(index, None)
         self._state.q_memory_dict.pop(index, None)
         error = self._state.error_dict.get(index)
@@ -229,7 +221,7 @@ class CommHook:
 
 
 class _HookHandle:
-    """A hook's future, with the methods of a ``dist.Work`` that :class:`Work` needs."""
+    """A hook's future as a handle. What follows the stage waits for the future, so on accelerators the stream waits."""
 
     def __init__(self, future: torch.Future[Any]) -> None:
         self._future = future
@@ -238,7 +230,7 @@ class _HookHandle:
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None:  # otherwise the work's finish waits
+        if timeout is not None:
             done = threading.Event()
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):

@@ -10,11 +10,9 @@ averaged across groups. Parameters are gathered inside a group::
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Work
 
 
 def require_divides(group_size: int | None, world_size: int) -> None:
@@ -36,7 +34,6 @@ class ShardGroups:
     Args:
         collectives: The group of all ranks that train together.
         group_size: Among how many consecutive ranks shards are divided; all of them if None.
-        in_stages: Whether an all-reduce across groups has two stages, as with a low-precision wire.
 
     Attributes:
         inside: The ranks among which shards are divided.
@@ -46,47 +43,18 @@ class ShardGroups:
         index: This rank's shard.
     """
 
-    def __init__(self, collectives: Collectives, group_size: int | None = None, in_stages: bool = False) -> None:
+    def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
         ranks = collectives.world_size
         require_divides(group_size, ranks)
         size = group_size or ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.gathering = collectives if ranks == 1 else collectives.split(groups)
-        if collectives.apart is not None and size < ranks:
-            self.inside.apart = self.inside.again()
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])
-            if in_stages:
-                self.across.second = self.across.again()
         self.shards, self.index = self.inside.world_size, self.inside.rank
-        self._all = [group for group in (self.gathering, self.across, self.inside) if group is not None]
 
     def shard(self, flat: Tensor) -> Tensor:
         """This rank's part of ``flat`` (1-D)."""
         return self.inside.shard(flat)
-
-    def reduce_scatter_mean(
-        self, flat: Tensor, wire_dtype: torch.dtype | None, tail: Tensor | None, sent: Tensor | None
-    ) -> Work:
-        """As :meth:`Collectives.reduce_scatter_mean`, with the mean over all ranks, across groups too.
-
-        A tail is summed inside the group only. Without one, a thread may start this.
-        """
-        group = self.inside.apart if tail is None else None
-        work = (group or self.inside).reduce_scatter_mean(flat, wire_dtype, tail, sent)
-        across = self.across
-        if across is not None:
-            work.then(lambda: across.all_reduce_mean(self.shard(flat), wire_dtype))
-        return work
-
-    def leave_behind(self, why: str) -> None:
-        """Note that collectives are under way which some ranks will never join."""
-        for collectives in self._all:
-            collectives.leave_behind(why)
-
-    def end(self) -> None:
-        """Destroy the groups that were made. Nothing may be under way in them."""
-        for collectives in self._all:
-            collectives.end()

@@ -1,13 +1,24 @@
-"""A collective under way, of one or several stages."""
+"""A collective under way, and the stages of a reduction.
+
+A reduction is a generator: it starts a collective, yields it as a :class:`Stage`, works on what has arrived, starts the
+next one, and so on. An all-reduce in low precision, for example::
+
+    pack the bucket  ->  all-to-all  ->  sum the ranks' parts  ->  all-gather  ->  copy into the bucket
+
+A lane (:mod:`lightning_bucketddp.comm.lane`) runs the generator. It says who waits for a stage, and when the next
+begins.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 POLL_SECONDS = 0.5
 """How often a rank polls while it waits for a collective."""
@@ -19,7 +30,7 @@ _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sl
 
 
 class Handle(Protocol):
-    """The part of ``dist.Work`` that :class:`Work` needs."""
+    """The part of ``dist.Work`` that lanes need."""
 
     def is_completed(self) -> bool:
         """Whether a wait would return, or raise, at once."""
@@ -48,154 +59,80 @@ class Handles:
             handle.wait() if timeout is None else handle.wait(timeout)
 
 
-class Work:
-    """A collective under way: a sequence of stages, the first of which has been started.
+class Stage(NamedTuple):
+    """A collective that a reduction has started.
 
-    A gradient's bucket with ``shard_group_size`` and ``wire_dtype``, for example, has three::
-
-        all-to-all inside, sum  ->  all-to-all across, sum  ->  all-gather across, copy
-
-    The completion of a stage does not start the next one: collectives complete in another order on each rank. The
-    program starts it. All ranks start the stages on one process group in the same order.
-
-    Args:
-        handle: What torch returned for the first stage; None if there is nothing to wait for (one rank).
-        finish: Called once, on the waiting thread, when the stage has completed.
-        on_host: Whether the host waits for the stage (CPU tensors). On accelerators the current stream waits.
-        left_behind: Called with the error when a wait raises. The collective is still under way then.
-        sends_more: Whether it may start further collectives by itself. :meth:`start_next` waits for it then, so that
-            no other collective comes in between.
+    Attributes:
+        handle: What torch returned.
+        memory: Tensors made on the stream that started it, and used by this stage or by what follows it.
     """
 
-    def __init__(
-        self,
-        handle: Handle | None = None,
-        finish: Callable[[], object] | None = None,
-        on_host: bool = False,
-        left_behind: Callable[[str], None] = lambda error: None,
-        sends_more: bool = False,
-    ) -> None:
-        self._handle, self._finish, self._on_host = handle, finish, on_host
-        self.left_behind, self._sends_more = left_behind, sends_more
-        self._later: list[Callable[[], Work]] = []
+    handle: Handle
+    memory: tuple[Tensor, ...] = ()
 
-    def then(self, start: Callable[[], Work]) -> Work:
-        """Add a stage, and return this work.
 
-        Args:
-            start: Starts it; called when the stage before has completed. The work that it returns may have stages too.
-        """
-        self._later.append(start)
-        return self
+Stages = Iterator[Stage]
 
-    @property
-    def in_last_stage(self) -> bool:
-        """Whether nothing is left to start."""
-        return not self._later
+
+class Work:
+    """A collective or a reduction under way. This base class is one with nothing to wait for."""
 
     def done(self) -> bool:
-        """Whether nothing is left to start or to wait for."""
-        handle = self._handle  # read once: the stage thread may take it away
-        return self.in_last_stage and (handle is None or handle.is_completed())
-
-    def known_done(self) -> bool:
         """Whether nothing is left to wait for, as far as the host knows without asking a device."""
-        done = getattr(self._handle, "all_done", self.done)  # a stage thread knows
-        return (self._on_host or self._handle is None) and done()
-
-    def start_next(self, poll: Callable[[], None] | None = None) -> bool:
-        """Wait for the present stage and start the next one, if there is one.
-
-        Args:
-            poll: As for :meth:`wait`.
-
-        Returns:
-            Whether it has started one.
-
-        Raises:
-            RuntimeError: As :meth:`wait`.
-        """
-        if self._later:
-            self.complete(poll)
-            started = self._later[0]()
-            self._handle, self._finish, self._on_host = started._handle, started._finish, started._on_host
-            self.left_behind, self._sends_more = started.left_behind, started._sends_more
-            self._later[:1] = started._later
-            return True
-        if self._sends_more:
-            self.complete(poll)
-        return False
-
-    def proceed(self, poll: Callable[[], None] | None = None) -> None:
-        """Start all stages, and wait for all but the last. Other collectives may start then.
-
-        Args:
-            poll: As for :meth:`wait`.
-
-        Raises:
-            RuntimeError: As :meth:`wait`.
-        """
-        while self.start_next(poll):
-            pass
+        return True
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
-        """Wait for all stages: on the host, or on the current stream for an accelerator.
+        """Wait for all stages: on the host for CPU tensors; the current stream waits for those of accelerators.
 
         Args:
             poll: Called every :data:`POLL_SECONDS` while the host waits. An exception in it ends the wait.
 
         Raises:
-            RuntimeError: From the backend, when a peer is gone or the time is up.
+            RuntimeError: From the backend, when a peer is gone or the time is up. Every wait raises it anew.
         """
-        self.proceed(poll)
-        if self._handle is not None and self._on_host:
-            _stay_awake(self._handle)
-        self.complete(poll)
 
-    def settle(self) -> bool:
-        """Finish the last stage if it has completed, without waiting.
 
-        It does so on the host only, as on accelerators the current stream would wait. It ignores a collective that
-        failed: :meth:`wait` raises.
+class DirectWork(Work):
+    """The thread that waits also carries the stages on.
 
-        Returns:
-            Whether nothing is left to wait for.
-        """
-        if not self._on_host or not self.done():
-            return False
-        try:
-            self.complete(None)
-        except Exception:  # raised anew by every wait
-            return False
-        return True
+    Args:
+        stage: The first stage, which has been started; None if there is none.
+        stages: The others.
+        on_host: Whether the host waits for them.
+        left_behind: Called with the error when a wait raises. The collective is still under way then.
+    """
 
-    def complete(self, poll: Callable[[], None] | None = None) -> None:
-        """Wait for the present stage and finish it. No haste: :meth:`wait` stays awake for a moment.
+    def __init__(self, stage: Stage | None, stages: Stages, on_host: bool, left_behind: Callable[[str], None]) -> None:
+        self._stage, self._stages, self._on_host, self._left_behind = stage, stages, on_host, left_behind
 
-        Args:
-            poll: As for :meth:`wait`.
+    def done(self) -> bool:
+        """Whether nothing is left to wait for, but perhaps arithmetic to do."""
+        return self._stage is None or (self._on_host and self._stage.handle.is_completed())
 
-        Raises:
-            RuntimeError: As :meth:`wait`.
-        """
-        if self._handle is not None:
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        """Wait for each stage and start the next."""
+        while self._stage is not None:
             try:
-                if poll is not None and self._on_host:
-                    _poll_until_completed(self._handle, poll)
-                self._handle.wait()
+                if self._on_host:
+                    stay_awake(self._stage.handle.is_completed)
+                wait_for(self._stage.handle, poll if self._on_host else None)
             except BaseException as error:
-                self.left_behind(str(error))
+                self._left_behind(str(error))
                 raise
-            self._handle = None
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+            self._stage = next(self._stages, None)
 
 
-def _stay_awake(handle: Handle) -> None:
-    """Look for a moment whether the collective has completed, and let other threads run in between."""
+def wait_for(handle: Handle, poll: Callable[[], None] | None) -> None:
+    """Wait for a collective, and call ``poll`` meanwhile if the host is what waits."""
+    if poll is not None:
+        _poll_until_completed(handle, poll)
+    handle.wait()
+
+
+def stay_awake(completed: Callable[[], bool]) -> None:
+    """Look for a moment whether something has completed, and let other threads run in between."""
     until = time.monotonic() + AWAKE_SECONDS
-    while not handle.is_completed() and time.monotonic() < until:
+    while not completed() and time.monotonic() < until:
         _let_others_run()
 
 

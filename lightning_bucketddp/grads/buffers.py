@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import is_
 
 import torch
@@ -60,13 +59,13 @@ class GradBuffers:
         """The contiguous 1-D tensor of one bucket, padding included."""
         return self.flats[bucket.buffer][bucket.start : bucket.stop]
 
-    def put_away(self) -> None:
-        """Give the memory back until :meth:`take_out`. Nobody may touch views in between."""
+    def free_storage(self) -> None:
+        """Give the memory back until :meth:`alloc_storage`. Nobody may touch views in between."""
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 
-    def take_out(self) -> None:
-        """Get memory again after :meth:`put_away`, filled with zeros. The tensors stay the same objects."""
+    def alloc_storage(self) -> None:
+        """Get memory again after :meth:`free_storage`, filled with zeros. The tensors stay the same objects."""
         for flat in self.flats:
             flat.untyped_storage().resize_(flat.nbytes)
             flat.zero_()
@@ -77,54 +76,45 @@ class GradBuffers:
         self.views.clear()
         self.flats.clear()
 
-    def packing(
+    def pack(
         self, slots: Sequence[int], grads: Sequence[Tensor], scale: float | None = None, flat: Tensor | None = None
-    ) -> Callable[[], None]:
-        """Look whether gradients may be packed.
+    ) -> None:
+        """Bring gradients into the views of their slots, scaled.
 
         Args:
             slots: The slots.
             grads: Their gradients: the views, or tensors that lie elsewhere.
             scale: A factor; None for no scaling.
-            flat: The bucket that holds these slots, if the factor may be applied to all of it.
-
-        Returns:
-            The function that brings them into the views of their slots, scaled.
+            flat: The bucket that holds these slots; all of it is scaled.
 
         Raises:
-            RuntimeError: If a gradient does not fit into its view. The function may raise it too.
+            RuntimeError: If a gradient does not fit into its view.
         """
-        if scale is not None and (flat is None or flat.nbytes >= LARGE_BYTES * len(slots)):
+        if scale is not None and flat is not None and flat.nbytes >= LARGE_BYTES * len(slots):
             self.require_fits(slots, grads)
-            return partial(_copy_scaled, [*map(self.view, slots)], grads, scale)
+            for slot, grad in zip(slots, grads, strict=True):
+                view = self.view(slot)
+                torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)
+            return
         targets, sources = self._outside(slots, grads)
+        if targets:
+            try:
+                torch._foreach_copy_(targets, sources)
+            except RuntimeError:
+                self.require_fits(slots, grads)
+                raise
+        if scale is not None:
+            assert flat is not None
+            flat.mul_(scale)
 
-        def pack() -> None:
-            if targets:
-                try:
-                    torch._foreach_copy_(targets, sources)
-                except RuntimeError:
-                    self.require_fits(slots, grads)
-                    raise
-            if scale is not None:
-                assert flat is not None
-                flat.mul_(scale)
-
-        return pack
-
-    def packing_into(
-        self, into: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]
-    ) -> Callable[[], None]:
-        """Look whether gradients may be packed into other memory of another dtype, as they lie in their bucket.
+    def pack_into(self, memory: Tensor, bucket: Bucket, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Bring gradients into other memory of another dtype, as they lie in their bucket; zeros where there is none.
 
         Args:
-            into: The memory, 1-D. Where there is no gradient, zeros are written.
+            memory: The memory, 1-D, at least as long as the bucket.
             bucket: The bucket.
             slots: Its slots with a gradient.
             grads: Their gradients.
-
-        Returns:
-            The function that copies them.
 
         Raises:
             RuntimeError: If a gradient does not fit.
@@ -132,16 +122,12 @@ class GradBuffers:
         self.require_fits(slots, grads)
         for slot in slots:
             self.view(slot)  # is published later
-
-        def pack() -> None:
-            if sum(grad.numel() for grad in grads) < into.numel():
-                into.zero_()
-            places = [self._layout.slots[slot] for slot in slots]
-            views = [into.as_strided(it.spec.shape, it.spec.strides, it.offset - bucket.start) for it in places]
-            if views:
-                torch._foreach_copy_(views, list(grads))
-
-        return pack
+        if sum(grad.numel() for grad in grads) < memory.numel():
+            memory.zero_()
+        places = [self._layout.slots[slot] for slot in slots]
+        views = [memory.as_strided(at.spec.shape, at.spec.strides, at.offset - bucket.start) for at in places]
+        if views:
+            torch._foreach_copy_(views, list(grads))
 
     def _outside(self, slots: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The views of slots whose gradients lie elsewhere, and these gradients. Raises if one requires grad.
@@ -193,8 +179,3 @@ class GradBuffers:
                     f"{spec.shape}, {spec.dtype} on {view.device}, found {grad.layout} of shape {tuple(grad.shape)}, "
                     f"{grad.dtype} on {grad.device}. Move a module to another device before it is wrapped"
                 )
-
-
-def _copy_scaled(views: Sequence[Tensor], grads: Sequence[Tensor], scale: float) -> None:
-    for view, grad in zip(views, grads, strict=True):
-        torch.mul(grad if grad.dtype is view.dtype else view.copy_(grad), scale, out=view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage, gradients_of, leaving_out
+from lightning_bucketddp.grads.storage import Storage, Taken, take_from
 from lightning_bucketddp.layout.plan import Layout
 
 
@@ -52,19 +52,27 @@ class Coalesced(Storage):
             self._buffers = GradBuffers(self.layout)
             self._buckets.use([self._buffers.bucket_flat(bucket) for bucket in self.layout.buckets])
 
-    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
-        """Copy a bucket's gradients; they stay where they are, too."""
+    def take(self, bucket: Bucket) -> Taken:
+        """Look which gradients there are; they stay where they are."""
         self.require_memory()
+        taken = take_from(bucket)
+        self._table.pending.difference_update(taken.absent)
+        return taken
+
+    def pack(self, bucket: Bucket, taken: Taken, scale: float | None, memory: Tensor | None = None) -> None:
+        """Copy the gradients."""
         assert self._buffers is not None
-        assert into is None
-        slots, grads, absent = gradients_of(bucket)
-        pack = self._buffers.packing(slots, grads, scale, bucket.flat)
-        return leaving_out(absent, self.views.__getitem__, self._buckets, pack)
+        if memory is not None:
+            self._buffers.pack_into(memory, self.layout.buckets[bucket.index], taken.slots, taken.grads)
+            return
+        self._buffers.pack(taken.slots, taken.grads, scale, bucket.flat)
+        if taken.absent:
+            torch._foreach_zero_([self.views[slot] for slot in taken.absent])
 
     def publish(self, bucket: Bucket) -> None:
         """Copy the reduced gradients of a bucket back."""
-        slots, grads, _ = gradients_of(bucket)
-        used = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if slot in self._buckets.pending]
+        slots, grads, _ = take_from(bucket)
+        used = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if slot in self._table.pending]
         if used:
             torch._foreach_copy_([grad for _, grad in used], [self.views[slot] for slot, _ in used])
 
@@ -79,9 +87,9 @@ class Coalesced(Storage):
         self._buffers = None
         self._buckets.use([self._nothing] * len(self._buckets.all))
 
-    def drop(self) -> None:
+    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
         """Discard pending gradients."""
-        for slot in self._buckets.pending:
+        for slot in self._table.pending_slots():
             self._table.params[slot].grad = None
 
     def zero(self) -> None:

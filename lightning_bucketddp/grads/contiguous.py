@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.lane import Streams
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.buffers import GradBuffers
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage, gradients_of, leaving_out
+from lightning_bucketddp.grads.storage import Storage, Taken, take_from
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import HEADER
 
@@ -22,9 +23,9 @@ class Contiguous(Storage):
         table: The slots.
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
+        streams: The streams on which gradients are made.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
-        largest_carrier: The last bucket has room for the control vector if it has fewer bytes than this, and its dtype
-            is exact enough.
+        with_control: Whether the last bucket has room for the control vector, if its dtype is exact enough.
 
     Attributes:
         layout: The present layout.
@@ -32,16 +33,19 @@ class Contiguous(Storage):
     """
 
     def __init__(
-        self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True, largest_carrier: float = 0
+        self,
+        table: SlotTable,
+        buckets: Buckets,
+        layout: Layout,
+        streams: Streams,
+        main_grads: bool = True,
+        with_control: bool = False,
     ) -> None:
         self._table, self._buckets, self.layout = table, buckets, layout
-        self._main_grads, self._largest_carrier = main_grads, largest_carrier
-        on_cpu = all(param.device.type == "cpu" for param in table.all_params)
-        self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
+        self._streams, self._main_grads, self._with_control = streams, main_grads, with_control
         self._pending_before: set[int] = set()  # as this pass began
         # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._packed: set[int] = set()  # early, in this pass
         self._make_buffers()
         self._make_buckets()
 
@@ -55,17 +59,16 @@ class Contiguous(Storage):
     def _make_buffers(self) -> None:
         """Make buffers with room for the control vector behind the last bucket, on all ranks alike."""
         self._tail = 0
-        if self._streams is None and self.layout.buckets:
-            last = self.layout.buckets[-1]
-            exact = self.layout.buffers[last.buffer].dtype in (torch.float32, torch.float64)
-            if exact and self.layout.bucket_nbytes(last) < self._largest_carrier:
+        if self._with_control and self.layout.buckets:
+            last = self.layout.buffers[self.layout.buckets[-1].buffer]
+            if last.dtype in (torch.float32, torch.float64):
                 self._tail = HEADER + len(self.layout.slots)
         self.buffers = GradBuffers(self.layout, self._tail)
 
     def _make_buckets(self) -> None:
         buckets, buffers = self.layout.buckets, self.buffers
-        with_tail = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
-        self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], with_tail)
+        last = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
+        self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], last)
         specs = self._table.specs if self._main_grads else []
         self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
         self.bind_main_grads(True)
@@ -111,82 +114,55 @@ class Contiguous(Storage):
 
     def open(self) -> None:
         """Remember the gradients that are pending already."""
-        self._pending_before = self._buckets.pending.copy()
-        self._packed.clear()
+        self._pending_before = self._table.pending_slots().copy()
 
     def gradient_ready(self, slot: int) -> None:
-        """Remember the gradient's stream. Pack it at once if gradients may pile up out of order."""
-        if self._streams is not None:
-            self._streams.add(torch.accelerator.current_stream(self._table.params[slot].device))
-        if not self._buckets.in_order:
-            self.hold([slot])
+        """Pack the gradient at once: gradients may pile up out of order."""
+        self.pack_and_bind([slot])
 
-    def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, as far as is known. False if nothing is known."""
-        return self._streams is None or len(self._streams) == 1
-
-    def _wait_for_streams(self, grads: Sequence[Tensor]) -> None:
-        """Let the current stream read gradients that were made on other streams."""
-        for stream in self._streams or ():
-            current = torch.accelerator.current_stream(stream.device)
-            if current != stream:
-                current.wait_stream(stream)
-                for grad in grads:  # their memory must not be used again before they have been copied
-                    grad.record_stream(torch.accelerator.current_stream(grad.device))
-
-    def hold(self, slots: Sequence[int]) -> None:
+    def pack_and_bind(self, slots: Sequence[int]) -> None:
         """Pack gradients before their bucket is launched, and bind their views."""
-        params, pending, buffers = self._table.params, self._buckets.pending, self.buffers
+        params, pending, buffers = self._table.params, self._table.pending, self.buffers
         fresh = {
             slot: grad
             for slot in slots
             if slot in pending and (grad := params[slot].grad) is not None and not buffers.holds(slot, grad)
         }
-        self._wait_for_streams(list(fresh.values()))
-        buffers.packing(list(fresh), list(fresh.values()))()
+        self._streams.wait_for(fresh.values())
+        buffers.pack(list(fresh), list(fresh.values()))
         for slot in fresh:
             buffers.bind(slot, params[slot])
 
-    def pack_early(self, slot: int, scale: float | None) -> None:
-        """Bring a gradient into its view. A second one in the same pass is added."""
-        param = self._table.params[slot]
-        grad = param.grad
-        if grad is None or slot not in self._buckets.pending:
-            return
-        if slot in self._packed:
-            self.views[slot].add_(grad.detach(), alpha=1.0 if scale is None else scale)
-        else:
-            self.buffers.packing([slot], [grad], scale)()
-            self._packed.add(slot)
-        param.grad = None
-
-    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
+    def take(self, bucket: Bucket) -> Taken:
         """Take a bucket's gradients. Its parameters have no ``.grad`` until it is published.
 
         The loops run for every parameter in every pass.
         """
-        pending = self._buckets.pending
-        early = self._packed.intersection(bucket.slots) if self._packed else ()
-        slots, grads, absent = gradients_of(bucket)
-        absent.difference_update(early)
-        self._wait_for_streams(grads)
-        if not pending.issuperset(slots):  # keep the others, should no rank have a gradient for them
-            for slot, grad in zip(slots, grads, strict=True):
+        pending, taken = self._table.pending, take_from(bucket)
+        self._streams.wait_for(taken.grads)
+        if not pending.issuperset(taken.slots):  # keep the others, should no rank have a gradient for them
+            for slot, grad in zip(taken.slots, taken.grads, strict=True):
                 if slot not in pending:
                     self._kept[slot] = (grad, grad.detach().clone() if self.buffers.holds(slot, grad) else None)
-        if into is None:
-            pack = self.buffers.packing(slots, grads, scale, None if early else bucket.flat)
-        else:
-            pack = self.buffers.packing_into(into, self.layout.buckets[bucket.index], slots, grads)
         for param in bucket.params:
             param.grad = None
-        return leaving_out(absent, self.buffers.view, self._buckets, pack)
+        pending.difference_update(taken.absent)
+        return taken
+
+    def pack(self, bucket: Bucket, taken: Taken, scale: float | None, memory: Tensor | None = None) -> None:
+        """Bring gradients into the buffer."""
+        if memory is not None:
+            self.buffers.pack_into(memory, self.layout.buckets[bucket.index], taken.slots, taken.grads)
+            return
+        self.buffers.pack(taken.slots, taken.grads, scale, bucket.flat)
+        if taken.absent:
+            torch._foreach_zero_([self.buffers.view(slot) for slot in taken.absent])
 
     # -- gradients are there -------------------------------------------------------------------------
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the views of slots with a gradient on this rank."""
-        views, pending = self.views, self._buckets.pending
+        views, pending = self.views, self._table.pending
         try:
             for slot, param in zip(bucket.slots, bucket.params, strict=True):
                 if slot in pending:
@@ -212,19 +188,20 @@ class Contiguous(Storage):
         """End a pass. A local one leaves all its gradients in the buffers."""
         if not synchronised:
             # With main_grad all of them: the user may read it after zero_grad() has dropped the gradient.
-            pending = self._buckets.pending
-            self.hold(sorted(pending if self._with_main_grad else pending - self._pending_before))
+            pending = self._table.pending_slots()
+            self.pack_and_bind(sorted(pending if self._with_main_grad else pending - self._pending_before))
         self._kept.clear()
+        self._streams.forget()
 
-    def drop(self) -> None:
+    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
         """Discard the pending gradients of a failed pass. Others keep their values, outside of buffers in use."""
-        params, buckets = self._table.params, self._buckets
-        for slot in buckets.pending:
+        params = self._table.params
+        for slot in self._table.pending_slots():
             params[slot].grad = None
         for slot, (kept, value) in self._kept.items():
             params[slot].grad = kept if value is None else value
         self._kept.clear()
-        for bucket in buckets.active[buckets.launched :]:
+        for bucket in others:
             for slot in self._held(bucket.slots):
                 params[slot].grad = self.views[slot].clone()
 

@@ -1,17 +1,15 @@
-"""One hook per parameter notes that its gradient is ready, or tells the reducer."""
+"""One hook per parameter records that its gradient is ready."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
-from lightning_bucketddp.grads.bucket import Buckets
+from lightning_bucketddp.comm.lane import Streams
 from lightning_bucketddp.grads.slots import SlotTable
-
-LARGE_BYTES = 256 * 1024
-"""From this size on, gradients in the host's memory are packed as they come: autograd can use their memory again."""
 
 HOOK_NAME = "GradientHooks.on_gradient"
 """The qualified name of every hook."""
@@ -28,50 +26,79 @@ def has_other_hooks(param: Tensor) -> bool:
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) > 1
 
 
+class Recorded(Protocol):
+    """A pass, as hooks see it.
+
+    Attributes:
+        recorded: The parameters whose hooks have recorded that gradients are ready, and of which nobody was notified.
+        notify_after: So many of them may make a bucket full.
+    """
+
+    recorded: list[Tensor]
+    notify_after: int
+
+
+class Listener(Protocol):
+    """A reducer, as hooks see it.
+
+    Attributes:
+        this_pass: The pass that is open; None if there is none.
+    """
+
+    @property
+    def this_pass(self) -> Recorded | None:
+        """The pass that is open; None if there is none."""
+
+    def gradients_recorded(self, param: Tensor) -> None:
+        """Mark recorded gradients as ready; that of ``param`` came last."""
+
+
 class GradientHooks:
     """A post-accumulate-grad hook on each parameter that can have a gradient.
 
     Parameters share one function: autograd calls it for every parameter in every pass, and a function for each would
-    not stay in the processor's caches. The hooks keep ``on_gradient`` and its owner alive until :meth:`remove`.
+    not stay in the processor's caches. The hooks keep what they call alive until :meth:`remove`.
 
     Args:
-        table: The parameters and their slots.
-        buckets: The buckets.
-        on_gradient: :meth:`Reducer.on_gradient`. Not called for gradients that only have to be noted.
+        table: The parameters.
+        listener: Notified of gradients in an open pass.
+        open_pass: Called with the first parameter that gets a gradient while no pass is open.
+        streams: The streams on which accelerators make gradients.
 
     Attributes:
+        listener: The same.
         removed: Whether the hooks were removed.
     """
 
-    def __init__(self, table: SlotTable, buckets: Buckets, on_gradient: Callable[..., None]) -> None:
-        self._buckets, self._on_gradient = buckets, on_gradient
-        self.removed = False
+    def __init__(
+        self, table: SlotTable, listener: Listener, open_pass: Callable[[Tensor], None], streams: Streams
+    ) -> None:
+        self.listener, self.removed = listener, False
         self._handles = []
         self._refs = []  # with them torch refuses to swap a parameter's content, as hooks would go with it
-        hook, hook_of_large = self._hook(large=False), self._hook(large=True)
+
+        def on_gradient(param: Tensor) -> None:
+            this_pass = listener.this_pass
+            if this_pass is None:
+                open_pass(param)
+                return
+            this_pass.recorded.append(param)
+            if len(this_pass.recorded) >= this_pass.notify_after:
+                listener.gradients_recorded(param)
+
+        def on_gradient_on_a_stream(param: Tensor) -> None:
+            streams.note(param.device)
+            on_gradient(param)
+
+        on_gradient.__qualname__ = on_gradient_on_a_stream.__qualname__ = HOOK_NAME
         for param in table.all_params:
             if not param.is_inference() and (param.is_floating_point() or param.is_complex()):
                 self._refs.append(weakref.ref(param))
                 trainable = param.requires_grad
                 param.requires_grad_(True)  # torch refuses hooks on frozen parameters
-                large = param.device.type == "cpu" and param.nbytes >= LARGE_BYTES
-                self._handles.append(param.register_post_accumulate_grad_hook(hook_of_large if large else hook))
+                hook = on_gradient if param.is_cpu else on_gradient_on_a_stream
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
                 param.requires_grad_(trainable)
-
-    def _hook(self, large: bool) -> Callable[[Tensor], None]:
-        """A hook for parameters whose gradients are large, or for those whose gradients are not."""
-        buckets, noted, tell = self._buckets, self._buckets.noted, self._on_gradient
-
-        def on_gradient(param: Tensor) -> None:
-            if not buckets.enough:
-                tell(param, False, large)
-            else:
-                noted.append(param)
-                if large or len(noted) >= buckets.enough:
-                    tell(param, True, large)
-
-        on_gradient.__qualname__ = HOOK_NAME
-        return on_gradient
 
     def remove(self) -> None:
         """Remove all hooks for good."""

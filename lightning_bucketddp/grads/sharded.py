@@ -12,20 +12,20 @@ Operations that scale or clear the ShardedGrad do the same to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
+from lightning_bucketddp.comm.lane import Streams
 from lightning_bucketddp.comm.shard_groups import ShardGroups
-from lightning_bucketddp.comm.wire import SHORT_BYTES
 from lightning_bucketddp.grads.bucket import Bucket, Buckets
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.shard_memory import ShardMemory
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage
+from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
 
 
@@ -57,9 +57,9 @@ class Sharded(Storage):
         table: The slots.
         buckets: The buckets.
         layout: The place of each slot.
+        streams: The streams on which gradients are made.
         groups: The ranks that divide the shards.
         keep_shards: Whether only shards have memory between passes. Whole buckets then have memory during passes.
-        carries_control: Whether the last bucket carries the control vector if it is short: it is copied for that.
 
     Attributes:
         layout: The present layout.
@@ -72,12 +72,11 @@ class Sharded(Storage):
         table: SlotTable,
         buckets: Buckets,
         layout: Layout,
+        streams: Streams,
         groups: ShardGroups,
         keep_shards: bool,
-        carries_control: bool,
     ) -> None:
-        largest_carrier = SHORT_BYTES if carries_control and groups.across is None else 0
-        self._inner = Contiguous(table, buckets, layout, main_grads=False, largest_carrier=largest_carrier)
+        self._inner = Contiguous(table, buckets, layout, streams, main_grads=False)
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards
         self._observer: LayoutObserver | None = None
@@ -118,7 +117,7 @@ class Sharded(Storage):
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
         if self._whole_put_away:
-            self._inner.buffers.take_out()
+            self._inner.buffers.alloc_storage()
             self._whole_put_away = False
 
     # -- a pass --------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ class Sharded(Storage):
         """Leave only local gradients in ``.grad``, and remember the slots of published ones."""
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
         for slot in self._accumulating:
-            self._table.params[slot].grad = self._inner.views[slot] if slot in self._buckets.pending else None
+            self._table.params[slot].grad = self._inner.views[slot] if slot in self._table.pending else None
         return self._accumulating
 
     def require_untouched(self, slot: int) -> None:
@@ -155,26 +154,22 @@ class Sharded(Storage):
         """As for contiguous buffers."""
         self._inner.gradient_ready(slot)
 
-    def one_stream(self) -> bool:
+    def pack_and_bind(self, slots: Sequence[int]) -> None:
         """As for contiguous buffers."""
-        return self._inner.one_stream()
+        self._inner.pack_and_bind(slots)
 
-    def hold(self, slots: Sequence[int]) -> None:
+    def take(self, bucket: Bucket) -> Taken:
         """As for contiguous buffers."""
-        self._inner.hold(slots)
+        return self._inner.take(bucket)
 
-    def pack_early(self, slot: int, scale: float | None) -> None:
+    def pack(self, bucket: Bucket, taken: Taken, scale: float | None, memory: Tensor | None = None) -> None:
         """As for contiguous buffers."""
-        self._inner.pack_early(slot, scale)
-
-    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
-        """As for contiguous buffers."""
-        return self._inner.packing(bucket, scale, into)
+        self._inner.pack(bucket, taken, scale, memory)
 
     def publish(self, bucket: Bucket) -> None:
         """Bind the shards of slots with a gradient on this rank, and add earlier passes to them."""
         for slot in bucket.slots:
-            if slot in self._buckets.pending:
+            if slot in self._table.pending:
                 self._publish_part(slot)
 
     def _publish_part(self, slot: int) -> None:
@@ -204,7 +199,7 @@ class Sharded(Storage):
             self.shards.put_back()
             in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
             if self._keep_shards and not in_use:
-                self._inner.buffers.put_away()
+                self._inner.buffers.free_storage()
                 self._whole_put_away = True
 
     def abandon(self) -> None:
@@ -213,10 +208,10 @@ class Sharded(Storage):
             self._bind(slot)
         self._accumulating = None
 
-    def drop(self) -> None:
+    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
         """Discard the gradients of a failed pass, and those of earlier passes in its buckets."""
-        self._inner.drop()
-        for bucket in self._buckets.active:
+        self._inner.drop(launched, others)
+        for bucket in (*launched, *others):
             for slot in bucket.slots:
                 self._table.params[slot].grad = None
                 if self._accumulating is not None:
@@ -245,7 +240,7 @@ class Sharded(Storage):
         del self._sharded, self.shards, mine  # which hold the old memory
         self._inner.lay_out(layout)
         self._make_shards()
-        if self._buckets.pending:  # local gradients wait in the buckets
+        if self._table.pending:  # local gradients wait in the buckets
             self.shards.set_apart(published)
         for slot, part in moved.items():
             self.shards.part(slot).copy_(part)
@@ -258,8 +253,6 @@ class Sharded(Storage):
 
     def release(self) -> None:
         """Free the buffers, and drop published gradients, because this rank holds only parts of them."""
-        if self._buckets.under_way():
-            self.groups.leave_behind("it was closed in the middle of a pass")
         for slot in range(len(self._sharded)):
             if self.is_sharded(slot):
                 self._table.params[slot].grad = None

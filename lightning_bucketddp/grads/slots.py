@@ -19,7 +19,8 @@ TrainableSet = tuple[bool, ...]
 class SlotTable:
     """Numbers slots in the order in which their parameters became trainable.
 
-    A slot keeps its number. Parameters with sparse gradients have no slot.
+    A slot keeps its number. Parameters with sparse gradients have no slot, nor have those that were unfrozen in a local
+    pass and not agreed on yet.
 
     Args:
         named_params: All parameters of the module, each once, in registration order.
@@ -33,7 +34,7 @@ class SlotTable:
         params: The parameter of each slot.
         specs: The specification of each slot.
         slot_of_index: The slot of each parameter that has one.
-        waiting: Indices of parameters with a dense gradient since the last reduction, but without a slot so far.
+        pending: What has a gradient since its last reduction: slots, and ``~index`` for parameters without a slot.
     """
 
     def __init__(self, named_params: Sequence[tuple[str, nn.Parameter]], sparse_names: Collection[str] = ()) -> None:
@@ -44,7 +45,7 @@ class SlotTable:
         self.params: list[nn.Parameter] = []
         self.specs: list[ParamSpec] = []
         self.slot_of_index: dict[int, int] = {}
-        self.waiting: set[int] = set()
+        self.pending: set[int] = set()
         self._index_of: list[int] = []
         self.add(self.trainable_now())
 
@@ -74,18 +75,24 @@ class SlotTable:
         trainable = self.without_sparse(trainable)
         for index in reversed(range(len(trainable))):
             if trainable[index] and index not in self.slot_of_index:
-                self.slot_of_index[index] = len(self.params)
+                slot = self.slot_of_index[index] = len(self.params)
+                if ~index in self.pending:
+                    self.pending.remove(~index)
+                    self.pending.add(slot)
                 self._index_of.append(index)
                 self.params.append(self.all_params[index])
                 self.specs.append(ParamSpec.of(self.names[index], self.all_params[index]))
 
-    def ready_apart(self, index: int) -> None:
-        """Note the gradient of a parameter without a slot."""
-        if index not in self.sparse:
-            self.waiting.add(index)
+    def key(self, index: int) -> int:
+        """What stands for the parameter at ``index`` in ``pending``."""
+        return self.slot_of_index.get(index, ~index)
 
-    def take_waiting(self) -> set[int]:
-        """Empty ``waiting``, and return the slots that its parameters have got since."""
-        slots = {self.slot_of_index[index] for index in self.waiting if index in self.slot_of_index}
-        self.waiting.clear()
-        return slots
+    def pending_indices(self) -> set[int]:
+        """The indices of the parameters with a gradient since their last reduction."""
+        return {index for index in range(len(self.names)) if self.key(index) in self.pending}
+
+    def pending_slots(self) -> set[int]:
+        """The slots among ``pending``, which it may be itself."""
+        if len(self.params) == len(self.names):
+            return self.pending
+        return {key for key in self.pending if key >= 0}

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
+
+
+class Taken(NamedTuple):
+    """What a bucket's parameters held when it was launched.
+
+    Attributes:
+        slots: The slots with a gradient.
+        grads: These gradients.
+        absent: The slots without one. They contribute zeros.
+    """
+
+    slots: Sequence[int]
+    grads: list[Tensor]
+    absent: list[int]
 
 
 class Storage(Protocol):
@@ -38,43 +51,31 @@ class Storage(Protocol):
         return
 
     def gradient_ready(self, slot: int) -> None:
-        """Note that a gradient is ready, on the current stream."""
+        """Note that a gradient is ready, in a pass in which gradients are not expected bucket by bucket."""
         return
 
-    def one_stream(self) -> bool:
-        """Whether all gradients are made on one stream, as far as is known. False if nothing is known."""
-        return True
-
-    def hold(self, slots: Sequence[int]) -> None:
+    def pack_and_bind(self, slots: Sequence[int]) -> None:
         """Pack gradients before their bucket is launched, and bind their views: then no gradient exists twice."""
-        return
-
-    def pack_early(self, slot: int, scale: float | None) -> None:
-        """Pack a gradient that is ready before its bucket is launched, and hide it, if that saves time.
-
-        Args:
-            slot: The slot.
-            scale: As for :meth:`packing`.
-        """
         return
 
     def require_memory(self) -> None:
         """Make the memory of buckets, if there is none."""
         return
 
-    def packing(self, bucket: Bucket, scale: float | None, into: Tensor | None = None) -> Callable[[], None]:
-        """Hide a bucket's gradients until they are published.
+    def take(self, bucket: Bucket) -> Taken:
+        """Take a bucket's gradients out of ``.grad``, until they are published."""
+
+    def pack(self, bucket: Bucket, taken: Taken, scale: float | None, memory: Tensor | None = None) -> None:
+        """Bring what was taken into the bucket's memory, scaled. Another thread may call this.
 
         Args:
             bucket: The bucket.
+            taken: What :meth:`take` has returned.
             scale: A factor; None for none.
-            into: Memory to bring them into instead: 1-D, at least as long as the bucket. Without a factor.
-
-        Returns:
-            The function that brings them into the bucket's memory, scaled. Another thread may call it.
+            memory: Memory to bring it into instead: 1-D, at least as long as the bucket. Without a factor.
 
         Raises:
-            RuntimeError: If a gradient does not fit into its view. The function may raise it too.
+            RuntimeError: If a gradient does not fit into its view.
         """
 
     def publish(self, bucket: Bucket) -> None:
@@ -90,10 +91,14 @@ class Storage(Protocol):
         """End a backward that raised and reduces nothing."""
         return
 
-    def drop(self) -> None:
+    def drop(self, launched: Sequence[Bucket], others: Sequence[Bucket]) -> None:
         """Discard the pending gradients of a failed pass.
 
-        Other gradients keep their values, outside of buffers whose collectives are under way or will be.
+        Other gradients keep their values, outside of buffers whose reductions are under way or will be.
+
+        Args:
+            launched: The buckets of the pass whose reductions are under way.
+            others: Its other buckets, whose reductions will be started all the same.
         """
 
     def zero(self) -> None:
@@ -107,28 +112,12 @@ class Storage(Protocol):
         """Turn gradients into plain tensors, and give the buffers' memory back."""
 
 
-def gradients_of(bucket: Bucket) -> tuple[Sequence[int], list[Tensor], set[int]]:
-    """The bucket's slots with a gradient, these gradients, and its slots without one."""
+def take_from(bucket: Bucket) -> Taken:
+    """The present gradients of a bucket. ``zero_grad()`` may have dropped a pending one."""
     grads = [param.grad for param in bucket.params]
-    absent = {slot for slot, grad in zip(bucket.slots, grads, strict=True) if grad is None}
-    slots = [slot for slot in bucket.slots if slot not in absent] if absent else bucket.slots
-    return slots, [grad for grad in grads if grad is not None], absent
-
-
-def leaving_out(
-    absent: Collection[int], views: Callable[[int], Tensor], buckets: Buckets, pack: Callable[[], None]
-) -> Callable[[], None]:
-    """Let slots without a gradient contribute zeros, after ``pack``.
-
-    If one is pending, ``zero_grad()`` has dropped its gradient.
-    """
-    if not absent:
-        return pack
-    buckets.pending.difference_update(absent)
-    empty = [*map(views, absent)]
-
-    def pack_and_clear() -> None:
-        pack()
-        torch._foreach_zero_(empty)
-
-    return pack_and_clear
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(grads):
+        return Taken(bucket.slots, present, [])
+    found = list(zip(bucket.slots, grads, strict=True))
+    slots = [slot for slot, grad in found if grad is not None]
+    return Taken(slots, present, [slot for slot, grad in found if grad is None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,6 @@ class Optimizers:
         storage = passes.reducer.storage
         if isinstance(storage, Sharded):
             self._params = ShardedParams(passes.reducer.table, storage, passes.peers)
-            finalize(self, storage.groups.end).atexit = False
             storage.observe(self)
         self.parts: Parts = self._params or Parts()
 
@@ -121,7 +120,7 @@ class Optimizers:
         def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # torch calls the optimizer's own hooks after the global ones, and so those that this adds.
             if optimizer not in self._known:
-                own = self._passes.upkeep.trains() if self._params is None else self._params.part_of
+                own = self._passes.wrapped.trains() if self._params is None else self._params.part_of
                 if any(id(param) in own for param in params_of(optimizer)):
                     self.prepare(optimizer)
             if optimizer in self._known and (swap := swap_of(optimizer)) is not None:
@@ -135,7 +134,7 @@ class Optimizers:
         Raises:
             WrapError: If one does.
         """
-        if holders := [*holders_of_masters(self._passes.upkeep.trains()), *self._sharded]:
+        if holders := [*holders_of_masters(self._passes.wrapped.trains()), *self._sharded]:
             raise WrapError(
                 f"expected a module that can be wrapped again, found an open BucketDDP around it and an "
                 f"{type(holders[0]).__name__} with shards or fp32 masters of its parameters; close() that wrapper first"

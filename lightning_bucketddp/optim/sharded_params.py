@@ -220,7 +220,6 @@ class ShardedParams(Parts):
         try:
             if not self._peers.message:
                 self.wait()
-                self._storage.groups.gathering.end()
         except Exception as error:  # ranks have failed, which other errors tell
             _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):

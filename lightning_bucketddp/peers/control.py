@@ -21,7 +21,7 @@ import ctypes
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,7 +85,7 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
     """Write this rank's control vector.
 
     Args:
-        vector: Where to: ``HEADER`` elements and one per slot, on the CPU.
+        vector: ``HEADER`` elements and one per slot, on the CPU.
         report: This rank's report.
         used: The slots to which this rank contributes.
     """
@@ -99,6 +99,18 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
     _header_of(vector)[:] = header
     if used and not everything:
         vector[torch.tensor(list(used)) + HEADER] = 1
+
+
+def _fill(vector: Tensor, report: Report, used: Collection[int]) -> None:
+    """Write this rank's control vector on any device. The host does not wait."""
+    if vector.is_cpu:
+        write(vector, report, used)
+    else:
+        on_host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        write(on_host, report, used)
+        vector.copy_(on_host, non_blocking=True)
+    if report.tokens_on_device is not None:
+        vector[_TOKENS] += torch.stack(_limbs(report.tokens_on_device.to(vector.device), _TOKEN_BITS))
 
 
 def _header_of(vector: Tensor) -> ctypes.Array[Any]:
@@ -163,27 +175,6 @@ class ControlExchange:
         self._world_size, self._work = world_size, work or Work()
         self._event: torch.Event | None = None
 
-    @classmethod
-    def start(
-        cls, collectives: Collectives, device: torch.device, report: Report, slots: int, used: Collection[int]
-    ) -> ControlExchange:
-        """Send the vector in a collective of its own.
-
-        Args:
-            collectives: The group.
-            device: The device whose tensors travel.
-            report: This rank's report.
-            slots: Number of slots in the layout.
-            used: The slots to which this rank contributes.
-        """
-        vector = torch.empty(HEADER + slots, dtype=torch.int64)
-        write(vector, report, used)
-        if device.type != "cpu":
-            vector = vector.pin_memory().to(device, non_blocking=True)
-        if report.tokens_on_device is not None:
-            vector[_TOKENS] += torch.stack(_limbs(report.tokens_on_device.to(device), _TOKEN_BITS))
-        return cls(vector, collectives.world_size, collectives.all_reduce_sum(vector))
-
     def wait(self, poll: Callable[[], None]) -> None:
         """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host.
 
@@ -203,8 +194,8 @@ class ControlExchange:
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
         limbs = self._vector[_TOKENS].to(torch.int64)
-        weights = torch.tensor([2 ** (_TOKEN_BITS * place) for place in range(4)], device=limbs.device)
-        return (limbs * weights).sum().clamp(min=1)
+        places = torch.arange(4, device=limbs.device)  # made there: a copy from the host would make it wait
+        return (limbs << (_TOKEN_BITS * places)).sum().clamp(min=1)
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""
@@ -217,25 +208,66 @@ class ControlExchange:
         return Control(self._on_host, self._world_size)
 
 
-class ControlChecks:
-    """Reads control vectors: at once, or on accelerators when they have come to the host.
+class ControlChannel:
+    """Sends control vectors, and reads them: at once, or on accelerators when they have come to the host.
 
     Ranks that meet in a pass must be in the same step. Where nobody counts steps, ranks may meet after different
     numbers of forwards because one skipped a backward: this warns of it, once.
 
     Args:
+        collectives: The group.
         peers: The other ranks.
-        on_cpu: Whether control vectors are read at once.
+        device: The device of the gradients.
 
     Attributes:
         last: The control vector of the last pass; on accelerators, those of the last two.
     """
 
-    def __init__(self, peers: Peers, on_cpu: bool = True) -> None:
-        self._peers = peers
-        self.last: deque[ControlExchange] = deque(maxlen=1 if on_cpu else 2)
+    def __init__(self, collectives: Collectives, peers: Peers, device: torch.device) -> None:
+        self._collectives, self._peers, self._device = collectives, peers, device
+        self.last: deque[ControlExchange] = deque(maxlen=1 if device.type == "cpu" else 2)
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False
+
+    def report(self, trainable: Sequence[bool], failed: bool, joined: bool) -> Report:
+        """This rank's report on a pass, before participants add to it."""
+        peers, at = self._peers, self._peers.position
+        seen = fingerprint(peers.number, at.pass_number, zlib.crc32(bytes(trainable)), peers.here.updated)
+        return Report(seen, at.step, at.forward, failed=failed, joined=joined, to_end=end_signals.received > 0)
+
+    def send(self, report: Report, slots: int, used: Collection[int]) -> ControlExchange:
+        """Send the control vector in a collective of its own.
+
+        Args:
+            report: This rank's report.
+            slots: Number of slots in the layout.
+            used: The slots to which this rank contributes.
+        """
+        vector = torch.empty(HEADER + slots, dtype=torch.int64, device=self._device)
+        _fill(vector, report, used)
+        return ControlExchange(vector, self._collectives.world_size, self._collectives.all_reduce_sum(vector))
+
+    def put_behind(
+        self, flat: Tensor, flat_with_control: Tensor, report: Report, used: Collection[int]
+    ) -> ControlExchange:
+        """Write the control vector behind a bucket, whose reduction sums it too. Arguments as for :meth:`send`."""
+        vector = flat_with_control[flat.numel() :]
+        _fill(vector, report, used)
+        return ControlExchange(vector, self._collectives.world_size)
+
+    def read(self, exchange: ControlExchange, needed: bool) -> Control | None:
+        """Require that the pass went well on every rank, now if that is needed or costs nothing; else later.
+
+        Raises:
+            PeerFailureError: If backward raised on some rank.
+            RankMismatchError: If ranks met from different places of the program.
+        """
+        self.last.append(exchange)
+        if needed or exchange.arrived():
+            return self.require_success(exchange.read())
+        self._unread.append(exchange)
+        self._peers.here.waiting_for = self._describe_unread
+        return None
 
     def require_success(self, control: Control) -> Control:
         """Require that a pass went well on every rank, and was the same pass.
@@ -283,14 +315,6 @@ class ControlChecks:
             end_signals.ending |= any(map(int, self._peers.exchange("whether to end", str(end_signals.received))))
         end_signals.ending |= bool(self.last) and self.last[0].read().ranks_to_end > 0
         return end_signals.ending
-
-    def read_later(self, exchange: ControlExchange) -> None:
-        """Keep a control vector that is not needed now and has not come to the host.
-
-        The host runs on, and waits for the other ranks wherever it next reads from the device.
-        """
-        self._unread.append(exchange)
-        self._peers.here.waiting_for = self._describe_unread
 
     def _describe_unread(self) -> str:
         """What the device waits for, in words; empty if it does not. Other threads ask for it."""

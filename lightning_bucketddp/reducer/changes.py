@@ -9,7 +9,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.params import Params
-from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.participant import Participant, PassResult
 
 
 class ParamChanges(Participant):
@@ -74,7 +74,7 @@ class ParamChanges(Participant):
             self._peers.require_same(topic, [*self.params.entries(), *lines])
         self._agreed_changes = self.params.changes
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Give new parameters rank 0's values, as wrapping does."""
         if self._new and self._init_sync:
             with self._peers.waiting_for("the values of new parameters"):

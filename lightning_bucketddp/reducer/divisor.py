@@ -9,7 +9,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DivideBy
 from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.reducer.joining import Joining
-from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.state import Pass, Role
 
 
@@ -59,7 +59,7 @@ class GradientDivisor(Participant):
             raise ValueError(f"expected a whole number of tokens from 0, found {number}")
         self._tokens = _sum(self._tokens, int(number))
 
-    def look(self, uncleared: str | None, cleared: bool) -> None:
+    def note_uncleared_grads(self, uncleared: str | None, cleared: bool) -> None:
         """Take note of ``.grad`` before backward.
 
         Args:
@@ -70,20 +70,20 @@ class GradientDivisor(Participant):
         if cleared:
             self._tokens_before = None
 
-    def opened(self, it: Pass) -> None:
+    def opened(self, this_pass: Pass) -> None:
         """Require cleared gradients and counted tokens, where the sum is not divided by the world size.
 
         Raises:
             RuntimeError: If either is missing.
         """
-        self._opened, uncleared, self._uncleared = it, self._uncleared, None
+        self._opened, uncleared, self._uncleared = this_pass, self._uncleared, None
         if uncleared is not None:
             raise RuntimeError(
                 f"rank {self._rank}: expected cleared gradients before a pass with gradient_divide_by="
                 f"{self._divide_by!r}, found {uncleared!r} with the gradient of an earlier one, which would be "
                 "rescaled once more; call optimizer.zero_grad() or zero_grad_buffer() after each step"
             )
-        counts = it.synchronised and it.role is Role.ACTIVE
+        counts = this_pass.synchronised and this_pass.role is Role.ACTIVE
         if counts and self._divide_by == "tokens" and _sum(self._tokens_before, self._tokens) is None:
             raise RuntimeError(
                 f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
@@ -119,12 +119,13 @@ class GradientDivisor(Participant):
         else:
             report.tokens = tokens or 0
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Rescale the reduced gradients."""
-        factor = self.factor = self._factor(settled.exchange)
+        factor = self.factor = self._factor(result.exchange)
         if factor is not None:
-            for bucket in settled.buckets.active:
-                bucket.flat.mul_(factor.to(bucket.flat.device) if isinstance(factor, Tensor) else factor)
+            for progress in result.this_pass.active:
+                flat = progress.bucket.flat
+                flat.mul_(factor.to(flat.device) if isinstance(factor, Tensor) else factor)
 
     def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         if self._divide_by == "tokens":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.reducer.state import PassState, Role
+from lightning_bucketddp.reducer.state import Contribution, PassState, Role
 
 
 class Joining:
@@ -49,9 +49,15 @@ class Joining:
         """False while this rank has joined: its gradients do not count."""
         return self.role is Role.ACTIVE
 
-    def contributes(self) -> bool:
-        """Whether the next reduction has gradients of this rank's own batches."""
-        return self.counts() or self._contributed
+    def contribution(self, role: Role | None) -> Contribution:
+        """What the next reduction gets from this rank.
+
+        Args:
+            role: What this rank does in it, if that is decided; nothing of its own then.
+        """
+        if role is None and (self.counts() or self._contributed):
+            return Contribution.OWN
+        return Contribution.ZERO if self.divides_by_active else Contribution.EARLIER
 
     def forget(self) -> None:
         """Say that the gradients of local passes were dropped."""

@@ -32,7 +32,7 @@ class GradientLimits(Participant):
         Raises:
             GradientError: If not.
         """
-        self._storage.hold(bucket.slots)
+        self._storage.pack_and_bind(bucket.slots)
         params = self._table.params
         present = [(slot, grad) for slot in bucket.slots if (grad := params[slot].grad) is not None and grad.numel()]
         if not present:

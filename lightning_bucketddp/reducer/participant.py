@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.peers.control import Control, ControlExchange, Report
 from lightning_bucketddp.reducer.state import Pass
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A pass after the ranks' reports and before gradients are published.
+class PassResult:
+    """A pass when all reductions are complete, before gradients are published.
 
     Attributes:
-        buckets: The buckets; active ones hold reduced gradients.
+        this_pass: The pass; its active buckets hold reduced gradients.
         exchange: The control vector; nobody need wait for it.
         control: What it says; None if no participant reads it now and reading would wait for an accelerator.
         poll: Looks for failures of other ranks; for every wait.
     """
 
-    buckets: Buckets
+    this_pass: Pass
     exchange: ControlExchange
     control: Control | None
     poll: Callable[[], None]
@@ -41,17 +41,14 @@ class Participant:
 
     @property
     def reads_control(self) -> bool:
-        """Whether :meth:`settle` needs the control vector in this pass. Reading it waits for an accelerator."""
+        """Whether :meth:`use_reports` needs the control vector in this pass. Reading it waits for an accelerator."""
         return False
 
-    def opened(self, it: Pass) -> None:
+    def opened(self, this_pass: Pass) -> None:
         """A pass has opened. Raise to refuse it."""
 
     def ready(self, slot: int) -> None:
         """The gradient of ``slot`` has been accumulated. Called if :attr:`follows_gradients`."""
-
-    def ready_apart(self, index: int) -> None:
-        """The gradient of a parameter without a slot, at ``index`` in the module, has been accumulated."""
 
     def before_launch(self, bucket: Bucket) -> None:
         """``bucket`` is about to be packed. Raise to refuse its gradients."""
@@ -62,7 +59,7 @@ class Participant:
     def report(self, report: Report) -> None:
         """All buckets have been launched. Add to the control vector what only this rank knows, or raise."""
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Use the ranks' reports. Start collectives, if need be, and wait for them."""
 
     def ended(self) -> None:

@@ -2,79 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.engine import BackwardEnd, accumulates, reachable_leaves
-from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.reducer.assembly import Setting
-from lightning_bucketddp.reducer.params import Params
-from lightning_bucketddp.reducer.participant import Participant
+from lightning_bucketddp.grads.hooks import GradientHooks
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer, not_own_batch
 from lightning_bucketddp.reducer.state import Origin, Pass, PassState, Role
-from lightning_bucketddp.reducer.upkeep import Upkeep
+from lightning_bucketddp.reducer.wrapped import Wrapped
 
 
 class Passes:
-    """Opens and ends the passes of a module, and lays its buckets out anew when that is due.
+    """Opens and ends the passes of a module.
 
     Args:
-        params: The parameters of the module; the same on every rank.
-        collectives: The group.
-        peers: The other ranks.
-        options: The user's options.
-        hook: The communication hook, if there is one; agreed between the ranks.
-        one_machine: Whether the ranks share one machine; agreed between them.
-        others: Further participants.
+        wrapped: The module's parameters, and their reducer.
 
     Attributes:
+        wrapped: The same.
         peers: The other ranks.
-        setting: The parts that stay when parameters change.
-        upkeep: Owns the reducer, and keeps it in line with the module.
         joining: Whether ranks may run out of data, and whether this one has.
         synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        collectives: Collectives,
-        peers: Peers,
-        options: Options,
-        hook: CommHook | None = None,
-        one_machine: bool = False,
-        others: Sequence[Participant] = (),
-    ) -> None:
-        self.peers = peers
-        self.setting = Setting(params, collectives, peers, options, one_machine, others)
-        self.upkeep = Upkeep(self.setting, hook, self._open_by_gradient)
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.wrapped, self._context = wrapped, wrapped.context
+        self.peers, self.joining = wrapped.context.peers, wrapped.context.joining
         self.synchronise = True
-        self.joining = self.setting.joining
         self._root_synchronises = True
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
+        self._hooks = self._hook()
+
+    def _hook(self) -> GradientHooks:
+        reducer = self.reducer
+        return GradientHooks(reducer.table, reducer, self.open_by_gradient, self._context.streams)
+
+    def _follow_reducer(self) -> None:
+        """Move the hooks to the reducer of the present parameters."""
+        if self._hooks.listener is not self.reducer and not self._hooks.removed:
+            self._hooks.remove()
+            self._hooks = self._hook()
 
     @property
     def recorder(self) -> PassRecorder:
         """Records passes."""
-        return self.setting.recorder
+        return self._context.recorder
 
     @property
     def reducer(self) -> Reducer:
         """The reducer of the present parameters."""
-        return self.upkeep.reducer
+        return self.wrapped.reducer
 
     @property
     def reduces(self) -> bool:
         """Whether passes are reduced, unless a root decides otherwise."""
-        return self.synchronise or self.setting.options.scatter_every_pass
+        return self.synchronise or self._context.options.scatter_every_pass
+
+    def close(self) -> None:
+        """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""
+        self._hooks.remove()
+        self.wrapped.close()
 
     def set_synchronise(self, synchronise: bool) -> None:
         """Say whether gradients of the passes that follow are reduced."""
@@ -97,14 +90,14 @@ class Passes:
         self.peers.here.begin_forward()
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
-            self.upkeep.note_trainable()
+            self.wrapped.note_trainable()
         if self.synchronise and reducer.state is PassState.IDLE and not self.joining.uneven:
-            self.upkeep.move_shards()
+            self.wrapped.move_shards()
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number of tokens by which gradients are divided."""
         self.require_usable()  # settling a broken pass later would drop these tokens
-        self.setting.divisor.count_tokens(tokens if self.joining.counts() else 0)
+        self._context.divisor.count_tokens(tokens if self.joining.counts() else 0)
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in place."""
@@ -113,16 +106,17 @@ class Passes:
             raise RuntimeError(
                 "expected zero_grad_buffer() between passes, found one under way; call finish_grad_sync() first"
             )
-        self.upkeep.zero_gradients()
+        self.wrapped.zero_gradients()
 
     def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
         """Let a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
 
         Args:
-            make_hook: Gives the hook, or raises; errors as for :meth:`Upkeep.register_comm_hook`.
+            make_hook: Gives the hook, or raises; errors as for :meth:`Wrapped.register_comm_hook`.
         """
         self.require_usable()
-        self.upkeep.register_comm_hook(make_hook)
+        self.wrapped.register_comm_hook(make_hook)
+        self._follow_reducer()
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -134,7 +128,7 @@ class Passes:
             RuntimeError: If the wrapper is closed.
         """
         if self.reducer.state is PassState.BROKEN:
-            self.reducer.settle("left backward with an exception")
+            self.reducer.finish_broken_pass("left backward with an exception")
         self.peers.require_usable()
         if self.reducer.state is PassState.CLOSED:
             raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
@@ -158,50 +152,64 @@ class Passes:
         """
         self._require_idle()
         if origin is not Origin.GRADIENT:
-            self.upkeep.look_before_gradients()
-        contributes = role is None and self.joining.contributes()
-        it = Pass(
+            self._before_gradients()
+        trainable = self.wrapped.agree(synchronised)
+        self._follow_reducer()
+        this_pass = Pass(
             self.peers.position.pass_number,
             synchronised,
-            (),
+            trainable,
             origin,
             self.joining.role if role is None else role,
-            contributes,
-            sends_zeros=self.joining.divides_by_active and not contributes,
+            self.joining.contribution(role),
         )
-        it = self.upkeep.prepare(it)
         if synchronised:
-            self.setting.checks.read_what_arrived()
-        self.reducer.open(it, reachable)
+            self._context.control.read_what_arrived()
+        self.reducer.open(this_pass, reachable)
 
-    def _open_by_gradient(self, param: Tensor) -> Reducer | None:
-        """Open the pass in which a gradient has been accumulated already.
+    def _before_gradients(self) -> None:
+        self.wrapped.before_gradients()
+        self._follow_reducer()
+
+    def open_by_gradient(self, param: Tensor) -> None:
+        """Open the pass in which the first gradient has been accumulated, and record it.
 
         Without a root (backward reached no output of forward) the running backward also ends the pass, even if it is
         an inner one.
         """
+        with self._context.lock:
+            if self.reducer.this_pass is None:
+                if not param.requires_grad:
+                    return  # frozen since forward: autograd calls the hook, but accumulates nothing
+                self._open_with(param)
+            this_pass, reducer = self.reducer.this_pass, self.reducer
+            if this_pass is not None and id(param) in reducer.table.index_of:  # else the module no longer has it
+                this_pass.recorded.append(param)
+                if len(this_pass.recorded) >= this_pass.notify_after:
+                    reducer.gradients_recorded(param)
+
+    def _open_with(self, param: Tensor) -> None:
         table = self.reducer.table
-        name = table.names[table.index_of[id(param)]]
+        index = table.index_of[id(param)]
         if not self.joining.counts() and not self._guarded:
-            raise RuntimeError(not_own_batch(self.reducer.peers.rank, name))
+            raise RuntimeError(not_own_batch(self.peers.rank, table.names[index]))
         if not self._end_queued:
-            self.upkeep.take_in_changed()
+            self.wrapped.take_in_changed()
+            self._follow_reducer()
             if id(param) not in self.reducer.table.index_of:
-                return None
+                return
             self._root_synchronises = self.reduces
             self._queue_end()
-            self.setting.divisor.require_root(name)
-        reducer = self.reducer
-        slot = reducer.table.slot_of(reducer.table.index_of[id(param)])
-        if slot is not None:
-            reducer.storage.require_untouched(slot)
+            self._context.divisor.require_root(table.names[index])
+        table = self.reducer.table
+        key = table.key(table.index_of[id(param)])
+        if key >= 0:
+            self.reducer.storage.require_untouched(key)
         try:
             self._open(Origin.GRADIENT, self._root_synchronises)
         except RuntimeError:
-            if slot is not None:
-                reducer.buckets.pending.add(slot)  # dropped with the rest of the pass
+            table.pending.add(key)  # dropped with the rest of the pass
             raise
-        return self.reducer
 
     def on_root(self, synchronised: bool, _grad: Tensor | None = None) -> None:
         """Queue the end of the pass, as backward has reached a tensor that ``forward`` returned.
@@ -212,16 +220,16 @@ class Passes:
         Args:
             synchronised: What the forward decided.
         """
-        with self.setting.lock:
-            if self._end_queued or self.reducer.by_hand() or self.upkeep.removed():
+        with self._context.lock:
+            if self._end_queued or self.reducer.by_hand() or self._hooks.removed:
                 return
             self.require_usable()  # settles a broken pass before gradients of this one come
             self._root_synchronises = synchronised
             self._queue_end()
             if self.reducer.state is not PassState.IDLE:
                 return
-            self.upkeep.look_before_gradients()
-            if synchronised and self.setting.options.find_unused_parameters and accumulates():
+            self._before_gradients()
+            if synchronised and self._context.options.find_unused_parameters and accumulates():
                 self._open(Origin.ROOT, synchronised)
 
     @contextmanager
@@ -235,15 +243,15 @@ class Passes:
             RuntimeError: If the ranks cannot go on together.
             RankMismatchError: If the ranks disagree on what is trainable.
         """
-        synchronised, queue = self.reduces, self.setting.queue
+        synchronised, queue = self.reduces, self._context.queue
         self._require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         if synchronised:
             queue.line_up()
         try:
-            with self._settling("backward"):
-                find_unused = self.setting.options.find_unused_parameters and synchronised
+            with self._finishing("backward"):
+                find_unused = self._context.options.find_unused_parameters and synchronised
                 self._open(Origin.CONTEXT, synchronised, reachable_leaves(loss) if find_unused else None)
                 yield
                 self._end_pass()
@@ -260,7 +268,7 @@ class Passes:
         BackwardEnd(self._on_engine_end, self._on_engine_dropped).queue()
         self._end_queued = True
         if self._root_synchronises:
-            self.setting.queue.line_up()
+            self._context.queue.line_up()
 
     def _on_engine_end(self) -> None:
         self._end_queued = False
@@ -270,12 +278,12 @@ class Passes:
             self._on_engine_dropped()
             raise
         finally:
-            self.setting.queue.leave()
+            self._context.queue.leave()
 
     def _on_engine_dropped(self) -> None:
-        """Drop the pass, as backward raised. ``backward_pass`` settles it, or else the next use."""
+        """Drop the pass, as backward raised. ``backward_pass`` finishes it, or else the next use."""
         self._end_queued = False
-        self.setting.queue.leave()
+        self._context.queue.leave()
         self.reducer.broke(guarded=self._guarded)
 
     def _end_pass(self) -> None:
@@ -284,12 +292,12 @@ class Passes:
         self.joining.pass_ended(state)
 
     @contextmanager
-    def _settling(self, doing: str) -> Iterator[None]:
+    def _finishing(self, doing: str) -> Iterator[None]:
         """End the pass together with the other ranks if anything is raised inside."""
         try:
             yield
         except BaseException as error:
-            self.reducer.settle(f"raised {type(error).__name__} in {doing}: {error}")
+            self.reducer.finish_broken_pass(f"raised {type(error).__name__} in {doing}: {error}")
             raise
 
     # -- passes without a backward -------------------------------------------------------------------
@@ -306,7 +314,7 @@ class Passes:
                 f"rank {self.reducer.peers.rank}: expected gradients to be reduced in backward inside join(), found "
                 "start_grad_sync(), in which joined ranks take no part; run the last backward outside of no_sync()"
             )
-        with self._settling("a reduction"):
+        with self._finishing("a reduction"):
             self._open(Origin.CALL, synchronised=True)
             self.reducer.launch_rest()
 
@@ -318,14 +326,14 @@ class Passes:
         """
         if not self.reducer.by_hand():
             raise RuntimeError("expected a reduction under way, found none; call start_grad_sync() first")
-        with self._settling("a reduction"):
+        with self._finishing("a reduction"):
             self._end_pass()
 
     def shadow_pass(self) -> None:
         """Take part in a synchronised pass as a joined rank, and contribute nothing."""
-        self.upkeep.forget_gradients()
+        self.wrapped.forget_gradients()
         self.joining.forget()
         self._require_idle()
-        with self._settling("a reduction"):
+        with self._finishing("a reduction"):
             self._open(Origin.CONTEXT, synchronised=True, role=Role.JOINED)
             self._end_pass()

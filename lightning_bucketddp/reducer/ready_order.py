@@ -9,7 +9,7 @@ from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
-from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.state import Origin, Pass
 
 
@@ -61,9 +61,9 @@ class OrderLearner(Participant):
             self._planner.learn(positions, repeated)
             self._planner.due, self._teaches = True, False
 
-    def opened(self, it: Pass) -> None:
+    def opened(self, this_pass: Pass) -> None:
         """Forget an earlier pass that did not teach after all."""
-        self._opened = it
+        self._opened = this_pass
         self._position, self._repeated = {}, set()
 
     def ready(self, slot: int) -> None:
@@ -73,7 +73,7 @@ class OrderLearner(Participant):
         else:
             self._position[slot] = len(self._position)
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Share the order, and have buckets rebuilt. If no rank had a gradient, let the next pass teach."""
         if not self._teaches or self._opened is None or self._opened.origin is Origin.CALL:
             return

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,10 @@ import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import debug_level
-from lightning_bucketddp.grads.bucket import Buckets
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Bucket, Layout, size_text
-from lightning_bucketddp.reducer.participant import Participant, Settled
+from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.state import Pass
 
@@ -205,11 +204,11 @@ class PassRecorder(Participant):
         self._local_passes = 0
         self._opened_at = self._backward_ended_at = 0.0
         self._opened: Pass | None = None
-        self._settled: Settled | None = None
+        self._result: PassResult | None = None
 
-    def follow(self, table: SlotTable, storage: Storage, buckets: Buckets, sparse: SparseGrads) -> None:
+    def follow(self, table: SlotTable, storage: Storage, sparse: SparseGrads) -> None:
         """Record passes of these parameters from now on."""
-        self._watched = table, storage, buckets, sparse
+        self._watched = table, storage, sparse
 
     def new_layout(self, layout: Layout, pass_number: int) -> None:
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
@@ -217,55 +216,59 @@ class PassRecorder(Participant):
         if debug_level() != "OFF":
             logger.info("%s", _describe(layout, self._collectives.rank, pass_number))
 
-    def opened(self, it: Pass) -> None:
+    def opened(self, this_pass: Pass) -> None:
         """Start the clock."""
         self._opened_at = time.perf_counter()
-        self._opened, self._done = it, 0
+        self._opened, self._done = this_pass, 0
 
     def before_launch(self, bucket: object) -> None:
         """Note which collectives are complete."""
         self._note_done()
 
     def _note_done(self) -> None:
-        buckets = self._watched[2]
-        while self._done < buckets.launched and (bucket := buckets.active[self._done]).work.known_done():
-            bucket.done_at = time.perf_counter()
+        this_pass = self._opened
+        assert this_pass is not None
+        while self._done < this_pass.launched and (progress := this_pass.active[self._done]).work.done():
+            progress.done_at = time.perf_counter()
             self._done += 1
 
     def backward_ended(self, raised: bool) -> None:
         """Note the time, and how many buckets have been launched."""
-        it = self._opened
-        if it is not None and it.synchronised:
+        this_pass = self._opened
+        if this_pass is not None and this_pass.synchronised:
             self._note_done()
-            self._early = self._watched[2].launched
+            self._early = this_pass.launched
         elif not raised:
             self._local_passes += 1
         self._backward_ended_at = time.perf_counter()
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Keep the ranks' reports."""
-        self._settled = settled
+        self._result = result
 
     def ended(self) -> None:
         """Keep the facts for the record, unless the pass was dropped. The record is made when somebody asks."""
-        opened, settled, self._settled = self._opened, self._settled, None
+        opened, result, self._result = self._opened, self._result, None
         local_passes, self._local_passes = self._local_passes, 0
-        if opened is None or settled is None:
+        if opened is None or result is None:
             return
-        table, storage, buckets, sparse = self._watched
+        table, storage, sparse = self._watched
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
         layout, early = storage.layout, self._early
-        times = [(it.index, it.ready_at, it.launched_at, it.done_at) for it in buckets.active]
+        times = [(each.bucket.index, each.ready_at, each.launched_at, each.done_at) for each in opened.active]
         layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
-        control, control_nbytes, sparse_nbytes = settled.control, settled.exchange.nbytes, sparse.nbytes
-        pending, sparse_pending, sparse_used = buckets.pending, sparse.contributing, sparse.used_somewhere
+        control, control_nbytes, sparse_nbytes = result.control, result.exchange.nbytes, sparse.nbytes
+        trainable, number, pending, sparse_used = opened.trainable, opened.number, table.pending, sparse.used_somewhere
+
+        def used_somewhere(index: int) -> bool:
+            slot = table.slot_of(index)
+            return index in sparse_used if slot is None else control is not None and control.used_somewhere(slot)
 
         def record() -> PassRecord:
-            trained = [index for index, flag in enumerate(opened.trainable) if flag]
-            here = _unused(table, trained, pending.__contains__, sparse_pending)
-            everywhere = [] if control is None else _unused(table, here, control.used_somewhere, sparse_used)
+            here = [index for index, flag in enumerate(trainable) if flag and table.key(index) not in pending]
+            everywhere = [] if control is None else [index for index in here if not used_somewhere(index)]
             return PassRecord(
-                number=opened.number,
+                number=number,
                 rank=self._collectives.rank,
                 world_size=self._collectives.world_size,
                 rebuilt=rebuilt,
@@ -286,14 +289,6 @@ class PassRecorder(Participant):
         self._layouts_before = layouts
         if logger.isEnabledFor(logging.INFO) and debug_level() == "DETAIL":
             logger.info("%s", record())
-
-
-def _unused(
-    table: SlotTable, indices: Iterable[int], used: Callable[[int], bool], sparse_used: Container[int]
-) -> list[int]:
-    """The parameters among ``indices`` whose slot is not used; if they have none, that are not in ``sparse_used``."""
-    slots = [(index, table.slot_of(index)) for index in indices]
-    return [index for index, slot in slots if not (index in sparse_used if slot is None else used(slot))]
 
 
 def _bucket_record(layout: Layout, index: int, began: float, at: Sequence[float], early: bool) -> BucketRecord:

@@ -5,20 +5,20 @@ A pass is one backward. Its states::
     IDLE ──open──▶ LOCAL ─────────end of backward──────────▶ IDLE
     IDLE ──open──▶ SYNCHRONISED ──end of backward: finish──▶ IDLE
                         │
-                        ├─ backward raised here ─▶ BROKEN ──settle: all ranks broke──▶ IDLE
-                        │                            └──────settle: others did not───▶ FAILED
-                        └─ another rank failed, or ranks disagree ───────────────────▶ FAILED
+                        ├─ backward raised here ─▶ BROKEN ──finish_broken_pass: all ranks broke──▶ IDLE
+                        │                            └──────finish_broken_pass: others did not───▶ FAILED
+                        └─ another rank failed, or ranks disagree ───────────────────────────────▶ FAILED
 
 A gradient's way, in frames of this package between autograd and ``torch.distributed``::
 
-    autograd ─▶ GradientHooks.on_gradient   1   notes the gradient; enough of them?
-                  Reducer.on_gradient       2   marks the slots; a bucket full, and its turn?
-                    Reducer.launch          3   Storage.pack, then
-                      Reduction.start       4   AllReduce | ReduceScatter | CastReduce | HookReduce
-                        Collectives...      5   ─▶ torch.distributed
-    end of backward ─▶ Reducer.finish       launch the rest, control vector, wait, settle, publish
+    autograd ─▶ GradientHooks.on_gradient      1   records it; may that complete a bucket?
+                  Reducer.gradients_recorded   2   marks the slots; while the next bucket is full:
+                    Reducer.launch             3   Storage.take, then
+                      Lane.run                 4   the reduction's stages: pack, collective, arithmetic, collective ...
+                        Collectives.reduce     5   ─▶ torch.distributed
+    end of backward ─▶ Reducer.finish          launch the rest, control vector, wait, participants, publish
 
-On several machines without accelerators ``launch`` only takes the gradients: a thread packs, and starts the reduction.
+A lane says where stages run: on the stream that made the gradients and on a side stream, or in a thread.
 
 Every rank issues the same collectives in the same order. These follow from the program alone (layout, options, pass
 number, ``requires_grad`` at the root of the pass), never from which gradients came, nor from timing. A bucket is
@@ -31,24 +31,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.lane import Lane
 from lightning_bucketddp.comm.queue import WrapperQueue
-from lightning_bucketddp.grads.bucket import Bucket, Buckets
+from lightning_bucketddp.comm.wire import Pack
+from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.hooks import has_other_hooks
 from lightning_bucketddp.grads.slots import SlotTable
-from lightning_bucketddp.grads.storage import Storage
+from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.peers.control import ControlChannel, ControlExchange, Report
 from lightning_bucketddp.peers.peers import GivingUp, Peers
 from lightning_bucketddp.peers.status import Phase
-from lightning_bucketddp.reducer.participant import Participant, Settled
-from lightning_bucketddp.reducer.pass_control import PassControl
+from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.reductions import Reduction
-from lightning_bucketddp.reducer.state import TRANSITIONS, Origin, Pass, PassState, Role
+from lightning_bucketddp.reducer.state import TRANSITIONS, Contribution, Origin, Pass, PassState, Role
 
 SETTLE_SECONDS = 10.0
 """How long a rank whose backward raised waits for the others before it raises.
@@ -60,22 +62,21 @@ A rank that comes later finds that this one has given up, and raises too.
 class Reducer:
     """Averages the gradients of one set of parameters while backward runs.
 
-    A pass: ``on_gradient`` marks slots as ready and launches full buckets in order. When backward ends, ``finish``
-    launches the rest, exchanges the control vector, waits, and publishes the averaged gradients.
-
     Args:
         table: The parameters and their slots.
         buckets: The buckets.
         storage: The memory of gradients.
         reduction: Reduces a bucket.
+        lane: Runs reductions.
+        overlap: Whether buckets may be launched during backward.
         participants: The features that take part in passes; the same on every rank, in the order of their collectives.
         peers: The other ranks.
         control: Sends and reads the control vector.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks, which autograd calls from several threads.
-        open_by_gradient: Opens a pass in which a gradient has been accumulated already. Returns the reducer that
-            opened it, another one than this if parameters have changed; None for a parameter that the module no longer
-            has.
+
+    Attributes:
+        this_pass: The pass that is open; None if there is none.
     """
 
     def __init__(
@@ -84,23 +85,21 @@ class Reducer:
         buckets: Buckets,
         storage: Storage,
         reduction: Reduction,
+        lane: Lane,
+        overlap: bool,
         participants: Sequence[Participant],
         peers: Peers,
-        control: PassControl,
+        control: ControlChannel,
         queue: WrapperQueue,
         lock: threading.RLock,
-        open_by_gradient: Callable[[Tensor], Reducer | None],
     ) -> None:
-        self.table = table
-        self.buckets = buckets
-        self.storage = storage
-        self.reduction = reduction
+        self.table, self.buckets, self.storage = table, buckets, storage
+        self.reduction, self.lane, self._overlap = reduction, lane, overlap
         self.participants = participants
-        self.peers, self._control = peers, control
-        self.queue, self.lock = queue, lock
+        self.peers, self._control, self._queue, self._lock = peers, control, queue, lock
         self._state = PassState.IDLE
-        self._pass: Pass | None = None
-        self._open_by_gradient = open_by_gradient
+        self.this_pass: Pass | None = None
+        self._unfinished: Pass | None = None  # a pass that failed here; its reductions may be under way
 
     @property
     def state(self) -> PassState:
@@ -113,7 +112,8 @@ class Reducer:
 
     def by_hand(self) -> bool:
         """Whether a reduction without a backward is under way."""
-        return self.state is PassState.SYNCHRONISED and self._pass is not None and self._pass.origin is Origin.CALL
+        this_pass = self.this_pass
+        return self.state is PassState.SYNCHRONISED and this_pass is not None and this_pass.origin is Origin.CALL
 
     def require_not_by_hand(self) -> None:
         """Refuse what cannot be done during a reduction without a backward."""
@@ -123,161 +123,168 @@ class Reducer:
                 "finish_grad_sync() first"
             )
 
-    def open(self, it: Pass, reachable: set[int] | None) -> None:
+    def open(self, this_pass: Pass, reachable: set[int] | None) -> None:
         """Open a pass that the ranks agree on.
 
         Args:
-            it: The pass.
+            this_pass: The pass.
             reachable: Ids of the parameters that will get a gradient, if that is known.
 
         Raises:
             RuntimeError: If a participant refuses it.
         """
-        buckets = self.buckets
         self.storage.open()
         follow = any(participant.follows_gradients for participant in self.participants)
-        buckets.begin(self.table.trainable_now(), None if follow else reachable, in_order=not follow)
-        self._pass, self._control.exchange = it, None
-        if it.synchronised:
-            buckets.pending.update(self.table.take_waiting())
-            buckets.activate(it.trainable)
-        self._enter(PassState.SYNCHRONISED if it.synchronised else PassState.LOCAL)
+        this_pass.in_order = self._overlap and not follow
+        this_pass.buckets = self.buckets.begin(self.table.trainable_now(), None if follow else reachable)
+        if this_pass.synchronised:
+            this_pass.active = [this_pass.buckets[index] for index in self.buckets.active(this_pass.trainable)]
+        self.this_pass = this_pass
+        self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
         try:  # only now: the others hear of an error in a pass that is open
             for participant in self.participants:
-                participant.opened(it)
+                participant.opened(this_pass)
         except RuntimeError as error:
-            if it.synchronised:
+            if this_pass.synchronised:
                 self.peers.publish_failure(f"raised RuntimeError: {error}", for_good=False)
             raise
-        if it.origin is Origin.CALL:  # every gradient takes part
-            buckets.pending.update(slot for slot, param in enumerate(self.table.params) if param.grad is not None)
-        elif it.role is Role.ACTIVE:
-            buckets.begin_noting(it.synchronised, self.storage.one_stream())
+        if this_pass.origin is Origin.CALL:  # every gradient takes part
+            params = enumerate(self.table.params)
+            self.table.pending.update(slot for slot, param in params if param.grad is not None)
+        elif this_pass.role is Role.ACTIVE:
+            this_pass.update_notify_after(0)
 
     # -- called by autograd --------------------------------------------------------------------------
 
-    def on_gradient(self, param: Tensor, noted: bool = False, large: bool = False) -> None:
-        """Mark gradients as ready, and launch full buckets.
+    def gradients_recorded(self, param: Tensor) -> None:
+        """Mark recorded gradients as ready, and launch full buckets.
 
         Args:
-            param: The parameter.
-            noted: Whether its gradient and others have been noted; if so, they are marked.
-            large: Whether it may be packed before its bucket is launched.
+            param: The parameter whose hook runs now.
 
         Raises:
             RuntimeError: If the bucket of a gradient has been launched.
         """
-        with self.lock:
+        with self._lock:
+            this_pass = self.this_pass
+            if this_pass is None:
+                return  # another thread has ended it
+            if self.state is PassState.FAILED:
+                self.peers.require_usable()
             watched = has_other_hooks(param)  # they run after this one, and must find the gradient
-            if not noted and not param.requires_grad:
-                return  # frozen since forward: autograd calls the hook, but accumulates nothing
-            if self.state is not PassState.SYNCHRONISED and self.state is not PassState.LOCAL:
-                reducer = self._open_by_gradient(param)
-                if reducer is not self:
-                    if reducer is not None:
-                        reducer.on_gradient(param)
-                    return
-            full = self._mark_noted() if noted else self._mark(param)
-            if large and not watched and self.buckets.enough and self.state is PassState.SYNCHRONISED:
-                self._pack_early(param)
-            if full and not watched and self.state is PassState.SYNCHRONISED and self.queue.is_first():
+            full = self._mark_recorded(this_pass)
+            if full and not watched and self.state is PassState.SYNCHRONISED and self._queue.is_first():
                 with _Launching(self.peers):
-                    while (bucket := self._next_full()) is not None:
-                        self.launch(bucket)
-                        self.reduction.advance()
-            for bucket in full:
-                waits_for_end = bucket.with_tail is not None and bucket is self.buckets.next()
-                if not bucket.launched and not waits_for_end:
-                    self.storage.hold(bucket.slots)
+                    while (progress := self._next_full(this_pass)) is not None:
+                        self.launch(this_pass, progress)
+            for progress in full:
+                waits_for_end = progress.bucket.flat_with_control is not None
+                if not (progress.launched or (waits_for_end and progress is this_pass.next_to_launch())):
+                    self.storage.pack_and_bind(progress.bucket.slots)
 
-    def _pack_early(self, param: Tensor) -> None:
-        slot = self.table.slot_of(self.table.index_of[id(param)])
-        if slot is not None and self.reduction.packs_early:
-            self.storage.pack_early(slot, self.reduction.scale(self.buckets.of_slot[slot]))
-
-    def _mark_noted(self) -> list[Bucket]:
-        """Mark the gradients that hooks have noted; return the buckets that are full now."""
-        full, others = self.buckets.mark_noted()
-        for bucket in full:
-            bucket.ready_at = time.perf_counter()
-        for param in others:
-            self._mark(param)
+    def _mark_recorded(self, this_pass: Pass) -> list[BucketProgress]:
+        """Mark recorded gradients, all at once where they complete a bucket in order; return the full buckets."""
+        recorded = this_pass.recorded[:]
+        del this_pass.recorded[: len(recorded)]  # other threads may have added to it
+        if this_pass.batched and recorded:
+            completed = this_pass.completed_by(recorded, self.table, self.buckets.of_slot)
+            if completed is not None:
+                self.table.pending |= completed.missing
+                completed.missing.clear()
+                completed.ready_at = time.perf_counter()
+                this_pass.update_notify_after(completed.bucket.index)
+                return [completed]
+        full: list[BucketProgress] = []
+        index = 0
+        for param in recorded:
+            progress = self._mark(this_pass, param)
+            if progress is not None:
+                index = progress.bucket.index
+                if not progress.missing:
+                    full.append(progress)
+        this_pass.update_notify_after(index)
         return full
 
-    def _mark(self, param: Tensor) -> Sequence[Bucket]:
-        """Mark a gradient as ready; return its bucket if that is full now."""
+    def _mark(self, this_pass: Pass, param: Tensor) -> BucketProgress | None:
+        """Mark a gradient as ready; return its bucket if gradients may complete buckets in this pass."""
+        if not param.requires_grad:
+            return None  # frozen since forward: autograd calls the hook, but accumulates nothing
         self.require_not_by_hand()
-        it, index = self._pass, self.table.index_of[id(param)]
-        if it is not None and it.role is Role.JOINED and it.origin is not Origin.CONTEXT:
+        index = self.table.index_of[id(param)]
+        if this_pass.role is Role.JOINED and this_pass.origin is not Origin.CONTEXT:
             raise RuntimeError(not_own_batch(self.peers.rank, self.table.names[index]))
-        slot = self.table.slot_of_index.get(index)
-        if slot is None:  # sparse, or unfrozen in a local pass and not agreed yet
-            self.table.ready_apart(index)
-            for participant in self.participants:
-                participant.ready_apart(index)
-            return ()
-        bucket = self.buckets.of_slot[slot]
-        if bucket.launched:
-            raise RuntimeError(_too_late(self.peers.rank, self.table.specs[slot].name))
-        self.storage.require_untouched(slot)
-        self.buckets.pending.add(slot)
-        bucket.missing.discard(slot)
-        if not bucket.missing:
-            bucket.ready_at = time.perf_counter()
-        self.storage.gradient_ready(slot)
-        if self.buckets.in_order:
-            self.buckets.look_from(bucket.index)
-            return () if bucket.missing else (bucket,)
-        for participant in self.participants:
-            participant.ready(slot)
-        return ()
-
-    def _next_full(self) -> Bucket | None:
-        """The bucket to launch next, if it is full and may be launched during backward."""
-        bucket = self.buckets.next()
-        if bucket is None or bucket.missing or bucket.held_back or not self.reduction.free():
+        key = self.table.key(index)
+        if key < 0:  # sparse, or unfrozen in a local pass and not agreed on yet
+            self.table.pending.add(key)
             return None
-        return bucket
+        progress = this_pass.buckets[self.buckets.of_slot[key]]
+        if progress.launched:
+            raise RuntimeError(_too_late(self.peers.rank, self.table.specs[key].name))
+        self.storage.require_untouched(key)
+        self.table.pending.add(key)
+        progress.missing.discard(key)
+        if not progress.missing:
+            progress.ready_at = time.perf_counter()
+        if this_pass.batched:
+            return progress
+        self.storage.gradient_ready(key)
+        for participant in self.participants:
+            participant.ready(key)
+        return None
 
-    def launch(self, bucket: Bucket, failed: bool = False) -> None:
-        """Pack a bucket and start its collective. In a pass that failed here its content does not matter."""
-        reduction, sent = self.reduction, None
-        pack: Callable[[], object] = _nothing
-        carries_control = reduction.carries_control and bucket.with_tail is not None
-        apart = reduction.launcher is not None and not carries_control
+    def _next_full(self, this_pass: Pass) -> BucketProgress | None:
+        """The bucket to launch next, if it is full and may be launched during backward."""
+        progress = this_pass.next_to_launch()
+        if progress is None or progress.missing or progress.bucket.held_back or not self.reduction.ready_for_next():
+            return None
+        return progress
+
+    def launch(self, this_pass: Pass, progress: BucketProgress, failed: bool = False) -> None:
+        """Start the reduction of a bucket. In a pass that failed here its content does not matter."""
+        bucket, with_control = progress.bucket, progress.bucket.flat_with_control
+        pack: Pack = _leave
         if failed:
             self.storage.require_memory()
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            with bucket.label("pack"):
-                sent = reduction.wire_memory(bucket)
-                pack = self.storage.packing(bucket, reduction.scale(bucket), sent)
-                if self._pass is not None and self._pass.sends_zeros:  # means of earlier passes, which others have too
-                    pack = (bucket.flat if sent is None else sent).zero_
-                if not apart:
-                    pack()
-        if carries_control:
-            self._control.put_in(bucket, self._report(failed), self.buckets.pending)
-        with bucket.label(reduction.name):
-            bucket.work = reduction.start_apart(bucket, pack, sent) if apart else reduction.start(bucket, sent)
-        bucket.launched = True
-        bucket.launched_at, bucket.done_at = time.perf_counter(), 0.0
-        self.buckets.launched += 1
+            taken = self.storage.take(bucket)
+            # Means of earlier passes, which others have too, must not count again.
+            zeros = this_pass.contribution is Contribution.ZERO
+            pack = partial(_pack_zeros, bucket) if zeros else partial(self._pack, bucket, taken)
+        if with_control is not None:
+            report = self._report(this_pass, failed)
+            used = self.table.pending_slots()
+            this_pass.exchange = self._control.put_behind(bucket.flat, with_control, report, used)
+        with bucket.label(self.reduction.name):
+            stages = self.reduction.stages(bucket, pack, progress is this_pass.active[-1])
+            progress.work = self.lane.run(stages, common=with_control is not None)
+        self.reduction.launched(progress.work)
+        progress.launched, progress.launched_at = True, time.perf_counter()
+        this_pass.launched += 1
+
+    def _pack(self, bucket: Bucket, taken: Taken, scale: float | None = None, memory: Tensor | None = None) -> None:
+        with bucket.label("pack"):
+            self.storage.pack(bucket, taken, scale, memory)
 
     # -- ending --------------------------------------------------------------------------------------
 
     def launch_rest(self) -> None:
         """Launch all remaining buckets. Parameters without a gradient contribute zeros."""
+        assert self.this_pass is not None
+        self._launch_rest(self.this_pass, self.peers.poll, failed=False)
+
+    def _launch_rest(self, this_pass: Pass, poll: Callable[[], None], failed: bool) -> None:
         with _Launching(self.peers):
-            while (bucket := self.buckets.next()) is not None:
-                self.reduction.make_free(self.peers.poll)
-                self.launch(bucket)
+            while (progress := this_pass.next_to_launch()) is not None:
+                self.reduction.wait_until_ready(poll)
+                self.launch(this_pass, progress, failed)
 
     def backward_ended(self) -> None:
         """End the pass, after the last gradient and before ``backward()`` returns."""
-        self._mark_noted()
-        if self.state in (PassState.LOCAL, PassState.SYNCHRONISED):
+        this_pass = self.this_pass
+        if this_pass is not None:
+            self._mark_recorded(this_pass)
             self._tell_ended(raised=False)
         if self.state is PassState.SYNCHRONISED:
             self.finish()
@@ -289,22 +296,23 @@ class Reducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Launch the remaining buckets, wait, and publish the reduced gradients."""
-        buckets, peers = self.buckets, self.peers
+        this_pass, peers = self.this_pass, self.peers
+        assert this_pass is not None
         self.launch_rest()
         report = None
-        if self._control.exchange is None:
+        if this_pass.exchange is None:
             with _Launching(peers):
-                report = self._report()
+                report = self._report(this_pass)
         with peers.waiting_for(self._describe_awaited, Phase.PASS):
-            exchange = self._wait_for_all(report, peers.poll)
-        assert self._pass is not None
-        unused = buckets.unused(self._pass.trainable)
-        control = self._control.read(exchange, bool(unused) or any(it.reads_control for it in self.participants))
-        settled = Settled(buckets, exchange, control, peers.poll)
+            exchange = self._wait_for_all(this_pass, report, peers.poll)
+        unused = self.buckets.unused(this_pass.trainable)
+        needed = bool(unused) or any(participant.reads_control for participant in self.participants)
+        control = self._control.read(exchange, needed)
+        result = PassResult(this_pass, exchange, control, peers.poll)
         for participant in self.participants:
-            participant.settle(settled)
-        for bucket in buckets.active:
-            self.storage.publish(bucket)
+            participant.use_reports(result)
+        for progress in this_pass.active:
+            self.storage.publish(progress.bucket)
         for slot in unused:
             used_elsewhere = control is not None and control.used_somewhere(slot)
             if not used_elsewhere:
@@ -312,40 +320,41 @@ class Reducer:
             self.storage.publish_unused(slot, used_elsewhere)
         self._end()
 
-    def _wait_for_all(self, report: Report | None, poll: Callable[[], None]) -> ControlExchange:
-        """Send the report, unless it travels in a bucket, and wait for all collectives."""
-        self.reduction.proceed(poll)
-        exchange = self._control.exchange
-        if exchange is None:
+    def _wait_for_all(self, this_pass: Pass, report: Report | None, poll: Callable[[], None]) -> ControlExchange:
+        """Send the report, unless it travels in a bucket, and wait for all reductions."""
+        if this_pass.exchange is None:
             assert report is not None
-            exchange = self._control.send(report, self.buckets.pending)
-        for bucket in self.buckets.awaiting():
-            with bucket.label("wait"):
-                bucket.work.wait(poll)
-            bucket.done_at = bucket.done_at or time.perf_counter()
-        exchange.wait(poll)
-        return exchange
+            self.reduction.wait_until_ready(poll)
+            this_pass.exchange = self._control.send(report, len(self.table), self.table.pending_slots())
+        for progress in this_pass.awaiting():
+            with progress.bucket.label("wait"):
+                progress.work.wait(poll)
+            progress.done_at = progress.done_at or time.perf_counter()
+        this_pass.exchange.wait(poll)
+        return this_pass.exchange
 
     def _end(self) -> None:
         self.storage.end(synchronised=True)
         for participant in self.participants:
             participant.ended()
-        self.buckets.pending = set()  # not cleared: the record of the pass keeps the old one
+        self.table.pending = set()  # not cleared: the record of the pass keeps the old one
         self._enter(PassState.IDLE)
         self.peers.here.end_pass()
 
     # -- when something is wrong ---------------------------------------------------------------------
 
     def broke(self, guarded: bool) -> None:
-        """Drop the pass, as backward raised. The next use of the wrapper settles it.
+        """Drop the pass, as backward raised. The next use of the wrapper finishes it together with the other ranks.
 
-        Gradients go now: when the pass is settled ``.grad`` may hold the first gradient of another backward.
+        Gradients go now: by then ``.grad`` may hold the first gradient of another backward.
 
         Args:
-            guarded: Whether the caller sees the exception and settles the pass.
+            guarded: Whether the caller sees the exception and finishes the pass.
         """
-        with suppress(RuntimeError):  # a gradient that came too late changes nothing now
-            self._mark_noted()
+        this_pass = self.this_pass
+        if this_pass is not None:
+            with suppress(RuntimeError):  # a gradient that came too late changes nothing now
+                self._mark_recorded(this_pass)
         self._tell_ended(raised=True)
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
@@ -353,13 +362,14 @@ class Reducer:
             self.storage.abandon()
             self._enter(PassState.IDLE)
         elif self.state is PassState.SYNCHRONISED and not guarded:
+            assert this_pass is not None
             self._enter(PassState.BROKEN)
-            awaited = [self.table.specs[slot].name for slot in self.buckets.missing()]
+            awaited = [self.table.specs[slot].name for slot in this_pass.missing()]
             where = f" before the gradient of {awaited[0]!r} (and {len(awaited) - 1} more)" if awaited else ""
             self.peers.publish_failure(f"left backward with an exception{where}", for_good=False)
-            self._drop()
+            self._drop(this_pass)
 
-    def settle(self, cause: str) -> None:
+    def finish_broken_pass(self, cause: str) -> None:
         """End a pass in which backward raised on this rank, together with the others.
 
         This rank takes part in every collective of the pass, so that no other rank hangs, and reports that it failed.
@@ -369,14 +379,15 @@ class Reducer:
             cause: What happened here, as the end of a sentence that begins with the rank.
         """
         self.broke(guarded=True)
-        if self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
+        this_pass = self.this_pass or self._unfinished
+        if this_pass is None or self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         self.peers.publish_failure(cause, for_good=False)
-        if self._control.exchange is not None:  # the others have this rank's report: too late for another
+        if this_pass.exchange is not None:  # the others have this rank's report: too late for another
             self._give_up(cause)
             return
         if self.state is PassState.SYNCHRONISED:  # else broke() has dropped it
-            self._drop()
+            self._drop(this_pass)
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:
@@ -384,10 +395,11 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            while (bucket := self.buckets.next()) is not None:
-                self.reduction.make_free(raise_when_late)
-                self.launch(bucket, failed=True)
-            exchange = self._wait_for_all(self._report(failed=True), raise_when_late)
+            while (progress := this_pass.next_to_launch()) is not None:
+                self.reduction.wait_until_ready(raise_when_late)
+                self.launch(this_pass, progress, failed=True)
+            report = self._report(this_pass, failed=True)
+            exchange = self._wait_for_all(this_pass, report, raise_when_late)
             all_failed = exchange.read().failed_ranks == self.peers.world_size
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
             all_failed = False
@@ -405,11 +417,21 @@ class Reducer:
         for participant in self.participants:
             participant.backward_ended(raised)
 
-    def _drop(self) -> None:
-        self.storage.drop()
+    def _drop(self, this_pass: Pass) -> None:
+        active = [progress.bucket for progress in this_pass.active]
+        self.storage.drop(active[: this_pass.launched], active[this_pass.launched :])
         for participant in self.participants:
             participant.dropped()
-        self.buckets.pending.clear()
+        self.table.pending.clear()
+
+    def add_participant(self, participant: Participant) -> None:
+        """Let one more feature take part in passes, from the next one on."""
+        self.participants = [*self.participants, participant]
+
+    def under_way(self) -> bool:
+        """Whether some reductions have been started and not been waited for."""
+        this_pass = self.this_pass or self._unfinished
+        return this_pass is not None and this_pass.under_way()
 
     def close(self) -> None:
         """Make gradients plain tensors again. Sends nothing; safe in any state."""
@@ -421,18 +443,21 @@ class Reducer:
     def _enter(self, state: PassState) -> None:
         assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
         self._state = state
-        self.buckets.enough = 0
+        failed = state in (PassState.BROKEN, PassState.FAILED)
+        self._unfinished = (self.this_pass or self._unfinished) if failed else None
+        if state not in (PassState.LOCAL, PassState.SYNCHRONISED):
+            self.this_pass = None
 
-    def _report(self, failed: bool = False) -> Report:
-        assert self._pass is not None
-        report = self._control.report(self._pass.trainable, failed, not self._pass.contributes)
+    def _report(self, this_pass: Pass, failed: bool = False) -> Report:
+        joined = this_pass.contribution is not Contribution.OWN
+        report = self._control.report(this_pass.trainable, failed, joined)
         if not failed:
             for participant in self.participants:
                 participant.report(report)
         return report
 
     def _describe_awaited(self) -> str:
-        bucket = self.buckets.awaited
+        bucket = None if self.this_pass is None else self.this_pass.awaited
         if bucket is None:
             return "the control vector"
         names = [self.table.specs[slot].name for slot in bucket.slots]
@@ -448,8 +473,12 @@ class _Launching(GivingUp):
         super().__exit__(kind, error, traceback)
 
 
-def _nothing() -> None:
+def _leave(scale: float | None = None, memory: Tensor | None = None) -> None:
     return
+
+
+def _pack_zeros(bucket: Bucket, scale: float | None = None, memory: Tensor | None = None) -> None:
+    (bucket.flat if memory is None else memory).zero_()
 
 
 def not_own_batch(rank: int, name: str) -> str:

@@ -27,8 +27,8 @@ from lightning_bucketddp.peers.control import Report
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
-from lightning_bucketddp.reducer.participant import Participant, Settled
-from lightning_bucketddp.reducer.state import Origin, Pass
+from lightning_bucketddp.reducer.participant import Participant, PassResult
+from lightning_bucketddp.reducer.state import Contribution, Origin, Pass
 
 _DENSE = -1
 """Stands where a number of rows would, for a dense gradient."""
@@ -69,7 +69,6 @@ class SparseGrads(Participant):
         max_abs_grad: Refuse gradients that are not finite, or larger in absolute value; None to look at none.
 
     Attributes:
-        contributing: Indices of the parameters with a gradient since their last reduction.
         used_somewhere: Indices of the parameters with a gradient on some rank in the last reduction.
         nbytes: Bytes that this rank received in the last reduction, padding included.
     """
@@ -88,7 +87,6 @@ class SparseGrads(Participant):
         self._max_abs_grad = max_abs_grad
         self._opened: Pass | None = None
         self._held: list[tuple[int, Tensor | None]] = []
-        self.contributing: set[int] = set()
         self.used_somewhere: frozenset[int] = frozenset()
         self.nbytes = 0
 
@@ -97,22 +95,17 @@ class SparseGrads(Participant):
         """Whether there are such parameters: rows travel only if no rank has failed."""
         return bool(self._held)
 
-    def opened(self, it: Pass) -> None:
+    def opened(self, this_pass: Pass) -> None:
         """Remember the pass. A reduction by hand takes every gradient."""
-        self._opened = it
-        if it.origin is Origin.CALL:
-            self.contributing.update(index for index in self._table.sparse if self._params[index].grad is not None)
-
-    def ready_apart(self, index: int) -> None:
-        """Let the gradient take part in the next reduction."""
-        if index in self._table.sparse:
-            self.contributing.add(index)
+        self._opened = this_pass
+        if this_pass.origin is Origin.CALL:
+            present = (index for index in self._table.sparse if self._params[index].grad is not None)
+            self._table.pending.update(map(self._table.key, present))
 
     def zero(self) -> None:
         """Drop all gradients: a sparse gradient of zeros is None."""
         for index in self._table.sparse:
             self._params[index].grad = None
-        self.contributing.clear()
 
     def report(self, report: Report) -> None:
         """Take this rank's gradients, coalesced if sparse.
@@ -120,15 +113,16 @@ class SparseGrads(Participant):
         Raises:
             RuntimeError: If a gradient cannot be reduced.
         """
-        it = self._opened
-        assert it is not None
-        sparse = [index for index in sorted(self._table.sparse) if it.trainable[index]]
-        self._held = [(index, None if it.sends_zeros else self._own(index)) for index in sparse]
+        this_pass = self._opened
+        assert this_pass is not None
+        sparse = [index for index in sorted(self._table.sparse) if this_pass.trainable[index]]
+        zeros = this_pass.contribution is Contribution.ZERO
+        self._held = [(index, None if zeros else self._own(index)) for index in sparse]
 
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
         if grad is None:
-            self.contributing.discard(index)  # zero_grad() has dropped the gradient
+            self._table.pending.discard(self._table.key(index))  # zero_grad() has dropped the gradient
             return None
         self._require_fit(index, grad)
         grad = grad.coalesce() if grad.is_sparse else grad
@@ -151,16 +145,17 @@ class SparseGrads(Participant):
                 f"{tuple(grad.shape)}, {grad.dtype} on {grad.device}, requires_grad={grad.requires_grad}"
             )
 
-    def settle(self, settled: Settled) -> None:
+    def use_reports(self, result: PassResult) -> None:
         """Replace gradients by their means over the ranks. A gradient that is new on no rank stays as it is."""
         self.nbytes = 0
         held = self._held
         if not held:
             return
         with self._peers.waiting_for("the number of rows in sparse gradients", Phase.PASS):
-            mine = torch.tensor([[index in self.contributing, _rows(grad)] for index, grad in held])
-            gathered, pending = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
-            pending.wait(settled.poll)
+            pending, key = self._table.pending, self._table.key
+            mine = torch.tensor([[key(index) in pending, _rows(grad)] for index, grad in held])
+            gathered, work = self._collectives.all_gather(mine.to(self._params[held[0][0]].device))
+            work.wait(result.poll)
             everyone: list[list[list[int]]] = gathered.tolist()
         self.used_somewhere = frozenset(
             index for (index, _), *said in zip(held, *everyone, strict=True) if any(new for new, _ in said)
@@ -172,9 +167,9 @@ class SparseGrads(Participant):
                 rows = [rank[position][1] for rank in everyone]
                 param = self._params[index]
                 if _DENSE in rows:
-                    param.grad = self._mean_dense(param, grad, settled.poll)
+                    param.grad = self._mean_dense(param, grad, result.poll)
                 else:
-                    param.grad = self._mean_sparse(param, grad, rows, settled.poll)
+                    param.grad = self._mean_sparse(param, grad, rows, result.poll)
                 if self._divisor.factor is not None:
                     values = param.grad.values() if param.grad.is_sparse else param.grad  # mul_() would uncoalesce it
                     values.mul_(self._divisor.factor)
@@ -212,13 +207,13 @@ class SparseGrads(Participant):
 
     def ended(self) -> None:
         """Forget the gradients of this pass."""
-        self.contributing = set()  # not cleared: the record of the pass keeps the old one
         self._held = []
 
     def dropped(self) -> None:
         """Drop the gradients since the last reduction."""
-        for index in self.contributing:
-            self._params[index].grad = None
+        for index in self._table.sparse:
+            if self._table.key(index) in self._table.pending:
+                self._params[index].grad = None
         self.ended()
 
 

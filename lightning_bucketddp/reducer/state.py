@@ -1,11 +1,18 @@
-"""The states of a reducer, and the facts of a pass that are known when it opens."""
+"""The states of a reducer, and a pass: what is known when it opens, and how far it has come."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import is_
 
-from lightning_bucketddp.grads.slots import TrainableSet
+from torch import Tensor
+
+from lightning_bucketddp.grads.bucket import Bucket, BucketProgress
+from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet
+from lightning_bucketddp.peers.control import ControlExchange
 
 
 class PassState(Enum):
@@ -59,9 +66,20 @@ class Role(Enum):
     """It has run out of data. It takes part in collectives, and its gradients do not count."""
 
 
-@dataclass(frozen=True)
+class Contribution(Enum):
+    """What this rank's part in a reduction consists of."""
+
+    OWN = auto()
+    """Gradients of its own batches, of this pass or of local passes before it."""
+    EARLIER = auto()
+    """Only what earlier reductions have left in ``.grad``, which the other ranks have too."""
+    ZERO = auto()
+    """Zeros: the mean is that of the other ranks."""
+
+
+@dataclass(slots=True, eq=False)
 class Pass:
-    """A pass, as known when it opens.
+    """A pass.
 
     Attributes:
         number: How many synchronised passes came before.
@@ -69,8 +87,15 @@ class Pass:
         trainable: The parameters that were trainable since the last reduction, this pass included.
         origin: Who opened it.
         role: What this rank does in it.
-        contributes: Whether it reduces gradients of this rank's own batches.
-        sends_zeros: Whether this rank sends zeros in place of its gradients: the mean is that of the other ranks.
+        contribution: What this rank reduces.
+        in_order: Whether gradients are expected bucket by bucket.
+        buckets: All buckets, by index.
+        active: The buckets that it reduces, in launch order; none in a local pass.
+        launched: Number of active buckets that were launched.
+        awaited: The bucket that this rank waits for now.
+        recorded: The parameters whose hooks have recorded gradients that are not marked as ready yet.
+        notify_after: So many recorded gradients may make a bucket full.
+        exchange: Its control vector, once that is on its way.
     """
 
     number: int
@@ -78,5 +103,54 @@ class Pass:
     trainable: TrainableSet
     origin: Origin
     role: Role
-    contributes: bool
-    sends_zeros: bool = False
+    contribution: Contribution
+    in_order: bool = False
+    buckets: Sequence[BucketProgress] = ()
+    active: Sequence[BucketProgress] = ()
+    launched: int = 0
+    awaited: Bucket | None = None
+    recorded: list[Tensor] = field(default_factory=list)
+    notify_after: int = 1
+    exchange: ControlExchange | None = None
+
+    @property
+    def batched(self) -> bool:
+        """Whether recorded gradients are marked several at a time, as buckets become full."""
+        return self.in_order or not self.synchronised
+
+    def next_to_launch(self) -> BucketProgress | None:
+        """The bucket to launch next; None if all were launched."""
+        return self.active[self.launched] if self.launched < len(self.active) else None
+
+    def awaiting(self) -> Iterator[BucketProgress]:
+        """Yield each active bucket to a caller that waits for it, and note it in ``awaited``."""
+        for progress in self.active:
+            self.awaited = progress.bucket
+            yield progress
+        self.awaited = None
+
+    def under_way(self) -> bool:
+        """Whether some launched reductions have not been waited for."""
+        return any(not progress.work.done() for progress in self.active)
+
+    def missing(self) -> list[int]:
+        """The slots without a gradient in this pass so far, in launch order."""
+        return [slot for progress in self.active for slot in sorted(progress.missing)]
+
+    def update_notify_after(self, index: int) -> None:
+        """Notify the reducer when the bucket at ``index`` may be full, or the next one if that is full now."""
+        if self.batched:
+            counts = (len(progress.missing) for progress in self.buckets[index:] if progress.missing)
+            self.notify_after = next(counts, sys.maxsize)
+
+    def completed_by(self, params: list[Tensor], table: SlotTable, of_slot: Sequence[int]) -> BucketProgress | None:
+        """The bucket whose missing gradients are those of these parameters, if they are its last ones in order."""
+        slot = table.slot_of_index.get(table.index_of[id(params[0])]) if params else None
+        if slot is None:
+            return None
+        progress, count = self.buckets[of_slot[slot]], len(params)
+        bucket, missing = progress.bucket, progress.missing
+        if progress.launched or len(missing) != count or not missing.issuperset(bucket.slots[-count:]):
+            return None
+        in_order = all(map(is_, params, bucket.params[-count:]))
+        return progress if in_order and all(map(REQUIRES_GRAD, params)) else None

@@ -42,7 +42,7 @@ class PassTimes(Participant):
         self.passes: list[tuple[Any, Any, Any]] = []
         self._own = self._waited = 0.0
         self.skip()
-        wrapper._passes.upkeep.add(self)
+        wrapper._passes.wrapped.add(self)
 
     # -- passes --------------------------------------------------------------------------------------
 

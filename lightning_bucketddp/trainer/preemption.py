@@ -143,7 +143,7 @@ class PreemptionCheckpoint(Callback):
             )
         wrapper = BucketDDPInTrainer.of(trainer, self)
         checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((_random_state(), states))
-        checkpoint[_ORDER], checkpoint[_STOPS] = wrapper._passes.upkeep.parts.learner.lessons, trainer.should_stop
+        checkpoint[_ORDER], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
@@ -159,7 +159,7 @@ class PreemptionCheckpoint(Callback):
             return
         (random_state, order, trainer.should_stop), self._resumes = self._resumes, None
         for lesson in order:
-            BucketDDPInTrainer.of(trainer, self)._passes.upkeep.parts.learner.learn(*lesson)
+            BucketDDPInTrainer.of(trainer, self)._passes.wrapped.built.learner.learn(*lesson)
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()

@@ -170,7 +170,7 @@ class BucketDDP(nn.Module, Joinable):
         """Close the open wrappers that average gradients of some of these parameters, given by id."""
         inside = set(self.module.modules())
         for wrapper in list(_open_wrappers):
-            if trained & wrapper._passes.upkeep.trains():
+            if trained & wrapper._passes.wrapped.trains():
                 wrapper._give_way(wrapper in inside)
 
     def _give_way(self, inside: bool) -> None:
@@ -328,7 +328,7 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If the first call is not in the main thread, where Python handles signals.
             PeerFailureError: If another rank has failed, or does not come.
         """
-        return self._passes.setting.checks.to_end(no_pass_follows)
+        return self._passes.wrapped.context.control.to_end(no_pass_follows)
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number that gradients are divided by, with ``gradient_divide_by="tokens"``.

@@ -179,7 +179,7 @@ class UnevenInputs(JoinHook):
         broadcast_tensors(tensors, self._collectives, source=source)
         restart_masters(tensors)  # on the source too: all ranks go on from the same bits
         self._module_buffers.due = True  # ranks have run different forwards
-        self._passes.upkeep.note_trainable()
+        self._passes.wrapped.note_trainable()
         self.end()
 
     def end(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.gloo import collectives_of
 from lightning_bucketddp.comm.hooks import choose_hook
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
@@ -29,7 +30,9 @@ from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.machines import on_one_machine
 from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.reducer.build import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
+from lightning_bucketddp.reducer.wrapped import Wrapped
 from lightning_bucketddp.replicas.nested import tensors_in
 from lightning_bucketddp.wrapper.compiled import frames_are_compiled, graph_cuts
 from lightning_bucketddp.wrapper.join import UnevenInputs
@@ -63,7 +66,8 @@ class Runtime:
     def __init__(
         self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
     ) -> None:
-        self.collectives = collectives = Collectives(group_of(options.process_group, options.device_mesh))
+        group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
+        self.collectives = collectives = collectives_of(group, device)
         peers = Peers(collectives, options.timeout, options.report_after)
         self.params = params = ModuleParams(module, options, may_be_frozen)
         release = ExitStack()  # calls the last callback first
@@ -77,17 +81,18 @@ class Runtime:
             described = hook.options() if hook is not None else {"comm_hook": None}
             entries += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             entries += params.entries()
-        collectives.probe(params.named[0][1].device)
+        collectives.probe(device)
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
             broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
         one_machine = on_one_machine(peers)
         links = links_of(module)
-        self.passes = Passes(params, collectives, peers, options, hook, one_machine, links)
+        context = WrapperContext(params, collectives, peers, options, one_machine)
+        self.passes = Passes(Wrapped(context, hook, links))
         for link in links:
             link.join(peers, self.passes.joining.counts)
             release.callback(link.leave)
-        release.callback(self.passes.upkeep.close)
+        release.callback(self.passes.close)
         self.module_buffers = ModuleBuffers(params, collectives, peers, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
@@ -98,11 +103,14 @@ class Runtime:
         release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
+        if device.type == "cpu":  # an accelerator's groups end on all ranks at the same time, and so in close() alone
+            weakref.finalize(self, collectives.end_parts).atexit = False
 
     def close(self) -> None:
         """Give the module back. Sends nothing."""
         self._release()
         self.optimizers.close()
+        self.collectives.end_parts()
         end_signals.release()
 
     def forward_begins(self, wrapper: Joinable, trains: bool, replicated: bool) -> None:

@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.hooks import CommHookError
-from lightning_bucketddp.reducer.reductions import CastReduce
 from tests.hooks import HOOKS, disguised
-from tests.inside import reducer_of
 from tests.models import Branches, Containers, Mlp, build
 from tests.pool import on_ranks
 from tests.reference import TINY, assert_grads, backward, drift, everyones, grads, mean_grads, mse, raises_soon, train
@@ -42,7 +40,6 @@ def test_hooks_give_torch_ddps_gradients(name: str, model: str) -> None:
     ours = BucketDDP(module, bucket_cap_mb=TINY, comm_hook=name if named else None)
     if not named:
         ours.register_comm_hook(None, HOOKS[name])
-    assert isinstance(reducer_of(ours).reduction, CastReduce) == named
     rounding = max(ROUNDING.get(name.split("_")[0], 1e-6), 2.0**-6 if model == "mixed_dtypes" else 0.0)
     for step in range(3):
         for each in (reference, ours):

@@ -1,7 +1,6 @@
 """What travels, and how exactly: the collectives, low-precision wires, bytes."""
 
 import itertools
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,36 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.comm import broadcast, wire
+from lightning_bucketddp.comm import broadcast, gloo, wire
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.stage_thread import StageThread
-from lightning_bucketddp.grads.bucket import Bucket, Buckets
-from lightning_bucketddp.reducer.reductions import AllReduce
+from lightning_bucketddp.comm.gloo import GlooCollectives, collectives_of
+from lightning_bucketddp.comm.lane import ThreadLane
+from lightning_bucketddp.comm.work import Stages
 from tests.models import Mlp
 from tests.pool import case, on_ranks
 from tests.reference import TINY, backward, everyones, loss_at, noted, pair
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 HALVES = [torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+
+
+def run(stages: Stages) -> None:
+    """Run the stages of a reduction one after the other."""
+    for stage in stages:
+        stage.handle.wait()
 
 
 @pytest.mark.parametrize("on_gloo", [True, False], ids=["gloo", "other"])
 @on_ranks(1, 2, 3)
 def test_reductions_give_the_mean(on_gloo: bool) -> None:
-    with nullcontext() if on_gloo else patch.object(dist, "get_backend_config", return_value="cpu:other"):
-        collectives = Collectives(None)
-    collectives.probe(torch.device("cpu"))
+    collectives = collectives_of(None, CPU) if on_gloo else Collectives(None)
+    assert isinstance(collectives, GlooCollectives) == on_gloo
+    collectives.probe(CPU)
     world, rank = collectives.world_size, collectives.rank
     for dtype, wire_dtype, numel in itertools.product(DTYPES, [None, *HALVES], (1, 2, 7, 96, 1000)):
         generator = torch.Generator().manual_seed(numel)
@@ -42,28 +47,23 @@ def test_reductions_give_the_mean(on_gloo: bool) -> None:
         mean = torch.stack([value.to(exact) for value in values]).mean(0).to(dtype)
         tolerance = 2**-6 if wire_dtype or dtype.itemsize == 2 else 1e-6
         whole, scattered = values[rank].clone(), values[rank].clone()
-        collectives.all_reduce_mean(whole, wire_dtype).wait()
-        collectives.reduce_scatter_mean(scattered, wire_dtype).wait()
+        run(collectives.reduce(whole, wire.packed(whole), wire_dtype))
+        run(collectives.reduce_scatter(scattered, wire.packed(scattered), wire_dtype))
         length = -(-numel // world)
         with case(dtype, wire_dtype, numel):
             torch.testing.assert_close(whole, mean, rtol=tolerance, atol=tolerance)
             part = mean[rank * length : (rank + 1) * length]
             torch.testing.assert_close(collectives.shard(scattered), part, rtol=tolerance, atol=tolerance)
-    for length in (16, 0) if world > 1 else ():
-        flat, tail = torch.full((length * world,), float(rank)), torch.tensor([1.0, rank, 4095])
-        collectives.reduce_scatter_mean(flat, tail=tail).wait()
-        assert tail.tolist() == [world, sum(range(world)), 4095 * world]
-        assert collectives.shard(flat).tolist() == [(world - 1) / 2] * length
     flat = torch.full((9,), 60000.0, dtype=torch.float16)
     collectives.all_reduce_mean(flat).wait()
     assert flat.tolist() == pytest.approx([60000.0] * 9, rel=2**-9), "no overflow"
 
 
-@on_ranks(2, 3, cases=[0, wire.SHORT_BYTES])
+@on_ranks(2, 3, cases=[0, gloo.SHORT_BYTES])
 def test_sums_and_gathers_are_right_at_once_and_in_rounds(short: int) -> None:
-    collectives = Collectives(None)
+    collectives = collectives_of(None, CPU)
     world, rank = collectives.world_size, collectives.rank
-    with patch.object(wire, "SHORT_BYTES", short), noted("all_to_all_single") as at_once:
+    with patch.object(gloo, "SHORT_BYTES", short), noted("all_to_all_single") as at_once:
         for dtype, shape in itertools.product([*DTYPES, torch.int64], [(), (5,), (3, 7)]):
             generators = [torch.Generator().manual_seed(it) for it in range(world)]
             values = [(torch.randn(shape, generator=it) * 9).to(dtype) for it in generators]
@@ -79,17 +79,17 @@ def test_sums_and_gathers_are_right_at_once_and_in_rounds(short: int) -> None:
 
 @on_ranks(2, 3)
 def test_pieces_give_the_same_bits() -> None:
-    collectives = Collectives(None)
+    collectives = collectives_of(None, CPU)
     world, rank = collectives.world_size, collectives.rank
     for dtype, wire_dtype, numel in itertools.product(DTYPES, [None, torch.bfloat16], (480, 1000, 1003)):
         found, counts = [], []
-        for piece in (wire.LONG_BYTES, 64):
+        for piece in (gloo.LONG_BYTES, 64):
             values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(rank))
             reduced, scattered, gathered = values.clone(), values.clone(), values.repeat(world)
-            pieces = patch.multiple(wire, SHORT_BYTES=0, LONG_BYTES=piece, PIECE_BYTES=piece)
+            pieces = patch.multiple(gloo, SHORT_BYTES=0, LONG_BYTES=piece, PIECE_BYTES=piece)
             with pieces, noted("all_to_all_single", "allgather") as calls:
-                collectives.all_reduce_mean(reduced, wire_dtype).wait()
-                collectives.reduce_scatter_mean(scattered, wire_dtype).wait()
+                run(collectives.reduce(reduced, wire.packed(reduced), wire_dtype))
+                run(collectives.reduce_scatter(scattered, wire.packed(scattered), wire_dtype))
                 collectives.all_gather_shards(gathered).wait()
             found.append([reduced, collectives.shard(scattered), gathered])
             counts.append((calls.count("all_to_all_single"), calls.count("allgather")))
@@ -108,7 +108,7 @@ def test_a_low_wire_is_summed_in_fp32(wire_dtype: torch.dtype) -> None:
         for model in (ours, plain):
             model.zero_grad()
         backward(plain, step)
-        with patch.object(StageThread, "take", autospec=True, side_effect=StageThread.take) as taken:
+        with patch.object(ThreadLane, "run", autospec=True, side_effect=ThreadLane.run) as ran:
             backward(ours, step)
         for param, other in zip(ours.parameters(), plain.parameters(), strict=True):
             exact = other.grad.to(wire_dtype).double()
@@ -117,7 +117,7 @@ def test_a_low_wire_is_summed_in_fp32(wire_dtype: torch.dtype) -> None:
             assert all(torch.equal(param.grad, grad) for grad in everyones(param.grad))
     assert torch.cat(as_exact).float().mean() > 0.999
     assert world == 2 or any(bucket.numel % world for bucket in ours.layout.buckets)
-    assert taken.called, "second stages start during backward"
+    assert ran.called, "second stages start during backward"
     assert ours.last_pass().early_launches > 0
 
 
@@ -149,31 +149,6 @@ def test_bytes_on_the_wire() -> None:
     assert plain == pytest.approx(elements * 4 * 2 * (world - 1) / world, rel=0.02)
     assert halves == pytest.approx([plain / 2] * 4, rel=0.05)
     assert least < plain / 10
-
-
-@on_ranks(2, cases=[(100, None, True), (600, None, False), (100, 1, False), (0, 1, False)])
-def test_a_short_last_bucket_of_shards_carries_the_control_vector(width: int, size: int | None, carries: bool) -> None:
-    ours = BucketDDP(nn.Linear(width, width), shard_optimizer=True, shard_group_size=size)
-    assert (ours._passes.reducer.buckets.all[-1].with_tail is not None) == carries
-
-
-@on_ranks(2)
-def test_on_accelerators_second_stages_have_a_fixed_place() -> None:
-    """Reduce three buckets as on an accelerator, where the second stages have no group of their own."""
-    collectives, buckets = Collectives(None), Buckets.__new__(Buckets)
-    flats = [torch.full((10,), 1.0 + index + dist.get_rank()) for index in range(3)]
-    buckets.active = [Bucket(index, (), [], False, flat) for index, flat in enumerate(flats)]
-    reduction = AllReduce(collectives, buckets, torch.bfloat16, scales=True)
-    to_all, gather = "all_to_all_single", "all_gather_single"
-    with patch.object(wire, "SHORT_BYTES", 0), noted(to_all, gather) as calls:
-        for bucket in buckets.active:
-            bucket.work = reduction.start(bucket)
-        reduction.proceed(lambda: None)
-    for bucket in buckets.active:
-        bucket.work.wait()
-    assert calls == [to_all, to_all, gather, to_all, gather, gather]
-    for index, flat in enumerate(flats):
-        assert torch.equal(flat, torch.full((10,), 1.5 + index))
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:

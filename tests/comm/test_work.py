@@ -1,18 +1,17 @@
-"""A collective as a sequence of stages, and the thread that carries collectives on while backward runs."""
+"""The stages of a reduction, and the lanes that run them."""
 
 import gc
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
 
 from lightning_bucketddp.comm import work
-from lightning_bucketddp.comm.stage_thread import StageThread
-from lightning_bucketddp.comm.work import Work
+from lightning_bucketddp.comm.lane import Lane, ThreadLane
+from lightning_bucketddp.comm.work import DirectWork, Stage, Stages, Work
 
 
 class Handle:
@@ -36,155 +35,161 @@ class Handle:
         self.completed = True
 
 
-class Chain:
+class Reductions:
+    """Reductions whose stages have names, and a log of what has happened to them."""
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self._handles: dict[str, Handle] = {}
 
-    def _handle(self, name: str) -> Handle:
+    def handle(self, name: str) -> Handle:
         return self._handles.setdefault(name, Handle(name, self.log))
 
     def complete(self, *names: str) -> None:
         for name in names:
-            self._handle(name).completed = True
+            self.handle(name).completed = True
 
-    def start(self, name: str, error: str | None = None, **options: Any) -> Work:
-        self.log.append(f"started {name}")
-        handle = self._handle(name)
-        handle.error = error
-        options = {"on_host": True, "left_behind": lambda why: self.log.append(f"left {name} behind: {why}"), **options}
-        return Work(handle, lambda: self.log.append(f"finished {name}"), **options)
+    def stages(self, *names: str) -> Stages:
+        for name in names:
+            self.log.append(f"started {name}")
+            yield Stage(self.handle(name))
+            self.log.append(f"finished {name}")
 
-    def of(self, *names: str) -> Work:
-        """A work of several stages; the first is started."""
-        first = self.start(names[0])
-        for name in names[1:]:
-            first.then(lambda name=name: self.start(name))
-        return first
+    def direct(self, *names: str, on_host: bool = True) -> Work:
+        stages = self.stages(*names)
+        return DirectWork(next(stages, None), stages, on_host, self.left_behind)
+
+    def left_behind(self, why: str) -> None:
+        self.log.append(f"left behind: {why}")
 
     def names(self, what: str = "started") -> list[str]:
         return [line.removeprefix(f"{what} ") for line in self.log if line.startswith(what)]
 
 
 @pytest.fixture
-def chain(monkeypatch: pytest.MonkeyPatch) -> Chain:
+def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
     monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
-    return Chain()
+    return Reductions()
 
 
-def test_a_wait_runs_all_stages_once(chain: Chain) -> None:
-    three = chain.of("a", "b", "c")
-    assert not three.done()
-    for _ in range(2):
-        three.wait()
-        assert chain.log == [f"{what} {name}" for name in "abc" for what in ("started", "waited for", "finished")]
-        assert three.done()
-
-
-def test_stages_start_one_by_one_and_the_last_is_not_waited_for(chain: Chain) -> None:
-    two, three = chain.of("h", "i"), chain.of("a", "b", "c")
-    assert two.start_next()
-    assert chain.names() == ["h", "a", "i"]
-    assert not two.start_next()
-    three.proceed()
-    assert chain.log[-1] == "started c"
-    assert not three.done()
-    chain.complete("c")
-    assert three.done()
-    chain.start("d", sends_more=True).proceed()  # a hook whose collectives must be started in order
-    assert chain.log[-3:] == ["started d", "waited for d", "finished d"]
-
-
-def test_stages_of_a_stage_come_before_the_next(chain: Chain) -> None:
-    chain.start("a").then(lambda: chain.of("b", "c")).then(lambda: chain.start("d")).wait()
-    assert chain.names() == list("abcd")
-
-
-def test_settle_finishes_completed_stages_on_the_host_alone(chain: Chain) -> None:
-    works = [chain.start("h"), chain.start("d", on_host=False), chain.of("a", "b"), chain.start("e", "broken")]
-    assert not any(each.settle() for each in works)
-    chain.complete(*"hdae")
-    assert [each.settle() for each in works] == [True, False, False, False]
-    assert chain.names("finished") == ["h"]
-    assert chain.names() == list("hdae"), "settle starts nothing"
-    with pytest.raises(RuntimeError, match="broken"):
-        works[-1].wait()
-
-
-def test_a_failed_stage_leaves_its_own_group_behind(chain: Chain) -> None:
-    three = chain.start("a").then(lambda: chain.start("b", "broken")).then(lambda: chain.start("c"))
-    for _ in range(2):  # raised anew by every wait
-        with pytest.raises(RuntimeError, match="broken"):
-            three.wait()
-    assert chain.names("left") == ["b behind: broken"] * 2
-    assert chain.names("finished") == ["a"]
-    assert chain.names() == ["a", "b"]
-
-
-def test_a_wait_polls_on_the_host_alone(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_up = Mock(side_effect=KeyError("rank 1 failed"))
-    chain.start("d", on_host=False).wait(give_up)
-    stages = StageThread()
-    for work_of in (chain.start, lambda name: stages.take(chain.start(name))):
-        with pytest.raises(KeyError, match="rank 1 failed"):
-            work_of("h").wait(Mock(side_effect=[None, None, KeyError("rank 1 failed")]))
-    assert chain.names("left") == ["h behind: 'rank 1 failed'"] * 2
-    monkeypatch.setattr(work, "AWAKE_SECONDS", 60)
-    soon = chain.start("s")
-    with patch.object(chain._handle("s"), "is_completed", side_effect=[False, False, True, True]):
-        soon.wait(give_up)  # stays awake until then
+def threads(reductions: Reductions, starts_here: bool = False) -> Lane:
+    return ThreadLane(reductions.left_behind, starts_here)
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.001)
 
 
-def test_the_thread_starts_stages_in_order_and_ends_them(chain: Chain) -> None:
-    stages = StageThread()
-    taken = [stages.take(it) for it in (chain.of("a1", "a2"), chain.of("b1", "b2"), chain.start("c"))]
-    chain.complete("b1")
+def test_a_wait_runs_all_stages_once(reductions: Reductions) -> None:
+    three = reductions.direct("a", "b", "c")
+    assert not three.done()
+    for _ in range(2):
+        three.wait()
+        assert reductions.log == [f"{what} {name}" for name in "abc" for what in ("started", "waited for", "finished")]
+        assert three.done()
+
+
+def test_a_reduction_of_nothing_is_done(reductions: Reductions) -> None:
+    for nothing in (Work(), reductions.direct(), threads(reductions).run(reductions.stages())):
+        nothing.wait()
+        assert nothing.done()
+
+
+def test_only_the_host_sees_a_collective_complete(reductions: Reductions) -> None:
+    on_host, on_device = reductions.direct("h"), reductions.direct("d", on_host=False)
+    reductions.complete("h", "d")
+    assert (on_host.done(), on_device.done()) == (True, False), "an accelerator is not asked"
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_failed_stage_is_raised_by_every_wait(reductions: Reductions, in_thread: bool) -> None:
+    reductions.handle("b").error = "broken"
+    names = "a", "b", "c"
+    reductions.complete("a")
+    three = threads(reductions).run(reductions.stages(*names)) if in_thread else reductions.direct(*names)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken"):
+            three.wait()
+    assert reductions.names("left behind:") == ["broken"] * 2
+    assert reductions.names("finished") == ["a"]
+    assert reductions.names() == ["a", "b"]
+    assert not three.done()
+
+
+def test_a_wait_polls_on_the_host_alone(reductions: Reductions, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = Mock(side_effect=KeyError("rank 1 failed"))
+    reductions.direct("d", on_host=False).wait(give_up)
+    for run in (reductions.direct, lambda name: threads(reductions).run(reductions.stages(name))):
+        with pytest.raises(KeyError, match="rank 1 failed"):
+            run("h").wait(Mock(side_effect=[None, None, KeyError("rank 1 failed")]))
+    assert reductions.names("left behind:") == ["'rank 1 failed'"] * 2
+    monkeypatch.setattr(work, "AWAKE_SECONDS", 60)
+    soon = reductions.direct("s")
+    with patch.object(reductions.handle("s"), "is_completed", side_effect=[False, False, True, True]):
+        soon.wait(give_up)  # stays awake until then
+
+
+@pytest.mark.parametrize("starts_here", [False, True])
+def test_threads_start_stages_in_order_and_finish_them(reductions: Reductions, starts_here: bool) -> None:
+    lane = threads(reductions, starts_here)
+    works = [lane.run(reductions.stages(*names)) for names in (("a1", "a2"), ("b1", "b2"), ("c1",))]
+    eventually(lambda: reductions.names() == ["a1", "b1", "c1"])
+    reductions.complete("b1")
     time.sleep(0.05)
-    assert chain.names() == ["a1", "b1", "c"], "b waits for its turn"
-    chain.complete("a1", "a2")
-    eventually(lambda: "finished a2" in chain.log and "started b2" in chain.log)
-    assert chain.names() == ["a1", "b1", "c", "a2", "b2"]
-    assert not any(each.done() for each in taken)
-    chain.complete("b2", "c")
-    eventually(lambda: "finished c" in chain.log)
-    for each in taken:
+    assert reductions.names() == ["a1", "b1", "c1"], "b waits for its turn"
+    reductions.complete("a1", "a2")
+    eventually(works[0].done)
+    eventually(lambda: "started b2" in reductions.log)
+    assert reductions.names() == ["a1", "b1", "c1", "a2", "b2"]
+    assert not works[1].done()
+    reductions.complete("b2", "c1")
+    for each in works:
         each.wait()
         assert each.done()
-    assert sorted(chain.names("finished")) == ["a1", "a2", "b1", "b2", "c"]
+    assert sorted(reductions.names("finished")) == ["a1", "a2", "b1", "b2", "c1"]
 
 
-@pytest.mark.parametrize("errors", [("broken", None), (None, "broken")])
-def test_an_error_in_the_thread_is_raised_by_the_wait(chain: Chain, errors: tuple[str | None, str | None]) -> None:
-    stages = StageThread()
-    taken = stages.take(chain.start("a", errors[0]).then(lambda: chain.start("b", errors[1])))
-    chain.complete("a", "b")
+def test_after_an_error_threads_start_nothing(reductions: Reductions) -> None:
+    reductions.handle("a").error = "broken"
+    reductions.complete("a")
+    lane = threads(reductions)
+    first = lane.run(reductions.stages("a"))
     with pytest.raises(RuntimeError, match="broken"):
-        taken.wait()
+        first.wait()
+    with pytest.raises(RuntimeError, match="broken"):
+        lane.run(reductions.stages("b")).wait()
+    assert reductions.names() == ["a"]
 
 
-def test_after_an_error_the_thread_starts_nothing(chain: Chain) -> None:
-    stages = StageThread()
-    taken = [stages.take(it) for it in (chain.start("a", "broken"), Work().then(lambda: chain.start("b")))]
-    chain.complete("a")
-    for each in taken:
-        with pytest.raises(RuntimeError, match="broken"):
-            each.wait()
-    assert chain.names() == ["a"]
+def test_an_error_before_the_first_collective_is_raised_where_it_starts(reductions: Reductions) -> None:
+    def refuse() -> Stages:
+        raise RuntimeError("no memory for this")
+        yield
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        threads(reductions, starts_here=True).run(refuse())
+    with pytest.raises(RuntimeError, match="no memory"):
+        threads(reductions).run(refuse()).wait()
 
 
-def test_the_thread_ends_with_its_owner(chain: Chain) -> None:
-    before, stages = {*threading.enumerate()}, StageThread()
-    taken = stages.take(chain.of("a", "b"))
-    (own,) = {*threading.enumerate()} - before
-    del stages
+def test_the_common_group_is_for_the_thread_that_trains(reductions: Reductions) -> None:
+    lane = threads(reductions)
+    lane.run(reductions.stages("a"))
+    assert isinstance(lane.run(reductions.stages("b"), common=True), DirectWork)
+
+
+def test_threads_end_with_their_lane(reductions: Reductions) -> None:
+    before, lane = {*threading.enumerate()}, threads(reductions)
+    taken = lane.run(reductions.stages("a", "b"))
+    reductions.complete("a")
+    eventually(lambda: "started b" in reductions.log)
+    own = {*threading.enumerate()} - before
+    assert {thread.name for thread in own} == {"bucketddp-lane"}
+    del lane
     gc.collect()
-    eventually(lambda: not own.is_alive())
+    eventually(lambda: not any(thread.is_alive() for thread in own))
     with pytest.raises(RuntimeError, match="closed"):
         taken.wait()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.comm.lane import Streams
 from lightning_bucketddp.grads.bucket import Buckets
-from lightning_bucketddp.grads.buffers import GradBuffers
+from lightning_bucketddp.grads.buffers import LARGE_BYTES, GradBuffers
 from lightning_bucketddp.grads.contiguous import Contiguous
 from lightning_bucketddp.grads.planner import MAX_GROUPING_SETS, LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable
@@ -31,9 +32,10 @@ def some_params() -> list[nn.Parameter]:
 )
 def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], message: str) -> None:
     made = GradBuffers(plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())], range(4), 100))
-    for options in ({}, {"scale": 0.5}):  # copied together, or one by one
+    grads, flat = [torch.ones(4, 3, 2, 2), grad()], torch.ones(2 * LARGE_BYTES)
+    for options in ({}, {"scale": 0.5, "flat": flat}):  # copied together, or one by one
         with pytest.raises(RuntimeError, match=message):
-            made.packing([0, 1], [torch.ones(4, 3, 2, 2), grad()], **options)()
+            made.pack([0, 1], grads, **options)
 
 
 def test_another_layout_takes_gradients_along() -> None:
@@ -41,7 +43,7 @@ def test_another_layout_takes_gradients_along() -> None:
     table = SlotTable([(f"p{at}", param) for at, param in enumerate(params)])
     planner = LayoutPlanner(table, Options(bucket_cap_mb=0.0001), world_size=2, one_machine=True)
     buckets = Buckets(table, planner)
-    storage = Contiguous(table, buckets, planner.plan())
+    storage = Contiguous(table, buckets, planner.plan(), Streams())
     params[0].grad, own = storage.views[3].fill_(5.0), torch.ones(2, 5)
     params[2].grad, params[3].grad = own, storage.views[0].fill_(6.0)
     planner.learn([2.0, 1.0, None, 0.0], [1])
@@ -55,46 +57,6 @@ def test_another_layout_takes_gradients_along() -> None:
     storage.release()
     assert params[0].grad.eq(5.0).all()
     assert params[0].grad.untyped_storage().nbytes() == params[0].nbytes, "a plain tensor"
-
-
-@pytest.mark.parametrize(
-    ("told", "noted", "full"),
-    [
-        ([], [0, 1, 2], [0]),
-        ([], [2, 0, 1], [0]),
-        ([0], [1, 2], [0]),
-        ([2], [1, 2], []),
-        ([], [0, 1], []),
-        ([0], [1, 2, 3, 4, 5], [0, 1]),
-        ([], [4, 5], []),
-        ([3], [4, 5], [1]),
-    ],
-)
-def test_noted_gradients_are_marked_in_any_order(told: list[int], noted: list[int], full: list[int]) -> None:
-    table, planner = planner_of(7, bucket_cap_mb=3 * 64 / 2**20)
-    buckets = Buckets(table, planner)
-    Contiguous(table, buckets, planner.plan())
-    assert [bucket.slots for bucket in buckets.all] == [(0, 1, 2), (3, 4, 5)]
-    buckets.begin(table.trainable_now(), None, in_order=True)
-    for slot in told:
-        buckets.noted.append(table.params[slot])
-        assert buckets.mark_noted() == ([], [])
-    buckets.noted += [table.params[slot] for slot in noted]
-    found, others = buckets.mark_noted()
-    assert ([bucket.index for bucket in found], others) == (full, [])
-    assert buckets.pending == {*told, *noted}
-    assert {slot for bucket in buckets.all for slot in bucket.missing} == set(range(6)) - {*told, *noted}
-
-
-def test_a_noted_parameter_that_has_been_frozen_has_no_gradient() -> None:
-    table, planner = planner_of(4)
-    buckets = Buckets(table, planner)
-    Contiguous(table, buckets, planner.plan())
-    buckets.begin(table.trainable_now(), None, in_order=True)
-    table.params[1].requires_grad_(False)
-    buckets.noted += table.params
-    assert buckets.mark_noted() == ([], [])
-    assert buckets.pending == {0, 2}
 
 
 def planner_of(count: int, **options: object) -> tuple[SlotTable, LayoutPlanner]:

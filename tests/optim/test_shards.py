@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from lightning_bucketddp import BucketDDP, RankMismatchError, declare_element_wise
 from lightning_bucketddp.optim import sharded_params
 from lightning_bucketddp.optim.swap import master_params
-from tests.inside import reducer_of, upkeep_of
+from tests.inside import reducer_of, wrapped_of
 from tests.models import MODELS, Branches, Lookup, Mlp, SharedWeights, batch, tokens
 from tests.optim.common import OPTIMIZERS, TINY, assert_close, average, stepped, two_groups, values
 from tests.pool import close_wrappers, on_ranks
@@ -51,7 +51,7 @@ def parity(model: str, optimizer: str, options: dict[str, Any]) -> None:
             backward(plain, 2 * step + at)
         average(plain)
         if step == 3:
-            planner = upkeep_of(ours).parts.planner
+            planner = wrapped_of(ours).built.planner
             planner._options = replace(planner._options, bucket_cap_mb=1)
             planner.due = True
         theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1).float()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import buffers, hooks
+from lightning_bucketddp.grads import buffers
 from tests.inside import views_of
 from tests.pool import RunRanks
 from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
@@ -294,10 +294,9 @@ def run_cases(seeds: list[int], sharded: bool) -> list[list[str]]:
         case = draw_case(seed, dist.get_world_size(), sharded)
         print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
         together = patch.object(buffers, "LARGE_BYTES", 64 if seed % 2 else buffers.LARGE_BYTES)
-        early = patch.object(hooks, "LARGE_BYTES", 16 if seed % 3 else 2**18)
         run = None
         try:
-            with together, early, several_machines() if seed % 4 in (1, 2) else nullcontext():
+            with together, several_machines() if seed % 4 in (1, 2) else nullcontext():
                 run = Run(case)
                 run.run()
                 if sharded:

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import hooks
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
@@ -102,14 +100,13 @@ def test_buckets_launch_before_backward_has_finished() -> None:
     assert all(ours.module.get_parameter(name).grad is view for name, view in views_of(ours).items())
 
 
-@on_ranks(2, cases=(False, True))
-def test_gradients_behind_a_bucket_that_waits_exist_once(early: bool) -> None:
-    with patch.object(hooks, "LARGE_BYTES", 0 if early else 2**18):
-        ours = BucketDDP(seeded(Branches), bucket_cap_mb=0.0001)
+@on_ranks(2)
+def test_gradients_behind_a_bucket_that_waits_exist_once() -> None:
+    ours = BucketDDP(seeded(Branches), bucket_cap_mb=0.0001)
     views, get = [], ours.module.get_parameter
 
     def look(_: Tensor) -> None:
-        views.append({name for name, it in views_of(ours).items() if get(name).grad is (None if early else it)})
+        views.append({name for name, it in views_of(ours).items() if get(name).grad is it})
 
     get("stem.weight").register_hook(look)  # the last one
     for take in ("both", "both", "left"):  # the first bucket is one of the other branch

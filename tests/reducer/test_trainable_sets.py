@@ -94,15 +94,19 @@ def test_the_other_network_of_a_gan_is_not_reduced() -> None:
     for step in range(6):
         for module in twins.modules:
             toggle(module.first, module.second, step)
-        with patch.object(collectives, "_started", side_effect=collectives._started) as started:
+        with (
+            patch.object(collectives, "sum", side_effect=collectives.sum) as summed,
+            patch.object(collectives, "reduce", side_effect=collectives.reduce) as reduced,
+        ):
             twins.step(mse(step))
         trained, frozen = (ours.module.first, ours.module.second)[:: 1 if step % 2 == 0 else -1]
         assert frozen.weight.grad is None
         if step >= 2:
-            last = reducer_of(ours).buckets.active[-1]
-            control = 0 if last.with_tail is None else last.with_tail.nbytes - last.flat.nbytes
-            reduced = [call.args[2] for call in started.call_args_list]
-            sent = sum(tensor.nbytes for tensor in reduced if tensor.is_floating_point())
+            buckets = reducer_of(ours).buckets
+            last = buckets.all[buckets.active(reducer_of(ours).table.trainable_now())[-1]]
+            control = 0 if last.flat_with_control is None else last.flat_with_control.nbytes - last.flat.nbytes
+            tensors = [call.args[0] for call in summed.call_args_list + reduced.call_args_list]
+            sent = sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
             assert sent == sum(-(-p.numel() // 16) * 64 for p in trained.parameters()) + control
 
 

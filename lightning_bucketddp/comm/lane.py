@@ -1,0 +1,275 @@
+"""Lanes run the stages of reductions: in which thread, on which stream, and who waits.
+
+A lane runs the reductions that it is given first in, first out, and in the same order on every rank. What streams other
+than its own do with a tensor on an accelerator::
+
+    tensor               made on      used on                ordered by                        memory is kept by
+    gradient             its stream   packing                Streams.wait_for                  record_stream
+    bucket               any          packing, collective,   the collective's own waits; at    the wrapper
+                                      side                   the end the current stream waits
+                                                             for the side stream
+    sent, received       packing      collective, side       the same                          record_stream
+    made between stages  side         collective, side       the collective's own waits        the side stream's order
+    control vector       current      current, host          an event, read one pass later     the exchange
+
+A lane on an accelerator never waits on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.work import DirectWork, Stage, Stages, Work, stay_awake, wait_for
+
+
+class Lane(Protocol):
+    """Runs reductions."""
+
+    def run(self, stages: Stages, common: bool = False) -> Work:
+        """Run a reduction's stages, after those of the reductions before.
+
+        Args:
+            stages: The stages.
+            common: Whether they start in the group in which ranks in different passes still meet. Then the thread that
+                trains starts them.
+
+        Returns:
+            The work to wait for.
+        """
+
+
+def lane_for(collectives: Collectives, device: torch.device, collectives_each: int, starts_here: bool) -> Lane:
+    """The lane for reductions of gradients on a device.
+
+    Args:
+        collectives: The group of all ranks that train together.
+        device: The gradients' device.
+        collectives_each: How many collectives a reduction starts, one after the other.
+        starts_here: Whether the thread that trains starts the first ones.
+    """
+    if device.type != "cpu":
+        return StreamLane(device)
+    if collectives.world_size > 1 and (collectives_each > 1 or not starts_here):
+        return ThreadLane(collectives.leave_behind, starts_here)
+    return InlineLane(collectives)
+
+
+def separate_stages(first: Collectives, second: Collectives | None, device: torch.device, one_machine: bool) -> None:
+    """Give stages of reductions groups of their own where threads start them. All ranks must call this.
+
+    Args:
+        first: The collectives of first stages. On one machine the thread that trains starts them.
+        second: Those of which the second stage follows a first one of the same ranks; None if there are none.
+        device: The gradients' device.
+        one_machine: Whether the ranks share one machine.
+    """
+    if device.type != "cpu":
+        return
+    if not one_machine and first.world_size > 1:
+        first.separate_stages(0)
+    if second is not None and second.world_size > 1:
+        second.separate_stages(1)
+
+
+class InlineLane:
+    """The thread that trains starts reductions, and carries them on when it waits for them.
+
+    Args:
+        collectives: The group.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def run(self, stages: Stages, common: bool = False) -> Work:
+        """Start the first stage."""
+        return DirectWork(next(stages, None), stages, True, self._collectives.leave_behind)
+
+
+class StreamLane:
+    """Accelerators: the first stage starts on the current stream, further ones follow on one side stream, all at once.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.Stream | None = None
+
+    def run(self, stages: Stages, common: bool = False) -> Work:
+        """Queue all stages. The host waits for none."""
+        stage = next(stages, None)
+        if stage is None:
+            return Work()
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        for tensor in stage.memory:  # it may be freed here before the side stream has come to it
+            tensor.record_stream(self._side)
+        with self._side:
+            while stage is not None:
+                stage.handle.wait()  # the side stream waits
+                stage = next(stages, None)
+            event = torch.Event(self._device)
+            event.record()
+        return _StreamWork(event)
+
+
+class _StreamWork(Work):
+    def __init__(self, event: torch.Event) -> None:
+        self._event: torch.Event | None = event
+
+    def done(self) -> bool:
+        return self._event is None
+
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        if self._event is not None:
+            self._event.wait()  # the current stream waits
+            self._event = None
+
+
+class Streams:
+    """The streams on which an accelerator made the gradients of a pass."""
+
+    def __init__(self) -> None:
+        self._streams: set[torch.Stream] = set()
+
+    def forget(self) -> None:
+        """Forget the streams of earlier passes, whose gradients are packed."""
+        self._streams.clear()
+
+    def note(self, device: torch.device) -> None:
+        """Note the current stream, on which a gradient was made."""
+        self._streams.add(torch.accelerator.current_stream(device))
+
+    def wait_for(self, grads: Iterable[Tensor]) -> None:
+        """Let the current stream read gradients that were made on any of the streams."""
+        for stream in self._streams:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+                for grad in grads:  # their memory must not be used again before they have been read
+                    grad.record_stream(torch.accelerator.current_stream(grad.device))
+
+
+class ThreadLane:
+    """CPU ranks on several machines: a thread packs and starts, another one waits and carries on.
+
+    There is one thread per stage, and each stage has a process group of its own (:meth:`Collectives.stage`). So every
+    rank starts the collectives of a group in the same order. After an error no stage is started any more. Threads start
+    when they are first needed, and end with this object.
+
+    Args:
+        left_behind: Called with the error when a wait raises.
+        starts_here: Whether the calling thread starts first stages, in the common group.
+    """
+
+    def __init__(self, left_behind: Callable[[str], None], starts_here: bool) -> None:
+        self._left_behind, self._starts_here = left_behind, starts_here
+        self._state = _State()
+        self._queue: SimpleQueue[_ThreadWork | None] | None = None
+
+    def run(self, stages: Stages, common: bool = False) -> Work:
+        """Hand a reduction over to the threads."""
+        if common:
+            return DirectWork(next(stages, None), stages, True, self._left_behind)
+        stage = next(stages, None) if self._starts_here else None
+        work = _ThreadWork(stages, stage, self._state, self._left_behind)
+        if self._queue is None:
+            self._queue = _start_thread(self._state)
+            weakref.finalize(self, _end, self._queue, self._state)
+        self._queue.put(work)
+        return work
+
+
+class _State:
+    """What the threads of a lane share. They hold no reference to the lane, which is dropped first."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def raise_if_ended(self) -> None:
+        if self.ended.is_set():
+            raise RuntimeError("the wrapper was closed")
+
+
+def _start_thread(state: _State) -> SimpleQueue[_ThreadWork | None]:
+    queue = SimpleQueue[_ThreadWork | None]()
+    threading.Thread(target=_run, args=(queue, state), name="bucketddp-lane", daemon=True).start()
+    return queue
+
+
+def _run(queue: SimpleQueue[_ThreadWork | None], state: _State) -> None:
+    following: SimpleQueue[_ThreadWork | None] | None = None
+    with torch.no_grad():
+        while (work := queue.get()) is not None:
+            if work.advance():
+                following = following or _start_thread(state)
+                following.put(work)
+    if following is not None:
+        following.put(None)
+
+
+def _end(queue: SimpleQueue[_ThreadWork | None], state: _State) -> None:
+    state.ended.set()
+    queue.put(None)
+
+
+class _ThreadWork(Work):
+    def __init__(self, stages: Stages, stage: Stage | None, state: _State, left_behind: Callable[[str], None]) -> None:
+        self._stages, self._stage, self._state, self._left_behind = stages, stage, state, left_behind
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Wait for the present stage, and start the next. Returns whether there is one to wait for."""
+        try:
+            self._state.raise_if_ended()
+            if self._state.error is not None:
+                raise self._state.error
+            if self._stage is not None:
+                wait_for(self._stage.handle, self._state.raise_if_ended)
+            self._stage = next(self._stages, None)
+            if self._stage is not None:
+                return True
+        except BaseException as error:  # raised by every wait
+            self._error = self._state.error = error
+        self._finished.set()
+        return False
+
+    def done(self) -> bool:
+        return self._finished.is_set() and self._error is None
+
+    def wait(self, poll: Callable[[], None] | None = None) -> None:
+        try:
+            stay_awake(self._finished.is_set)
+            wait_for(_Finished(self._finished), poll)
+            if self._error is not None:
+                raise self._error
+        except BaseException as error:
+            self._left_behind(str(error))
+            raise
+
+
+class _Finished:
+    """The end of a work in the hands of a thread, as a handle."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        if not self._event.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("the time is up")

@@ -1,0 +1,209 @@
+"""A module whose gradients are averaged: what stays from pass to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_bucketddp.comm.hooks import CommHook
+from lightning_bucketddp.grads.slots import TrainableSet
+from lightning_bucketddp.peers.agreement import Entry
+from lightning_bucketddp.reducer.build import WrapperContext, build_reducer
+from lightning_bucketddp.reducer.participant import Participant
+from lightning_bucketddp.reducer.reducer import Reducer
+from lightning_bucketddp.reducer.state import PassState
+
+
+class Wrapped:
+    """Keeps the parameters, the trainable set and the layout, and makes the reducer anew when parameters change.
+
+    Args:
+        context: The parts that stay.
+        hook: The communication hook, if there is one; agreed between the ranks.
+        others: Further participants.
+
+    Attributes:
+        context: The parts that stay.
+        built: The reducer of the present parameters, and its parts.
+    """
+
+    def __init__(self, context: WrapperContext, hook: CommHook | None, others: Sequence[Participant]) -> None:
+        self.context, self._hook, self._others = context, hook, others
+        self._cleared_before = -1  # the pass before which all gradients were set to zero
+        self.built = build_reducer(context, hook, others)
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of the present parameters."""
+        return self.built.reducer
+
+    def trains(self) -> set[int]:
+        """The ids of the parameters whose gradients are reduced here."""
+        table = self.reducer.table
+        return {id(param) for param in [*table.params, *(table.all_params[index] for index in table.sparse)]}
+
+    def add(self, participant: Participant) -> None:
+        """Let one more feature take part in passes, from the next one on. It must send nothing."""
+        self._others = [*self._others, participant]
+        self.reducer.add_participant(participant)
+
+    def close(self) -> None:
+        """Make gradients plain tensors again. Sends nothing; safe in any state."""
+        reducer, peers = self.reducer, self.context.peers
+        if reducer.under_way():
+            self.context.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
+        reducer.close()
+        self.context.queue.leave()
+
+    # -- parameters ----------------------------------------------------------------------------------
+
+    def note_trainable(self) -> None:
+        """Count the present trainable set as that of a pass."""
+        self.built.trainable.note(self.reducer.table.trainable_now())
+
+    def take_in_changed(self) -> None:
+        """Lay buckets out anew if parameters have changed. Sends nothing.
+
+        Raises:
+            WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
+        """
+        if self.context.changes.take_in():
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Make the reducer of the present parameters. Gradients since the last reduction stay."""
+        old, since = self.reducer, self.built.trainable.since_reduction
+        accumulated = old.table.pending_indices()
+        old.reduction.forget()
+        old.storage.release()
+        self.built = build_reducer(self.context, self._hook, self._others)
+        table = self.reducer.table
+        for index, param in enumerate(table.all_params):
+            before = old.table.index_of.get(id(param))
+            if before is None:
+                self.context.changes.add(param)
+            if before in accumulated or (before is None and param.grad is not None):  # takes part in the next reduction
+                table.pending.add(table.key(index))
+        if since is not None:
+            trained = {id(param) for param, flag in zip(old.table.all_params, since, strict=True) if flag}
+            self.built.trainable.note(tuple([id(param) in trained for param in table.all_params]))
+
+    # -- before a pass -------------------------------------------------------------------------------
+
+    def before_gradients(self) -> None:
+        """Take in changed parameters, and see what is in ``.grad`` before a backward adds to it."""
+        self.take_in_changed()
+        storage, divisor = self.reducer.storage, self.context.divisor
+        if divisor.rescales:
+            if self.context.options.scatter_every_pass:
+                storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
+            table = self.reducer.table
+            accumulated = table.pending_indices()
+            holding = [index for index, it in enumerate(table.all_params) if it.requires_grad and it.grad is not None]
+            zeroed = self._cleared_before == self.context.peers.position.pass_number
+            uncleared = [] if zeroed else [index for index in holding if index not in accumulated]
+            name = table.names[uncleared[0]] if uncleared else None
+            divisor.note_uncleared_grads(name, cleared=bool(accumulated) and accumulated.isdisjoint(holding))
+        storage.open()
+
+    def agree(self, synchronised: bool) -> TrainableSet:
+        """Have the ranks agree on parameters and trainable set, and rebuild buckets if that is due.
+
+        Args:
+            synchronised: Whether the pass that is to open is synchronised. A local one asks nobody.
+
+        Returns:
+            The set that was trainable since the last reduction.
+
+        Raises:
+            RankMismatchError: If the ranks disagree.
+            PeerFailureError: If they cannot go on together.
+        """
+        changes = self.context.changes
+        if synchronised and changes.due():
+            changes.agree()
+            if self.built.trainable.agreed != self.reducer.table.trainable_now():
+                self._rebuild()  # a local pass laid it out for another set
+        planner, trainable = self.built.planner, self.built.trainable
+        since = trainable.note(self.reducer.table.trainable_now())
+        if synchronised and trainable.agree(since):
+            if not planner.knows(since):
+                planner.add(since)
+            self.built.learner.look_at(since)
+        # Shards move with collectives, and a rank whose loss reaches no parameter opens no local pass.
+        if planner.due and (synchronised or not self.context.options.shard_optimizer):
+            self.reducer.storage.open()
+            self._lay_out()
+        return since
+
+    def move_shards(self) -> None:
+        """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory.
+
+        Not in a forward with other parameters: they may be those of `torch.func.functional_call`.
+        """
+        due = self.context.options.shard_optimizer and self.built.planner.due
+        if due and not self.context.params.changed():
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        reducer, planner = self.reducer, self.built.planner
+        before = reducer.storage.layout
+        reducer.storage.lay_out(planner.plan())
+        planner.due = False
+        if reducer.storage.layout != before:
+            reducer.reduction.forget()
+            self.context.recorder.new_layout(reducer.storage.layout, self.context.peers.position.pass_number)
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients. This rank contributes nothing to the next reduction."""
+        table = self.reducer.table
+        for param in table.all_params:
+            param.grad = None
+        table.pending.clear()
+        self.context.divisor.ended()
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero in place; gradients that are sparse or have no slot, to None."""
+        table = self.reducer.table
+        for key in table.pending:
+            if key < 0:
+                table.all_params[~key].grad = None
+        self.reducer.storage.zero()
+        self.built.sparse.zero()
+        table.pending.clear()
+        self.context.divisor.note_uncleared_grads(None, cleared=True)
+        self._cleared_before = self.context.peers.position.pass_number
+
+    # -- communication hooks -------------------------------------------------------------------------
+
+    def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
+        """Let a hook reduce the buckets from the next pass on, if all ranks register the same one.
+
+        Args:
+            make_hook: Gives the hook, or raises.
+
+        Raises:
+            RuntimeError: If there is a hook already, or a pass is under way.
+            ValueError: If gradients travel in a wire dtype.
+            RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
+        """
+        peers = self.context.peers
+        problem: Exception | None = None
+        entries: list[Entry] = []
+        try:
+            hook = make_hook()
+            self.context.options.require_hook_decides()
+            if self._hook is not None:
+                raise RuntimeError(
+                    "register_comm_hook can only be called once: expected no communication hook, found "
+                    f"{self._hook.name!r}"
+                )
+            if self.reducer.state is not PassState.IDLE:
+                raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
+            entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error  # the others must hear of it before it is raised
+        peers.require_same(f"the communication hook from pass {peers.position.pass_number} on", entries, problem)
+        self._hook = hook
+        self._rebuild()
