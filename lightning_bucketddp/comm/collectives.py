@@ -229,7 +229,8 @@ class Collectives:
         if flat.is_complex():
             pack()
             pack = wire.packed(values)
-        sent = values.new_empty(wire.shard_length(values, self.world_size) * self.world_size, dtype=dtype)
+        numel = wire.shard_length(flat, self.world_size) * self.world_size * (values.numel() // flat.numel())
+        sent = values.new_empty(numel, dtype=dtype)
         pack(memory=sent)
         return sent
 
@@ -265,22 +266,20 @@ class Collectives:
             self._average(received, shard)
             return
         pack()
-        if not self._nothing_to_do(flat):
-            yield from self._reduce_scatter(wire.real(flat), shard)
-
-    def _reduce_scatter(self, whole: Tensor, shard: Tensor) -> Stages:
-        sent = self._padded(whole)
-        if (scale := self.scale(whole.dtype)) is not None:
+        if self._nothing_to_do(flat):
+            return
+        sent = wire.real(self._padded(flat))
+        if (scale := self.scale(sent.dtype)) is not None:
             sent.mul_(scale)
         mean = sent.new_empty(sent.numel() // self.world_size)
         op = dist.ReduceOp.AVG if scale is None else dist.ReduceOp.SUM
         yield Stage(dist.reduce_scatter_single(mean, sent, op=op, group=self.group, async_op=True), (sent, mean))
         shard.copy_(mean[: shard.numel()])
 
-    def _padded(self, whole: Tensor) -> Tensor:
-        """A copy with as many elements for each rank, or ``whole`` itself if it has."""
-        numel = wire.shard_length(whole, self.world_size) * self.world_size
-        return whole if whole.numel() == numel else wire.padded(whole, numel)
+    def _padded(self, flat: Tensor) -> Tensor:
+        """A copy with as many elements for each rank, or ``flat`` itself if it has."""
+        numel = wire.shard_length(flat, self.world_size) * self.world_size
+        return flat if flat.numel() == numel else wire.padded(flat, numel)
 
     def all_gather_shards(self, flat: Tensor) -> Work:
         """Start filling ``flat`` with every rank's :meth:`shard` of it, in place.

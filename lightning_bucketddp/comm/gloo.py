@@ -51,10 +51,15 @@ class GlooCollectives(Collectives):
         """Whether gloo is to divide. For the exact dtypes it would, in a second walk through memory: packing does."""
         return dtype not in (torch.float32, torch.float64) and super().averages(dtype)
 
-    def _reduce_scatter(self, whole: Tensor, shard: Tensor) -> Stages:
+    def reduce_scatter(self, flat: Tensor, pack: wire.Pack, wire_dtype: torch.dtype | None = None) -> Stages:
         """By all-to-alls, and sums in fp32 at least."""
-        in_place = whole.dtype is torch.float32 and whole.numel() == shard.numel() * self.world_size
-        sent = self._padded(whole)
+        if self._nothing_to_do(flat) or self._travels_in(wire_dtype, flat):
+            yield from super().reduce_scatter(flat, pack, wire_dtype)
+            return
+        pack()
+        shard = wire.real(self.shard(flat))
+        sent = wire.real(self._padded(flat))
+        in_place = sent.dtype is torch.float32 and sent.data_ptr() == flat.data_ptr()
         received, handle = self._exchange(sent, with_own=not in_place)
         yield Stage(handle, (sent, received))
         if in_place:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
@@ -92,11 +93,13 @@ class ReduceScatter(Reduction):
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Leave this rank the mean of its shard."""
-        groups, flat = self._groups, bucket.flat
-        yield from groups.inside.stage(0).reduce_scatter(flat, pack, self._wire_dtype)
-        if (across := groups.across) is not None:
-            shard = groups.shard(flat)
-            yield from across.reduce(shard, wire.packed(shard), self._wire_dtype, across.stage(1))
+        inside = self._groups.inside.stage(0).reduce_scatter(bucket.flat, pack, self._wire_dtype)
+        return inside if self._groups.across is None else self._then_across(inside, bucket.flat, self._groups.across)
+
+    def _then_across(self, inside: Stages, flat: Tensor, across: Collectives) -> Stages:
+        yield from inside
+        shard = self._groups.shard(flat)
+        yield from across.reduce(shard, wire.packed(shard), self._wire_dtype, across.stage(1))
 
 
 class HookReduce(Reduction):
