@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.wire import real
+from lightning_bucketddp.comm.wire import Pack, real
 from lightning_bucketddp.comm.work import Stage, Stages
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
@@ -151,24 +151,25 @@ class CommHook:
                     options[f"{type(self._state).__name__}.{name}"] = value
         return options
 
-    def stages(self, bucket: HookBucket) -> Stages:
+    def stages(self, show: Callable[[], HookBucket], pack: Pack) -> Stages:
         """Call the hook, and bring its result into the bucket.
+
+        Args:
+            show: Makes the bucket as the hook sees it.
+            pack: Packs it, before that.
 
         Raises:
             CommHookError: If the hook raises, or returns something else than a future.
         """
+        pack()
+        bucket = show()
         target = bucket.buffer()
-        future = self._call(bucket)
-        yield Stage(_HookHandle(future))
-        self._finish(bucket, future, target)
-
-    @torch.no_grad()
-    def _call(self, bucket: HookBucket) -> torch.Future[Any]:
-        with self._naming(bucket):
+        with self._naming(bucket), torch.no_grad():
             future = self._function(self._state, bucket)
             if not isinstance(future, torch.Future):
                 raise TypeError(f"expected it to return a torch.futures.Future, found {type(future).__name__}")
-            return future
+        yield Stage(_HookHandle(future))
+        self._finish(bucket, future, target)
 
     @torch.no_grad()
     def _finish(self, bucket: HookBucket, future: torch.Future[Any], target: Tensor) -> None:

@@ -118,9 +118,8 @@ class HookReduce(Reduction):
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
         """Call the hook."""
-        pack()
-        shown = HookBucket(self._storage.layout, bucket.index, bucket.flat, bucket.params, is_last)
-        yield from self._hook.stages(shown)
+        shown = partial(HookBucket, self._storage.layout, bucket.index, bucket.flat, bucket.params, is_last)
+        return self._hook.stages(shown, pack)
 
     def launched(self, work: Work) -> None:
         """Keep the work."""

@@ -20,7 +20,7 @@ from tests.pool import on_ranks
 from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
 
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
-WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 5)]
+WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 6)]
 """Options, and how many frames of the package are allowed."""
 
 
