@@ -14,13 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener, roll_call
 from lightning_bucketddp.peers.abort_listener import listen
-from lightning_bucketddp.peers.control import ControlChecks
+from lightning_bucketddp.peers.control import ControlChannel
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 from tests.launchers import free_port
@@ -264,11 +265,12 @@ def test_an_agreement_does_not_keep_the_store_from_the_thread_that_reports(run_r
 def test_a_rank_waits_while_its_device_does() -> None:
     """The host of an accelerator blocks in code of the user's, where it reads a loss."""
     with reports() as said:
-        peers = Peers(Collectives(None), report_after=0.4)
+        collectives = Collectives(None)
+        peers = Peers(collectives, report_after=0.4)
         exchange: Any = SimpleNamespace(arrived=lambda: len(said) > 0)  # a control vector on an accelerator
         dist.barrier()
         if dist.get_rank() == 0:
-            ControlChecks(peers).read_later(exchange)
+            ControlChannel(collectives, peers, torch.device("cuda")).read(exchange, needed=False)
         sleep_until(said, 1)
         dist.barrier()
         time.sleep(0.8)

@@ -1,9 +1,11 @@
 """The control vector: what its sum says, worked out without a process."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from lightning_bucketddp.peers.control import HEADER, Control, ControlChecks, ControlExchange, Report, write
+from lightning_bucketddp.peers.control import HEADER, Control, ControlChannel, ControlExchange, Report, write
 from lightning_bucketddp.peers.control import MAX_RANKS_IN_FP32 as MOST
 from lightning_bucketddp.peers.end_signals import end_signals
 
@@ -35,13 +37,13 @@ def test_ranks_that_fail_and_ranks_that_are_to_end_are_counted_apart(dtype: torc
         assert (control.failed_ranks, control.ranks_to_end) == (failed, to_end)
 
 
-@pytest.mark.parametrize(("on_cpu", "expected"), [(True, [False, True, True]), (False, [False, False, True])])
-def test_ranks_learn_of_the_end_after_a_fixed_number_of_passes(on_cpu: bool, expected: list[bool]) -> None:
-    checks = ControlChecks(None, on_cpu)  # without peers
-    found = [checks.to_end(no_pass_follows=False)]
+@pytest.mark.parametrize(("device", "expected"), [("cpu", [False, True, True]), ("cuda", [False, False, True])])
+def test_ranks_learn_of_the_end_after_a_fixed_number_of_passes(device: str, expected: list[bool]) -> None:
+    channel = ControlChannel(Mock(), Mock(), torch.device(device))
+    found = [channel.to_end(no_pass_follows=False)]
     for to_end in (False, True, True):
-        checks.last.append(ControlExchange(summed([Report(7, to_end=to_end), Report(7)], torch.int64), 2))
-        found.append(checks.to_end(no_pass_follows=False))
+        channel.last.append(ControlExchange(summed([Report(7, to_end=to_end), Report(7)], torch.int64), 2))
+        found.append(channel.to_end(no_pass_follows=False))
     end_signals.release()
     assert found == [False, *expected]
 
