@@ -75,7 +75,7 @@ class PreemptionCheckpoint(Callback):
         """Choose the checkpoint with which ``fit`` begins, when Lightning is about to load it."""
         connector: Any = trainer._checkpoint_connector
         self._keeps_path = True
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
 
         def resume_start(checkpoint_path: str | None = None, weights_only: bool | None = None) -> None:

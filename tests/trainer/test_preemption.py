@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -216,7 +216,7 @@ class Loaders(pl.LightningDataModule):
 
 
 class Cli(LightningCLI):
-    made: list[Preempted] = []
+    made: ClassVar[list[Preempted]] = []
 
     def before_fit(self) -> None:
         self.made.append(self.model)
