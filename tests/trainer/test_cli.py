@@ -1,6 +1,5 @@
 """``python -m lightning_bucketddp``, and the strategy's options on the command line and in YAML."""
 
-import os
 import re
 import sys
 from datetime import timedelta
@@ -9,7 +8,6 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -17,10 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__, check
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.trainer.common import REGISTERED
-from tests.launchers import assert_trained
-from tests.lightning_models import QUIET
-from tests.pool import on_ranks
-from tests.reference import everyones
 from tests.trainer.cli_models import Model
 
 CLASS = "lightning_bucketddp.BucketDDPStrategy"
