@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paced import BACKWARD_MS, EVEN, FORWARD_MS
-
-from lightning_bucketddp.layout.schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
+from schedule import CollectiveCost, Link, lower_bound, ring_all_reduce
 
 NBYTES = sum(EVEN) * 4
 """Bytes of all gradients, in every case."""

@@ -5,7 +5,7 @@
 Efficiency is the time of forward and backward divided by the time of the step. The step also contains communication
 that no computation hides. Three layouts are compared: 25 MiB buckets by torch DDP's own function (the first has 1 MiB),
 this package's default buckets, and a bound that no bucket boundaries exceed. This is pure arithmetic with
-``lightning_bucketddp.schedule`` and takes seconds on any machine.
+``schedule.py`` and takes seconds on any machine.
 
 The model leaves out:
 
@@ -39,15 +39,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from model_shapes import ModelShapes, gpt2_medium, gpt_1_3b, resnet50
 from report import median, plots, save, table
+from schedule import Cluster, CollectiveCost, Link, lower_bound, simulate
 
 from lightning_bucketddp.layout.plan import MIB, ParamSpec, plan
-from lightning_bucketddp.layout.schedule import (
-    Cluster,
-    CollectiveCost,
-    Link,
-    lower_bound,
-    simulate,
-)
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 RANKS_PER_NODE = 8

@@ -3,13 +3,10 @@
 Importing the package registers ``Trainer(strategy="bucketddp")`` and its variants.
 """
 
-import sys
-
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bucketddp.grads.checks import GradientError
-from lightning_bucketddp.layout import schedule
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.element_wise import declare_element_wise
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
@@ -22,8 +19,6 @@ from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
 __version__ = "0.2.0"
-
-sys.modules[f"{__name__}.schedule"] = schedule  # its public name
 
 __all__ = [
     "BucketDDP",

@@ -1,4 +1,4 @@
-"""``python -m lightning_bucketddp``: versions and names, or a LightningCLI with the strategies registered."""
+"""``python -m lightning_bucketddp``: versions and names, or a check of these machines."""
 
 import platform
 import sys
@@ -10,21 +10,16 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_bucketddp import __version__
+from lightning_bucketddp import __version__, check
 from lightning_bucketddp.comm.groups import available_backends
 from lightning_bucketddp.trainer.common import REGISTERED
 from lightning_bucketddp.trainer.dp.strategy import NAME
 
 USAGE = """\
-usage: python -m lightning_bucketddp                            print versions and the registered names
-       python -m lightning_bucketddp {fit,validate,test,predict} --model MODULE.CLASS [OPTION ...]
-                                                                run a LightningCLI (`fit --help` lists its options)
-
-The LightningCLI takes any LightningModule and LightningDataModule by class path, from the current folder too. It trains
-with `--trainer.strategy bucketddp` unless told otherwise.
+usage: python -m lightning_bucketddp                                    print versions and the registered names
+       python -m lightning_bucketddp check [--output FILE] [--quick]    find out whether training is right on these
+                                                                        machines, and how fast
 """
-
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,20 +29,19 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The command line without the program's name.
 
     Returns:
-        The exit code: 2 if the arguments make no sense.
+        The exit code: 1 if the check has found something wrong, 2 if the arguments make no sense.
     """
     first = arguments[0] if arguments else ""
+    if first == "check":
+        return check.main(arguments[1:])
     if first in ("-h", "--help"):
         print(USAGE, end="")
     elif first in ("", "--version"):
         print(f"lightning_bucketddp  {__version__}" if first else describe())
-    elif first in _SUBCOMMANDS or (first.startswith("-") and first != "-m"):
-        return _run_lightning_cli()
     else:
         return _refuse(
-            f"expected one of {', '.join(_SUBCOMMANDS)}, found {first!r}. Scripts and modules are not run: put `import "
-            "lightning_bucketddp` into yours, which registers the strategies, and start it as `python SCRIPT` or "
-            "`python -m MODULE`"
+            f"expected check, or no argument, found {first!r}. Scripts and a LightningCLI are not run: put `import "
+            "lightning_bucketddp` into your script, which registers the strategies, and start it as `python SCRIPT`"
         )
     return 0
 
@@ -74,23 +68,6 @@ def _grouped(names: Iterable[str]) -> str:
     """The names, without those for ``find_unused_parameters``, of which a clause tells."""
     shown = [name for name in names if "_find_unused_parameters_" not in name]
     return ", ".join(shown) + "; names with bucketddp may end in _find_unused_parameters_true or _false"
-
-
-def _run_lightning_cli() -> int:
-    try:
-        from lightning.pytorch.cli import LightningCLI
-
-        LightningCLI(
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_defaults={"strategy": "bucketddp"},
-            parser_kwargs={"prog": "python -m lightning_bucketddp"},
-        )
-    except ModuleNotFoundError as error:
-        if "jsonargparse" not in str(error):
-            raise
-        return _refuse(f"the LightningCLI needs a package: {error}. pip install 'jsonargparse[signatures]>=4.39,<5'")
-    return 0
 
 
 def _refuse(problem: str) -> int:

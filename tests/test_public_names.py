@@ -1,4 +1,4 @@
-"""What users of version 0.1.0 import stays where it is, whichever file it lives in."""
+"""What users import stays where it is, whichever file it lives in."""
 
 import importlib
 import pickle
@@ -15,9 +15,6 @@ PUBLIC_NAMES = {
         PeerFailureError PreemptionCheckpoint RankMismatchError WrapError __version__ convert_sync_batchnorm
         declare_element_wise revert_sync_batchnorm""",
     "lightning_bucketddp.replicas": "Replicas data_parallel gather parallel_apply replicate scatter",
-    "lightning_bucketddp.schedule": """
-        BucketTimes Cluster CollectiveCost Link Timeline lower_bound plan_boundaries ring_all_reduce ring_reduce_scatter
-        simulate tree_all_reduce""",
     "lightning_bucketddp.trainer.ray": "RayBucketDDPStrategy",
     "lightning_bucketddp.wrapper": "BucketDDP",  # pickles name it
 }

@@ -1,1 +1,1 @@
-"""Where gradients lie: options, buckets, shards, checkpoint chunks, schedules. Arithmetic on frozen values."""
+"""Where gradients lie: options, buckets, shards, checkpoint chunks. Arithmetic on frozen values."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,9 +32,8 @@ class PreemptionCheckpoint(Callback):
     Lightning requeues, the checkpoint is where the requeued job finds it. There SIGUSR1 (or the environment's
     ``requeue_signal``) requeues the job; SIGTERM, which ``scancel`` sends, does not. Elsewhere it is :attr:`path`::
 
-        saves = PreemptionCheckpoint("checkpoints")
-        trainer = Trainer(strategy="bucketddp", callbacks=saves)
-        trainer.fit(model, data, ckpt_path=saves.path if os.path.exists(saves.path) else None)
+        trainer = Trainer(strategy="bucketddp", callbacks=PreemptionCheckpoint("checkpoints", resume=True))
+        trainer.fit(model, data)  # the same script resumes
 
     With this callback, and as many ranks, training goes on bit for bit if the epoch had ended, or if the dataloaders
     have a ``state_dict`` (as torchdata's ``StatefulDataLoader``) and a length. Lightning takes up no other loader in
@@ -42,25 +42,66 @@ class PreemptionCheckpoint(Callback):
     During ``fit`` it replaces all handlers of these signals, Lightning's too. A second signal, more than a second after
     the first, ends the process.
 
+    A ``fit`` that begins with this checkpoint or a newer one, and ends normally, removes it. One that begins without
+    it leaves it, and warns.
+
     Args:
         dirpath: The directory of the checkpoint.
         patience: Seconds that a rank which is to end waits for another one, before it raises an error.
+        resume: Whether ``fit`` begins with the checkpoint, if there is one. If ``fit`` gets a ``ckpt_path`` as well,
+            such as ``"last"``, it begins with the newer one of the two files. Rank 0 decides.
 
     Attributes:
         path: The checkpoint, except under Slurm: ``preempted.ckpt`` in ``dirpath``. A later one replaces it.
 
     Raises:
-        TypeError, ValueError: If ``patience`` is no number above 0.
+        TypeError, ValueError: If ``patience`` is no number above 0, or ``resume`` not True or False.
         MisconfigurationException: When training starts, with another strategy than ``bucketddp``, or with ranks that
             the main process has forked or spawned: a job's signals would end that process.
         ValueError: When training starts, in another thread than the main one, where Python handles no signals.
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS) -> None:
-        require("patience", patience, "a number of seconds, more than 0", int | float, lambda it: it > 0)
+    def __init__(
+        self, dirpath: str | os.PathLike[str], patience: float = PATIENCE_SECONDS, resume: bool = False
+    ) -> None:
+        require("patience", patience, "a number of seconds, more than 0", int | float, lambda seconds: seconds > 0)
+        require("resume", resume, "True or False", bool)
         self.path = os.path.join(dirpath, "preempted.ckpt")
-        self._patience, self._saving = patience, False
+        self._patience, self._resume, self._saving = patience, resume, False
+        self._keeps_path = False
         self._resumes: tuple[Any, Any, bool] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose the checkpoint with which ``fit`` begins, when Lightning is about to load it."""
+        connector: Any = trainer._checkpoint_connector
+        self._keeps_path = True
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+            return
+
+        def resume_start(checkpoint_path: str | None = None, weights_only: bool | None = None) -> None:
+            del connector.resume_start
+            connector.resume_start(self._beginning(trainer, checkpoint_path), weights_only)
+
+        connector.resume_start = resume_start
+
+    def _beginning(self, trainer: Trainer, given: str | None) -> str | None:
+        """The checkpoint with which all ranks begin: the given one, or with ``resume`` the newer one of both."""
+        paths = {path: get_filesystem(path) for path in (given, self.path) if path}
+        modified = {path: files.modified(path) for path, files in paths.items() if files.exists(path)}
+        is_newer = self.path in modified and (given not in modified or modified[self.path] > modified[given])
+        is_newer, given = trainer.strategy.broadcast((is_newer, given))
+        self._keeps_path = is_newer and not self._resume and given != self.path
+        if self._keeps_path:
+            rank_zero_warn(
+                f"{self.path} is newer than what this run begins with ({given or 'no checkpoint'}): it is left as it "
+                "is. Give PreemptionCheckpoint resume=True to resume from it, or remove it"
+            )
+        return self.path if is_newer and self._resume else given
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the checkpoint, which is outdated: Lightning calls this where ``fit`` has ended normally."""
+        if not self._keeps_path:
+            trainer.strategy.remove_checkpoint(self.path)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have this callback's handlers registered where Lightning registers its own, after this."""

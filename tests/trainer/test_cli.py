@@ -1,6 +1,5 @@
 """``python -m lightning_bucketddp``, and the strategy's options on the command line and in YAML."""
 
-import os
 import re
 import sys
 from datetime import timedelta
@@ -9,18 +8,13 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__
+from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__, check
 from lightning_bucketddp.cli import main
 from lightning_bucketddp.trainer.common import REGISTERED
-from tests.launchers import assert_trained
-from tests.lightning_models import QUIET
-from tests.pool import on_ranks
-from tests.reference import everyones
 from tests.trainer.cli_models import Model
 
 CLASS = "lightning_bucketddp.BucketDDPStrategy"
@@ -50,36 +44,18 @@ def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("usage: python -m lightning_bucketddp")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["fitt", "--model", "x"], "expected one of fit, validate, test, predict, found 'fitt'"),
-        ([__file__], "put `import lightning_bucketddp` into yours, which registers the strategies, and start it as"),
-        (["-m", "tests.trainer.launch_script"], "found '-m'. Scripts and modules are not run"),
-    ],
-)
-def test_other_subcommands_are_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["fit", "--model", "x"], [__file__], ["-m", "tests.trainer.launch_script"]])
+def test_what_is_no_command_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     errors = capsys.readouterr().err
-    assert problem in errors
+    assert f"expected check, or no argument, found {arguments[0]!r}" in errors
+    assert "put `import lightning_bucketddp` into your script, which registers the strategies" in errors
     assert "usage: python -m lightning_bucketddp" in errors
 
 
-@on_ranks(2, fresh=True)
-def test_a_cli_trains_classes_of_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text((Path(__file__).parent / "cli_models.py").read_text())
-    trainer = {**QUIET, "accelerator": "cpu", "devices": 2, "max_epochs": 1}
-    trainer |= {"plugins": [{"class_path": "tests.lightning_models.PoolEnvironment"}]}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": {"class_path": "mine.Model"}}))
-    os.chdir(tmp_path)
-    sys.path.insert(0, str(tmp_path))
-    arguments = ["fit", "--config", "mine.yaml", "--data", "mine.Data", "--model.lr", "0.2"]
-    sys.argv = ["program", *arguments]
-    printed = Path(f"printed by rank {dist.get_rank()}")
-    with printed.open("w") as file:
-        os.dup2(file.fileno(), 1)
-    assert main(arguments) == 0
-    assert_trained("".join(everyones(printed.read_text())), lr=0.2)
+def test_check_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "main", lambda arguments: 1 if arguments == ["--quick"] else 0)
+    assert [main(["check", "--quick"]), main(["check"])] == [1, 0]
 
 
 def cli(*arguments: str) -> LightningCLI:

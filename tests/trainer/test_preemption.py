@@ -8,8 +8,10 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -18,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bucketddp import BucketDDP, PreemptionCheckpoint
 from lightning_bucketddp.peers import abort_listener
 from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
-from tests.pool import RunRanks, on_ranks
+from tests.pool import ROOT, RunRanks, on_ranks
 
 Options = dict[str, Any]
 BATCHES, MANY = 6, 9
@@ -167,11 +170,96 @@ def preempted_and_resumed(folder: Path, name: str) -> None:
     assert first.validated + second.validated == undisturbed.validated
     assert first.ended + second.ended == undisturbed.ended == 1
     assert all(map(torch.equal, undisturbed.parameters(), second.parameters()))
+    dist.barrier()  # rank 0 removes
+    assert not list(folder.iterdir()), "a run that has ended leaves nothing to resume from"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_preempted_run_goes_on_as_if_undisturbed(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
     run_ranks(3 if "three" in name else 2, preempted_and_resumed, tmp_path, name)
+
+
+def fit_for(folder: Path, steps: int, given: str | None, resume: bool, last: bool, preempt: bool) -> tuple[int, str]:
+    """Trains up to a step, as a script does that is started again and again; where it began, and what it warned of."""
+    callbacks: list[pl.Callback] = [PreemptionCheckpoint(folder, resume=resume)]
+    options: Options = {"max_steps": steps, "max_epochs": -1, "num_sanity_val_steps": 0}
+    if last:
+        callbacks.append(pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=steps))
+        options["enable_checkpointing"] = True
+    model = Preempted(STEP, steps, (1,), signal.SIGTERM) if preempt else Preempted()
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        with suppress(SIGTERMException):
+            trainer(ours(), callbacks=callbacks, **options).fit(model, Loader(), loader(), ckpt_path=given)
+    dist.barrier()
+    told = [str(warning.message) for warning in warned]
+    return steps - len(model.losses), " ".join(text for text in told if "preempted.ckpt" in text)
+
+
+@on_ranks(2)
+def test_a_script_that_is_started_again_goes_on_with_the_newest_checkpoint(tmp_path: Path) -> None:
+    """As a YAML file has it: ``resume: true``, and ``ckpt_path: last`` where a ModelCheckpoint saves as well."""
+    again = partial(fit_for, tmp_path, given="last", resume=True)
+    assert again(2, last=False, preempt=True)[0] == 0, "there is no checkpoint at the first start"
+    assert again(4, last=True, preempt=False)[0] == 2, "the preempted one, as there is no other"
+    assert [path.name for path in tmp_path.glob("[lp]*.ckpt")] == ["last.ckpt"]
+    assert again(6, last=True, preempt=True)[0] == 4, "the last one, as the preempted one has gone"
+    os.utime(tmp_path / "last.ckpt", (1, 1))
+    assert again(8, last=False, preempt=True)[0] == 6, "the preempted one, of step 6"
+    os.utime(tmp_path / "preempted.ckpt", (1, 1))
+    os.utime(tmp_path / "last.ckpt", (2, 2))
+    assert again(9, last=True, preempt=False)[0] == 6, "the last one, as it is newer"
+
+
+class Loaders(pl.LightningDataModule):
+    def train_dataloader(self) -> Loader:
+        return Loader()
+
+
+class Cli(LightningCLI):
+    made: ClassVar[list[Preempted]] = []
+
+    def before_fit(self) -> None:
+        self.made.append(self.model)
+
+
+def start_by_yaml(*arguments: str) -> tuple[int, bool]:
+    """Starts a LightningCLI with the YAML of the page; how many steps it has made, and whether it was preempted."""
+    page = (ROOT / "docs" / "preemption.md").read_text()
+    Path("run.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL).group(1))
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    options = {"plugins": "tests.lightning_models.PoolEnvironment", "devices": 2, "accelerator": "cpu", "max_steps": 4}
+    given = [f"--trainer.{name}={str(value).lower()}" for name, value in dict.fromkeys(quiet, False).items()]
+    given += [f"--trainer.{name}={value}" for name, value in options.items()]
+    preempted = False
+    try:
+        Cli(Preempted, Loaders, args=["fit", "--config=run.yaml", *given, *arguments], save_config_callback=None)
+    except SIGTERMException:
+        preempted = True
+    dist.barrier()
+    return len(Cli.made[-1].losses), preempted
+
+
+@on_ranks(2, fresh=True)
+def test_the_yaml_of_the_page_serves_for_each_start(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's
+    preempted = {"place": STEP, "batch": 3, "ranks": [0], "number": int(signal.SIGTERM)}
+    assert start_by_yaml(*(f"--model.{name}={value}" for name, value in preempted.items())) == (3, True)
+    assert start_by_yaml() == (1, False)
+    assert not Path("checkpoints/preempted.ckpt").exists()
+
+
+@on_ranks(2)
+def test_a_run_that_begins_without_the_checkpoint_says_so_and_leaves_it(tmp_path: Path) -> None:
+    assert fit_for(tmp_path, 2, None, resume=False, last=False, preempt=True) == (0, "")
+    began, warned = fit_for(tmp_path, 4, None, resume=False, last=False, preempt=False)
+    assert began == 0
+    told = re.search(r"preempted.ckpt is newer than what this run begins with \(no checkpoint\): it is left", warned)
+    assert bool(told) == (dist.get_rank() == 0)
+    assert (tmp_path / "preempted.ckpt").exists()
+    began, warned = fit_for(tmp_path, 4, str(tmp_path / "preempted.ckpt"), resume=False, last=False, preempt=False)
+    assert (began, warned) == (2, "")
+    assert not (tmp_path / "preempted.ckpt").exists()
 
 
 class Slurm(PoolEnvironment, SLURMEnvironment):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bucketddp.layout import schedule
-from lightning_bucketddp.layout.schedule import Cluster, CollectiveCost, Link, plan_boundaries, simulate
+from benchmarks import schedule
+from benchmarks.schedule import Cluster, CollectiveCost, Link, plan_boundaries, simulate
 
 MB = 1_000_000
 

@@ -1,6 +1,6 @@
 """Simulate when buckets are ready and sent, and find the bucket boundaries that finish first.
 
-Pure arithmetic, for users and benchmarks; training plans its buckets without it. The model, for which
+Pure arithmetic; training plans its buckets without it. The model, for which
 :func:`plan_boundaries` is exact:
 
 - One wire: a bucket starts when it is complete and the bucket before it has been sent.

@@ -1,0 +1,119 @@
+"""``python -m lightning_bucketddp check``: it finds nothing wrong here, and each kind of fault that is put in."""
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from lightning_bucketddp import BucketDDP, __version__, check
+from lightning_bucketddp.comm.collectives import Collectives
+from tests.pool import RunRanks, on_ranks
+
+
+def run_cases(wrap: Any, *names: str) -> dict[str, check.Result]:
+    """The results of some cases, or of all, with another wrapper in the place of this package's."""
+    with patch.object(check, "BucketDDP", wrap):
+        chosen = [case for case in check.CASES if not names or case.name in names]
+        cpu, ranks = torch.device("cpu"), Collectives(None)
+        return {case.name: check.run_case(case, check.QUICK, cpu, ranks) for case in chosen}
+
+
+@on_ranks(2)
+def test_all_is_right_here_and_the_file_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    assert check.run_rank(quick=True, output=str(file))
+    dist.barrier()
+    report = json.loads(file.read_text())
+    assert report["wrong"] == []
+    assert report["environment"]["ranks"] == 2
+    assert report["environment"]["lightning_bucketddp"] == __version__
+    assert [found["case"] for found in report["cases"]] == [case.name for case in check.CASES]
+    for found, case in zip(report["cases"], check.CASES, strict=True):
+        assert found["ranks_differ"] == ""
+        assert 0 <= found["gradients"] <= case.within
+        assert 0 <= found["weights"] <= max(case.within, 1e-3)
+        low = case.dtype is torch.bfloat16 or "wire_dtype" in case.options
+        assert (found["gradients"] > 0) == low, "in fp32 two ranks have one order of summation"
+        assert found["step_ratio"] > 0
+        assert found["buckets"] > 2
+        assert found["early_launches"] > 0 or case.hook is not None
+
+
+class Unaveraged(BucketDDP):
+    """Each rank keeps to itself."""
+
+    def __init__(self, module: Any, **options: Any) -> None:
+        self.alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        super().__init__(module, process_group=self.alone, **options)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        super().register_comm_hook(self.alone, hook)
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_averaged_are_found() -> None:
+    found = run_cases(Unaveraged)
+    assert len(found) == len(check.CASES)
+    for result in found.values():
+        assert len(result.wrong) == 3, result
+        gradients, weights, ranks = result.wrong
+        assert gradients.startswith("expected gradients within")
+        assert weights.startswith("expected weights within")
+        assert ranks.endswith("first in the gradient of 0.norm.weight in step 1")
+
+
+@on_ranks(2)
+def test_sums_in_place_of_means_are_found() -> None:
+    found = run_cases(partial(BucketDDP, gradient_divide_by=1), "plain", "sharded optimizer", "no_sync")
+    for result in found.values():
+        assert result.gradients > 0.9
+        assert [fault.split()[1] for fault in result.wrong] == ["gradients", "weights"]
+
+
+class Drifting(BucketDDP):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        with torch.no_grad():
+            self.module[0].norm.weight.mul_(1 + dist.get_rank() * 2.0**-22)
+
+
+@on_ranks(2)
+def test_the_last_bit_in_which_ranks_differ_is_found() -> None:
+    (result,) = run_cases(Drifting, "plain").values()
+    assert result.gradients < 1e-4
+    assert len(result.wrong) == 1
+    assert "to the last bit, found differences, first in the parameter 0.norm.weight" in result.wrong[0]
+
+
+class Waiting(BucketDDP):
+    def forward(self, *args: Any) -> Any:
+        warnings.warn("called a synchronizing operation", stacklevel=1)
+        return super().forward(*args)
+
+
+@on_ranks(2)
+def test_waits_of_the_host_are_counted() -> None:
+    modes: list[str] = []
+    with patch.object(torch, "get_device_module", lambda _: SimpleNamespace(set_sync_debug_mode=modes.append)):
+        assert run_cases(BucketDDP, "plain")["plain"].host_waits == (0, 0)
+        result = run_cases(Waiting, "no_sync")["no_sync"]
+    assert modes == ["warn", "default"] * 4
+    assert result.host_waits == (0, 3)
+    assert "torch DDP's 0, found 3 in the passes of a step" in result.wrong[0]
+
+
+def exit_codes() -> list[int]:
+    """Of the command, in ranks that it starts itself; then without averaging."""
+    codes = [check.main(["--quick"], start_method="fork")]
+    with patch.object(check, "CASES", check.CASES[:1]), patch.object(check, "BucketDDP", Unaveraged):
+        return [*codes, check.main(["--quick"], start_method="fork")]
+
+
+def test_the_exit_code_says_whether_something_is_wrong(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, exit_codes, bare=True) == [[0, 1]]
