@@ -59,9 +59,10 @@ class Options:
             any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
             if backward may reach different parameters on different ranks.
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
-            machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is at least the size
-            of the group). On several machines None gives 1/32 of the gradients for two ranks and more for more ranks,
-            from 4 to 25 MiB. The first and the last bucket are smaller, except on one machine without accelerators.
+            machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
+            a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
+            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
+            last bucket are smaller, except on one machine without accelerators.
         find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
             step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
             plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from

@@ -27,7 +27,7 @@ from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
-from lightning_bucketddp.peers.machines import on_one_machine
+from lightning_bucketddp.peers.machines import Node, on_one_machine
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.replicas.nested import tensors_in
@@ -49,6 +49,7 @@ class Runtime:
         options: The wrapper's options.
         may_be_frozen: Whether all parameters may be frozen at first.
         take_over: Takes the ids of parameters, and closes the open wrappers that average gradients of some of them.
+        node: This rank's node, where whoever made the ranks says that there are several nodes.
 
     Attributes:
         collectives: The group.
@@ -61,7 +62,12 @@ class Runtime:
     """
 
     def __init__(
-        self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
+        self,
+        module: nn.Module,
+        options: Options,
+        may_be_frozen: bool,
+        take_over: Callable[[set[int]], None],
+        node: Node | None = None,
     ) -> None:
         self.collectives = collectives = Collectives(group_of(options.process_group, options.device_mesh))
         peers = Peers(collectives, options.timeout, options.report_after)
@@ -81,7 +87,7 @@ class Runtime:
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
             broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
-        one_machine = on_one_machine(peers)
+        one_machine = on_one_machine(peers, node)
         links = links_of(module)
         self.passes = Passes(params, collectives, peers, options, hook, one_machine, links)
         for link in links:
