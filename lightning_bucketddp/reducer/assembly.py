@@ -32,6 +32,7 @@ from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.pass_control import PassControl
+from lightning_bucketddp.reducer.ranks_check import RanksCheck
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -57,6 +58,7 @@ class Setting:
         divisor: What the sum over the ranks is divided by.
         recorder: Records passes.
         checks: Compares the ranks when they meet in a pass.
+        ranks_check: Compares the ranks' parameters; None if that is off.
         queue: Which of several wrappers on one group may launch.
         lock: Guards hooks: each device has its autograd thread.
     """
@@ -78,6 +80,8 @@ class Setting:
         self.recorder = PassRecorder(collectives)
         on_cpu = all(param.device.type == "cpu" for _, param in params.named)
         self.checks = ControlChecks(peers, on_cpu)
+        every, on_difference = options.check_ranks_every, options.check_ranks
+        self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
         if on_cpu and collectives.world_size > 1:
             if options.wire_dtype and not options.shard_optimizer:
@@ -123,7 +127,11 @@ class Assembly:
         members: list[Participant] = [setting.recorder, setting.divisor]
         if options.max_abs_grad is not None:
             members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-        members += [self.sparse, self.learner, setting.changes, self.trainable, *setting.others]
+        members += [self.sparse, self.learner, setting.changes, self.trainable]
+        if setting.ranks_check is not None:
+            setting.ranks_check.follow(table)
+            members.append(setting.ranks_check)
+        members += setting.others
         setting.recorder.follow(table, storage, buckets, self.sparse)
         self.reducer = Reducer(
             table,

@@ -328,6 +328,7 @@ class BucketDDPStrategy(EachSampleOnce):
             wrapper.wait_for_parameters()
             wrapper._end_training()  # first: a rank with more batches must hear of it, as it does not come here
             wrapper.synchronise_module_buffers()
+            wrapper._compare_ranks()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

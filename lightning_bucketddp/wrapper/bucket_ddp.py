@@ -313,6 +313,15 @@ class BucketDDP(nn.Module, Joinable):
         """Note that this rank runs no further pass. Ranks that do raise, instead of waiting for it."""
         self._passes.peers.end_training()
 
+    def _compare_ranks(self) -> None:
+        """Compare the ranks' parameters now, if ``check_ranks_every`` asks for comparisons. All ranks must call this.
+
+        Raises:
+            RankMismatchError: On every rank, if parameters differ and ``check_ranks`` makes that an error.
+        """
+        if (check := self._passes.setting.ranks_check) is not None:
+            check.compare()
+
     def preempted(self, *, no_pass_follows: bool = False) -> bool:
         """Whether some rank got SIGTERM or SIGUSR1, so that all ranks should save a checkpoint and end.
 

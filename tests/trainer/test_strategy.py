@@ -153,6 +153,11 @@ PERIODIC = {**AVERAGING, "model_averaging_period": 2}
         (AVERAGING, "expected model_averaging_period together with"),
         ({**PERIODIC, "shard_optimizer": True}, "expected model averaging or shard_optimizer=True, found both"),
         ({**PERIODIC, "grad_dtype": "float32"}, "expected model averaging or master_params=True, found both"),
+        (
+            {**PERIODIC, "check_ranks_every": 5},
+            "averaging or check_ranks_every=5, .*pass check_ranks_every=None",
+        ),
+        ({"check_ranks": "error"}, "check_ranks='error' needs comparisons .*give check_ranks_every"),
         ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
         ({"mixed_precision": True}, "mixed_precision"),
