@@ -50,17 +50,52 @@ def test_find_unused_parameters_keeps_the_overlap() -> None:
         twins.ours.close()
 
 
-@on_ranks(2)
-def test_a_gradient_that_one_rank_asks_for_opens_no_pass() -> None:
+class Identity(torch.autograd.Function):
+    """As re-entrant checkpoints do, hides from the graph what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+class InPython(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return Identity.apply(super().forward(Identity.apply(x)))
+
+
+@on_ranks(2, cases=(Mlp, InPython))
+def test_a_gradient_that_one_rank_asks_for_opens_no_pass(build: type[nn.Module]) -> None:
+    """Of the inputs, and with them of some parameters."""
+
     def loss(net: nn.Module) -> Tensor:
         output = net(inputs := inputs_of(0).requires_grad_())
         if dist.get_rank():
-            torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+            for asked in ([inputs], [inputs, *inner(net).head.parameters()]):
+                torch.autograd.grad(output.sum(), asked, retain_graph=True)
         return output.square().mean()
 
-    twins = Twins(seeded(Mlp), find_unused_parameters=True)
-    twins.step(loss)
-    assert twins.ours.passes == 1
+    twins = Twins(seeded(build), find_unused_parameters=True)
+    for step in range(2):
+        twins.step(loss)
+        assert twins.ours.passes == step + 1
+
+
+@on_ranks(2)
+def test_a_rank_takes_part_whose_functions_in_python_reach_no_parameter() -> None:
+    """With ``find_unused_parameters``, by a backward from an output of forward."""
+
+    class Past(InPython):
+        def forward(self, x: Tensor, past: bool) -> Tensor:
+            return Identity.apply(x.clone().requires_grad_())[:, :4] if past else super().forward(x)
+
+    twins = Twins(seeded(Past), find_unused_parameters=True)
+    for step in range(3):
+        twins.step(lambda net, step=step: net(inputs_of(step), dist.get_rank() == step % 2).square().mean())
+        assert twins.ours.passes == step + 1
 
 
 @on_ranks(2)
