@@ -126,9 +126,11 @@ class Upkeep:
             if self.setting.options.scatter_every_pass:
                 storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
             table, accumulated = self.reducer.table, self._accumulated()
-            holding = [index for index, it in enumerate(table.all_params) if it.requires_grad and it.grad is not None]
+            # A parameter that was frozen since may have a gradient that waits for its reduction.
+            holding = [index for index, it in enumerate(table.all_params) if it.grad is not None]
+            trained = [index for index in holding if table.all_params[index].requires_grad]
             zeroed = self._cleared_before == self.setting.peers.position.pass_number
-            uncleared = [] if zeroed else [index for index in holding if index not in accumulated]
+            uncleared = [] if zeroed else [index for index in trained if index not in accumulated]
             name = table.names[uncleared[0]] if uncleared else None
             self.setting.divisor.look(name, cleared=bool(accumulated) and accumulated.isdisjoint(holding))
         storage.open()
