@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
@@ -19,7 +20,21 @@ from lightning_bucketddp.grads import hooks
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    both,
+    grads,
+    inner,
+    inputs_of,
+    local_if,
+    mse,
+    noted,
+    seeded,
+    several_machines,
+    taking,
+)
 
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
 WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 5)]
@@ -121,6 +136,31 @@ def test_no_sync_nests_and_ends_with_an_exception() -> None:
     with ours.no_sync():  # without a root, no_sync around backward decides
         assert passes(direct=True) == 0
     assert passes(direct=True) == 1
+
+
+@on_ranks(2)
+def test_backward_pass_reduces_what_forwards_inside_no_sync_have_begun() -> None:
+    """With torch's DDP this takes its private reducer, as in accelerate's ``trigger_sync_in_backward``."""
+    theirs, ours = DistributedDataParallel(seeded(Mlp)), BucketDDP(seeded(Mlp))
+
+    def losses(net: BucketDDP | DistributedDataParallel) -> list[Tensor]:
+        with net.no_sync():
+            return [mse(step)(net) for step in range(3)]
+
+    *first, last = losses(theirs)
+    for loss in first:
+        loss.backward()
+    theirs.require_backward_grad_sync = True
+    theirs.reducer.prepare_for_backward([])
+    last.backward()
+    *first, last = losses(ours)
+    for loss in first:
+        loss.backward()  # the forward has decided
+    assert ours.passes == 0
+    with ours.backward_pass(last):
+        last.backward()
+    assert ours.passes == 1
+    assert_grads(ours.module, grads(theirs.module))
 
 
 @on_ranks(2)
