@@ -4,11 +4,13 @@
     sudo python benchmarks/link.py --rates 0.5 1 2 4 --ratios 0.5 1 2         # others as well, about 24 minutes
     sudo python benchmarks/link.py --shapes                                   # layers of other sizes as well
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
+    sudo python benchmarks/link.py --num-nodes-only                           # without LOCAL_WORLD_SIZE, Trainers alone
 
 Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
 layers sleep instead of computing, as an accelerator leaves the processor idle. So a step's time shows how much of the
 communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are medians
-over rounds; ratios compare the same round.
+over rounds; ratios compare the same round. The ranks' hosts have one name. Trainers have ``num_nodes=2``, and
+``LOCAL_WORLD_SIZE`` is set as ``torchrun`` sets it, for the plain loops; with ``--num-nodes-only`` it is not.
 
 The reference case has 24 layers, 58 MB of gradients, 4 ms forward and 8 ms backward a layer, and 2 Gbit/s. In the
 others the layers' times follow from the ratio of backward to an all-reduce of all gradients at the link's rate: each of
@@ -72,12 +74,14 @@ class Job:
         peers: Names of peers, in the order in which they run.
         rounds: How often each runs.
         steps: Counted steps of a run; some to warm up come before.
+        launcher_tells: Whether ``LOCAL_WORLD_SIZE`` is set.
     """
 
     case: Case
     peers: tuple[str, ...]
     rounds: int
     steps: int
+    launcher_tells: bool = True
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -115,7 +119,7 @@ def worker(rank: int, folder: Path) -> None:
             passes: list[Any] = []
             model = paced(job.case.sizes, job.case.forward_ms, job.case.backward_ms)
             try:
-                times = step_times(peer, model, WARM_UP + job.steps, passes)
+                times = step_times(peer, model, WARM_UP + job.steps, passes, num_nodes=2)
             except Exception as error:  # now: the traceback comes after the other rank's output
                 print(f"{peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 raise
@@ -183,9 +187,11 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
         processes: list[subprocess.Popen[bytes]] = []
         for rank, name in enumerate(names):
             settings = {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            settings["LOCAL_WORLD_SIZE"] = "1"  # the host name is the same
+            environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
+            if job.launcher_tells:
+                settings["LOCAL_WORLD_SIZE"] = "1"
             command = ["ip", "netns", "exec", name, sys.executable, __file__, "--worker", str(rank), folder]
-            processes.append(subprocess.Popen(command, env={**os.environ, **settings}))
+            processes.append(subprocess.Popen(command, env={**environment, **settings}))
         try:
             while any(process.poll() is None for process in processes):
                 if any(process.poll() for process in processes):
@@ -200,12 +206,15 @@ def measure(names: tuple[str, str], job: Job) -> Measured:
         return Measured(**json.loads((Path(folder) / "measured.json").read_text()))
 
 
-def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tuple[str, ...]:
+def chosen_peers(
+    only: Sequence[str], among: Sequence[str] | None = None, trainers_only: bool = False
+) -> tuple[str, ...]:
     """Names of peers to run: those whose names contain a part in ``only``, and the peers that they are compared with.
 
     Args:
         only: Parts of names; all peers if empty.
         among: Names of peers to choose from if ``only`` is empty; all if None.
+        trainers_only: Leave out plain loops.
     """
     from peers import peers
 
@@ -214,7 +223,7 @@ def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tup
             return any(part in name for part in only)
         return among is None or name in among
 
-    found = [peer for peer in peers() if is_chosen(peer.name)]
+    found = [peer for peer in peers() if is_chosen(peer.name) and not (trainers_only and peer.plain)]
     compared = [peer for peer in peers() if peer.name in COMPARED]
     if any(peer.plain for peer in found):
         compared += [peer for peer in peers() if peer.plain and not peer.synchronised]
@@ -224,14 +233,16 @@ def chosen_peers(only: Sequence[str], among: Sequence[str] | None = None) -> tup
 
 def jobs_of(arguments: argparse.Namespace) -> list[Job]:
     """The reference case, then others."""
+    tells = not arguments.num_nodes_only
+    first = chosen_peers(arguments.only, trainers_only=not tells)
     if arguments.quick:
-        return [Job(case_of(20.0, 1.0), chosen_peers(arguments.only), 1, 2)]
-    jobs = [Job(reference(arguments.rate), chosen_peers(arguments.only), arguments.rounds, arguments.steps)]
+        return [Job(case_of(20.0, 1.0), first, 1, 2, tells)]
+    jobs = [Job(reference(arguments.rate), first, arguments.rounds, arguments.steps, tells)]
     others = [(case, SWEPT) for case in swept(arguments.rates, arguments.ratios)]
     others += [(shaped(name), SHAPED) for name in (SHAPES if arguments.shapes else ())]
     for case, among in others:
-        peers = chosen_peers(arguments.only, among)
-        jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps))
+        peers = chosen_peers(arguments.only, among, trainers_only=not tells)
+        jobs.append(Job(case, peers, arguments.sweep_rounds, arguments.sweep_steps, tells))
     return jobs
 
 
@@ -248,8 +259,12 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], help="parts of peers' names; the peers that they are compared with are added"
     )
+    parser.add_argument(
+        "--num-nodes-only", action="store_true", help="leave LOCAL_WORLD_SIZE out, and with it the plain loops"
+    )
     parser.add_argument("--quick", action="store_true", help="one round at 20 Gbit/s; saves nothing")
     parser.add_argument("--save-as", help="save the results of --only under this name")
+    parser.add_argument("--note", default="", help="what the saved results say of the run, such as a busy machine")
     parser.add_argument("--worker", nargs=2, metavar=("RANK", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -259,8 +274,8 @@ def main() -> None:
         raise SystemExit(f"link.py {reason}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no rank or namespace stays behind
     found: dict[Case, Measured] = {}
-    lines = [NOTES]
-    print(NOTES)
+    lines = [NOTES + f"{arguments.note}\n" * bool(arguments.note)]
+    print(lines[0])
     with two_hosts(own_prefix()) as names:
         for job in jobs_of(arguments):
             found[job.case] = measure(names, job)
@@ -270,7 +285,12 @@ def main() -> None:
         return
     (first, of_first), *others = found.items()
     cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(it)} for case, it in found.items()]
-    stem = save(arguments.save_as or "link", {"cases": cases}, "\n".join(lines), drawn_reference(first, of_first))
+    stem = save(
+        arguments.save_as or "link",
+        {"note": arguments.note, "cases": cases},
+        "\n".join(lines),
+        drawn_reference(first, of_first),
+    )
     if drawn := {case: it for case, it in others if case.sizes == EVEN}:
         drawn_sweep(drawn).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
     print(stem)

@@ -26,7 +26,13 @@ from lightning_bucketddp.reducer.record import PassRecord
 
 
 class StartedRanks(LightningEnvironment):
-    """The environment of ranks that are running already and have a process group."""
+    """The environment of ranks that are running already and have a process group.
+
+    Attributes:
+        num_nodes: How many nodes there are, each with equally many ranks.
+    """
+
+    num_nodes = 1
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -39,7 +45,10 @@ class StartedRanks(LightningEnvironment):
         return dist.get_rank()
 
     def local_rank(self) -> int:
-        return dist.get_rank()
+        return dist.get_rank() % (dist.get_world_size() // self.num_nodes)
+
+    def node_rank(self) -> int:
+        return dist.get_rank() // (dist.get_world_size() // self.num_nodes)
 
     def set_world_size(self, size: int) -> None: ...
 
@@ -255,7 +264,9 @@ def _read_pass(module: nn.Module | None, passes: list[PassRecord]) -> None:
         passes.append(record)
 
 
-def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None) -> list[float]:
+def step_times(
+    peer: Peer, net: nn.Sequential, steps: int, passes: list[PassRecord] | None = None, num_nodes: int = 1
+) -> list[float]:
     """Train, and return the seconds of each of ``steps`` steps, the first ones included.
 
     Args:
@@ -263,16 +274,21 @@ def step_times(peer: Peer, net: nn.Sequential, steps: int, passes: list[PassReco
         net: What to train; its layers take a tensor of (1, 1).
         steps: How many.
         passes: Gets the record of each pass, for peers of this package.
+        num_nodes: How many nodes a Trainer is told of.
     """
     passes = [] if passes is None else passes
     if peer.strategy is None:
         return _plain_steps(peer, net, steps, passes)
     clock = _Clock(passes)
     data = DataLoader(TensorDataset(torch.zeros(steps + 1, 1)))
+    strategy = peer.strategy()
+    if peer.synchronised:
+        strategy.cluster_environment.num_nodes = num_nodes
     trainer = pl.Trainer(
-        strategy=peer.strategy(),
+        strategy=strategy,
         accelerator="cpu",
-        devices=dist.get_world_size() if peer.synchronised else 1,
+        devices=dist.get_world_size() // num_nodes if peer.synchronised else 1,
+        num_nodes=num_nodes if peer.synchronised else 1,
         max_steps=steps + 1,
         max_epochs=1,
         logger=False,

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_bucketddp  # noqa: F401  (registers the strategy)
+from lightning_bucketddp import BucketDDPFabricStrategy
 
 EPOCHS = 8
 ACCUMULATE = 2
@@ -55,10 +55,11 @@ def main() -> None:
     torch.set_num_threads(1)
 
     on_accelerator = torch.accelerator.is_available()
+    ours = BucketDDPFabricStrategy(check_ranks_every=100)  # warns if the ranks' weights come apart
     fabric = Fabric(
         accelerator="auto" if on_accelerator else "cpu",
         devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
-        strategy=args.strategy,
+        strategy=ours if args.strategy == "bucketddp" else args.strategy,
     )
     fabric.launch()
     fabric.seed_everything(0, verbose=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_bucketddp  # noqa: F401  (registers the strategy)
+from lightning_bucketddp import BucketDDPStrategy
 
 
 def load(path: str | None) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,9 @@ def main() -> None:
 
     def trainer(epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
         on_accelerator = torch.accelerator.is_available()
+        ours = BucketDDPStrategy(check_ranks_every=100)  # warns if the ranks' weights come apart
         return pl.Trainer(
-            strategy=args.strategy,
+            strategy=ours if args.strategy == "bucketddp" else args.strategy,
             accelerator="auto" if on_accelerator else "cpu",
             devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
             num_nodes=args.num_nodes,

@@ -119,9 +119,10 @@ def main() -> None:
         return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
 
     def fit(model: LanguageModel, windows: Tensor, steps: int) -> pl.Trainer:
+        options = {"grad_dtype": torch.float32, "check_ranks_every": 100}  # warns if the ranks' weights come apart
         ours = {
-            "bucketddp": BucketDDPStrategy(grad_dtype=torch.float32),
-            "bucketddp_sharded": BucketDDPStrategy(grad_dtype=torch.float32, shard_optimizer=True),
+            "bucketddp": BucketDDPStrategy(**options),
+            "bucketddp_sharded": BucketDDPStrategy(**options, shard_optimizer=True),
         }
         held_out, train = (DataLoader(TensorDataset(part), batch_size=16) for part in windows.tensor_split([128]))
         trainer = pl.Trainer(

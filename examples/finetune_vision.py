@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-import lightning_bucketddp  # noqa: F401  (registers the strategy)
+from lightning_bucketddp import BucketDDPStrategy
 
 PHOTOGRAPHS = ["astronaut", "brick", "cat", "coffee", "grass", "gravel", "hubble_deep_field", "rocket"]
 Split = tuple[Dataset[Any], Dataset[Any]]
@@ -145,8 +145,9 @@ def main() -> None:
     on_accelerator = torch.accelerator.is_available()
 
     def fit(backbone: nn.Module, classes: int, data: Split, epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
+        ours = BucketDDPStrategy(check_ranks_every=100)  # warns if the ranks' weights come apart
         trainer = pl.Trainer(
-            strategy=args.strategy,
+            strategy=ours if args.strategy == "bucketddp" else args.strategy,
             accelerator="auto" if on_accelerator else "cpu",
             devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
             max_epochs=epochs,

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_bucketddp  # noqa: F401  (registers the strategy)
+from lightning_bucketddp import BucketDDPStrategy
 
 SIDE, NOISE = 8, 16
 
@@ -126,8 +126,9 @@ def main() -> None:
     torch.set_num_threads(1)
     real = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     on_accelerator = torch.accelerator.is_available()
+    ours = BucketDDPStrategy(check_ranks_every=100)  # warns if the ranks' weights come apart
     trainer = pl.Trainer(
-        strategy=args.strategy,
+        strategy=ours if args.strategy == "bucketddp" else args.strategy,
         accelerator="auto" if on_accelerator else "cpu",
         devices=args.devices or (torch.accelerator.device_count() if on_accelerator else 2),
         max_epochs=args.epochs,

@@ -70,7 +70,7 @@ def train(config: dict[str, Any]) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices="auto",
-        strategy=RayBucketDDPStrategy(shard_optimizer=config["sharded"]),
+        strategy=RayBucketDDPStrategy(shard_optimizer=config["sharded"], check_ranks_every=100),
         plugins=[RayLightningEnvironment()],
         callbacks=callbacks,
         max_epochs=config["epochs"],

@@ -78,6 +78,7 @@ def main() -> None:
         ByteModel().to(device, torch.bfloat16),
         grad_dtype=None if arguments.bf16_gradients else torch.float32,
         gradient_divide_by="tokens",
+        check_ranks_every=100,  # warns if the ranks' weights come apart
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     choose = random.Random(rank + 1)

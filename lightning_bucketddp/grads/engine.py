@@ -64,7 +64,8 @@ class BackwardEnd:
 def accumulates() -> bool:
     """Whether the backward that runs in this thread adds to ``.grad`` of leaves; ``torch.autograd.grad`` does not.
 
-    Called in a hook of a tensor: looks at the leaves behind it.
+    Called in a hook of a tensor: looks at the leaves behind it. Whatever functions written in Python hide, a backward
+    that accumulates shows it: some leaf made their outputs require grad.
     """
     # Private, but torch's own checkpointing and multi-grad hooks use them. Without them each backward counts.
     current = getattr(torch._C, "_current_autograd_node", lambda: None)()
@@ -73,7 +74,7 @@ def accumulates() -> bool:
         return True
     for node in _ends([current]):
         try:
-            if isinstance(node, BackwardCFunction) or executes(node):
+            if not isinstance(node, BackwardCFunction) and executes(node):
                 return True
         except RuntimeError:  # autograd.grad is asked for this leaf
             continue

@@ -33,6 +33,9 @@ BucketCap = float | None
 DivideBy = Literal["world_size", "tokens"] | int
 """The divisor of summed gradients."""
 
+OnDifference = Literal["warn", "error"]
+"""What happens if parameters differ between ranks."""
+
 HookName = Literal["bf16", "fp16", "powersgd"]
 """One of torch's communication hooks, by name."""
 
@@ -59,9 +62,10 @@ class Options:
             any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
             if backward may reach different parameters on different ranks.
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
-            machine (all have the same host name, and ``LOCAL_WORLD_SIZE``, if a launcher sets it, is at least the size
-            of the group). On several machines None gives 1/32 of the gradients for two ranks and more for more ranks,
-            from 4 to 25 MiB. The first and the last bucket are smaller, except on one machine without accelerators.
+            machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
+            a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
+            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
+            last bucket are smaller, except on one machine without accelerators.
         find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
             step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
             plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
@@ -116,6 +120,11 @@ class Options:
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
             shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
             local passes accumulate whole gradients, and only their sum is reduce-scattered.
+        check_ranks_every: Compare the parameters of all ranks every so many synchronised passes, from the first one on:
+            a sum over the bits of each. Costs one read of the parameters, and eight bytes per rank. None: never. Not
+            for post-local SGD, where parameters differ on purpose.
+        check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
+            names the first parameters. On accelerators that is in the pass after the comparison.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
         report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
             did not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
@@ -153,6 +162,8 @@ class Options:
     shard_optimizer: bool = False
     shard_group_size: int | None = None
     scatter_every_pass: bool = False
+    check_ranks_every: int | None = None
+    check_ranks: OnDifference = "warn"
     timeout: timedelta | None = field(default=None, compare=False)
     report_after: float = field(default=DEFAULT_REPORT_AFTER, compare=False)
 
@@ -173,6 +184,9 @@ class Options:
         if self.scatter_every_pass and self.gradient_divide_by == "tokens":
             why = "divides by the tokens of all passes since the last step, which a single pass does not know"
             self._refuse("gradient_divide_by", why, "scatter_every_pass")
+        if self.check_ranks == "error" and self.check_ranks_every is None:
+            why = "needs comparisons of the ranks' parameters (give check_ranks_every with it)"
+            self._refuse("check_ranks", why, "check_ranks_every")
         if self.comm_hook is not None:
             self.require_hook_decides()
 
@@ -187,6 +201,7 @@ class Options:
             elif each.type == "bool | None":
                 require(each.name, getattr(self, each.name), "None, True or False", bool | None)
         require_choice("module_buffers", self.module_buffers, get_args(ModuleBufferSync), optional=True)
+        require_choice("check_ranks", self.check_ranks, get_args(OnDifference))
         hooks = f"None, callable or one of {get_args(HookName)}"
         others: tuple[tuple[str, str, Any, Callable[[Any], bool]], ...] = (
             ("bucket_cap_mb", "None or a number of MiB from 0", float | int | None, lambda cap: 0 <= cap < math.inf),
@@ -196,6 +211,7 @@ class Options:
             ("sparse_parameters", "a list of names", Sequence, lambda names: all(isinstance(it, str) for it in names)),
             ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
             ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
+            ("check_ranks_every", "None or a number of passes from 1", int | None, lambda passes: passes >= 1),
             ("process_group", "None or a process group", ProcessGroup | int | None, _is_group),
             ("device_mesh", "None or a DeviceMesh", DeviceMesh | None, lambda mesh: True),
             ("timeout", "None or a positive timedelta", timedelta | None, lambda time: time > timedelta(0)),

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
 from lightning_bucketddp.peers.end_signals import end_signals
@@ -170,10 +171,10 @@ class ControlExchange:
     """
 
     def __init__(self, vector: Tensor, world_size: int, work: Work | None = None) -> None:
-        self._vector = self._on_host = vector
+        self._vector = vector
         self.nbytes = vector.nbytes
         self._world_size, self._work = world_size, work or Work()
-        self._event: torch.Event | None = None
+        self._copy: HostCopy | None = None
 
     def wait(self, poll: Callable[[], None]) -> None:
         """Wait for the sum as :meth:`Work.wait` does, and start its copy to the host.
@@ -182,14 +183,7 @@ class ControlExchange:
             poll: As for :meth:`Work.wait`.
         """
         self._work.wait(poll)
-        if self._vector.device.type == "cpu":
-            # Not to keep the memory of a bucket. Tools that look for clones in backward need not see one here.
-            self._vector = self._on_host = torch.empty_like(self._vector).copy_(self._vector)
-        else:
-            self._on_host = torch.empty(self._vector.shape, dtype=self._vector.dtype, pin_memory=True)
-            self._on_host.copy_(self._vector, non_blocking=True)
-            self._event = torch.Event(self._vector.device)
-            self._event.record()
+        self._copy = HostCopy(self._vector)
 
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
@@ -199,13 +193,13 @@ class ControlExchange:
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""
-        return self._event is None or self._event.query()
+        return self._copy is None or self._copy.arrived()
 
     def read(self) -> Control:
         """The sum; waits until it has come to the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return Control(self._on_host, self._world_size)
+        if self._copy is not None:
+            self._vector = self._copy.read()  # the copy alone: the vector may lie in the memory of a bucket
+        return Control(self._vector, self._world_size)
 
 
 class ControlChannel:

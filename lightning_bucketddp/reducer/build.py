@@ -27,6 +27,7 @@ from lightning_bucketddp.reducer.joining import Joining
 from lightning_bucketddp.reducer.limits import GradientLimits
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant
+from lightning_bucketddp.reducer.ranks_check import RanksCheck
 from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer
@@ -53,6 +54,7 @@ class WrapperContext:
         divisor: What the sum over the ranks is divided by.
         recorder: Records passes.
         control: Sends and reads control vectors.
+        ranks_check: Compares the ranks' parameters; None if that is off.
         queue: Which of several wrappers on one group may launch.
         streams: The streams on which accelerators make gradients.
         lock: Guards hooks: each device has its autograd thread.
@@ -74,6 +76,8 @@ class WrapperContext:
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
         self.recorder = PassRecorder(collectives)
         self.control = ControlChannel(collectives, peers, self.device)
+        every, on_difference = options.check_ranks_every, options.check_ranks
+        self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
         self.groups = ShardGroups(collectives, options.shard_group_size) if options.shard_optimizer else None
         first = collectives if self.groups is None else self.groups.inside
@@ -119,7 +123,11 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, others: Sequen
     members: list[Participant] = [context.recorder, context.divisor]
     if options.max_abs_grad is not None:
         members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-    members += [sparse, learner, context.changes, trainable, *others]
+    members += [sparse, learner, context.changes, trainable]
+    if context.ranks_check is not None:
+        context.ranks_check.follow(table)
+        members.append(context.ranks_check)
+    members += others
     context.recorder.follow(table, storage, sparse)
     context.recorder.new_layout(storage.layout, peers.position.pass_number)
     reduction = _reduction(context, storage, hook)

@@ -98,9 +98,11 @@ class Wrapped:
                 storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
             table = self.reducer.table
             accumulated = table.pending_indices()
-            holding = [index for index, it in enumerate(table.all_params) if it.requires_grad and it.grad is not None]
+            # A parameter that was frozen since may have a gradient that waits for its reduction.
+            holding = [index for index, param in enumerate(table.all_params) if param.grad is not None]
+            trained = [index for index in holding if table.all_params[index].requires_grad]
             zeroed = self._cleared_before == self.context.peers.position.pass_number
-            uncleared = [] if zeroed else [index for index in holding if index not in accumulated]
+            uncleared = [] if zeroed else [index for index in trained if index not in accumulated]
             name = table.names[uncleared[0]] if uncleared else None
             divisor.note_uncleared_grads(name, cleared=bool(accumulated) and accumulated.isdisjoint(holding))
         storage.open()

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
 
@@ -58,6 +59,23 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
         return getattr(self._wrapper_for(call.__name__), call.__name__)(*args, **kwargs)
 
     return method
+
+
+class BucketDDPInLightning(BucketDDP):
+    """A wrapper that a strategy makes. Lightning's ``num_nodes`` says whether there are several machines.
+
+    Its default of 1 says nothing: some clusters have several nodes all the same.
+
+    Args:
+        module: The module.
+        strategy: The strategy, for Trainer or Fabric.
+        options: As for :class:`BucketDDP`.
+    """
+
+    def __init__(self, module: Module, strategy: Any, **options: Any) -> None:
+        if strategy.num_nodes > 1:
+            self._node = Node(strategy.node_rank, strategy.num_processes)  # before ranks wrap the module
+        super().__init__(module, **options)
 
 
 def leave_shared_memory(module: Module, start_method: str | None) -> None:

@@ -11,6 +11,7 @@ from lightning_bucketddp.layout.options import Options
 _WITHOUT_AVERAGING = {
     "shard_optimizer": "ranks whose models differ between averages cannot share an optimizer",
     "master_params": "parameters would be averaged after rounding",
+    "check_ranks_every": "parameters differ between averages, and that would be told as a mistake",
 }
 """Options that exclude model averaging, and why."""
 
@@ -58,8 +59,8 @@ def require_averaging_possible(period: int | None, options: Options) -> None:
             f"model_averaging_period={period!r} with a state of {type(state).__name__}"
         )
     for option, reason in _WITHOUT_AVERAGING.items():
-        if averages and getattr(options, option):
+        if averages and (found := getattr(options, option)):
             raise ValueError(
-                f"expected model averaging or {option}=True, found both: {reason}. Leave out model_averaging_period, "
-                f"or pass {option}=False"
+                f"expected model averaging or {option}={found}, found both: {reason}. Leave out "
+                f"model_averaging_period, or pass {option}={False if found is True else None}"
             )

@@ -21,7 +21,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.trainer import common
-from lightning_bucketddp.trainer.common import StartMethod, forwarded
+from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 _owners: weakref.WeakKeyDictionary[BucketDDP, "BucketDDPFabricStrategy"] = weakref.WeakKeyDictionary()
@@ -146,7 +146,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
             if earlier.module is module:  # set up again, as Fabric's `ddp` allows
                 earlier.close()
         common.leave_shared_memory(module, self._start_method)
-        wrapper = BucketDDP(module, **vars(self._options))
+        wrapper = BucketDDPInLightning(module, self, **vars(self._options))
         _owners[wrapper] = self
         return wrapper
 

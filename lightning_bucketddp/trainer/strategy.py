@@ -28,7 +28,7 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
-from lightning_bucketddp.trainer.common import StartMethod, forwarded
+from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
@@ -174,7 +174,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def _setup_model(self, model: Module) -> BucketDDP:  # type: ignore[override]
         common.leave_shared_memory(model, self._start_method)
-        wrapper = BucketDDPInTrainer(model, **vars(self._options))
+        wrapper = BucketDDPInTrainer(model, self, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper._uneven.divide_by_active()
         return wrapper
@@ -328,6 +328,7 @@ class BucketDDPStrategy(EachSampleOnce):
             wrapper.wait_for_parameters()
             wrapper._end_training()  # first: a rank with more batches must hear of it, as it does not come here
             wrapper.synchronise_module_buffers()
+            wrapper._compare_ranks()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -384,7 +385,7 @@ class BucketDDPStrategy(EachSampleOnce):
     register_strategies: Any = classmethod(common.register_names)
 
 
-class BucketDDPInTrainer(BucketDDP):
+class BucketDDPInTrainer(BucketDDPInLightning):
     """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
 
     _may_be_frozen = True

@@ -22,6 +22,7 @@ from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
+from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
 from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
@@ -85,6 +86,8 @@ class BucketDDP(nn.Module, Joinable):
     """Whether :meth:`close` was called."""
     _may_be_frozen = False
     """Whether all parameters may be frozen at first. In a Trainer they may: callbacks unfreeze them."""
+    _node: Node | None = None
+    """This rank's node, where a strategy knows that there are several."""
     _input_device: torch.device | None = None
     _replicated: ReplicatedForward | None = None
 
@@ -152,7 +155,7 @@ class BucketDDP(nn.Module, Joinable):
 
     def _make_runtime(self) -> Runtime:
         """Make the part that belongs to this process. All ranks must call this."""
-        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over)
+        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over, self._node)
         _open_wrappers.add(self)
         return self._runtime
 
@@ -309,6 +312,15 @@ class BucketDDP(nn.Module, Joinable):
     def _end_training(self) -> None:
         """Note that this rank runs no further pass. Ranks that do raise, instead of waiting for it."""
         self._passes.peers.end_training()
+
+    def _compare_ranks(self) -> None:
+        """Compare the ranks' parameters now, if ``check_ranks_every`` asks for comparisons. All ranks must call this.
+
+        Raises:
+            RankMismatchError: On every rank, if parameters differ and ``check_ranks`` makes that an error.
+        """
+        if (check := self._passes.wrapped.context.ranks_check) is not None:
+            check.compare()
 
     def preempted(self, *, no_pass_follows: bool = False) -> bool:
         """Whether some rank got SIGTERM or SIGUSR1, so that all ranks should save a checkpoint and end.

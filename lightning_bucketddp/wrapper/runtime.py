@@ -28,7 +28,7 @@ from lightning_bucketddp.optim.optimizers import Optimizers
 from lightning_bucketddp.optim.swap import restart_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
-from lightning_bucketddp.peers.machines import on_one_machine
+from lightning_bucketddp.peers.machines import Node, on_one_machine
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.build import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
@@ -52,6 +52,7 @@ class Runtime:
         options: The wrapper's options.
         may_be_frozen: Whether all parameters may be frozen at first.
         take_over: Takes the ids of parameters, and closes the open wrappers that average gradients of some of them.
+        node: This rank's node, where whoever made the ranks says that there are several nodes.
 
     Attributes:
         collectives: The group.
@@ -64,7 +65,12 @@ class Runtime:
     """
 
     def __init__(
-        self, module: nn.Module, options: Options, may_be_frozen: bool, take_over: Callable[[set[int]], None]
+        self,
+        module: nn.Module,
+        options: Options,
+        may_be_frozen: bool,
+        take_over: Callable[[set[int]], None],
+        node: Node | None = None,
     ) -> None:
         group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
         self.collectives = collectives = collectives_of(group, device)
@@ -85,7 +91,7 @@ class Runtime:
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
             broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
-        one_machine = on_one_machine(peers)
+        one_machine = on_one_machine(peers, node)
         links = links_of(module)
         context = WrapperContext(params, collectives, peers, options, one_machine)
         self.passes = Passes(Wrapped(context, hook, links))

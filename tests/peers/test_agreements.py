@@ -14,6 +14,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from lightning_bucketddp.layout.plan import MIB
+from lightning_bucketddp.peers.machines import Node, machine_name
 from tests.models import ConvBatchNorm, Mlp
 from tests.pool import case, on_ranks
 from tests.reference import both, inputs_of, raises_soon
@@ -104,6 +105,16 @@ def test_modules_that_cannot_be_wrapped_are_refused() -> None:
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         BucketDDP(Mlp())
+
+
+def test_a_group_inside_a_known_node_is_on_one_machine_and_a_larger_one_is_not() -> None:
+    started_by = {"LOCAL_WORLD_SIZE": "4"}
+    with patch.object(socket, "gethostname", lambda: "host"):
+        assert machine_name(4, {}, Node(rank=1, ranks=4)) == machine_name(2, {}, Node(rank=1, ranks=4)) == "node 1"
+        assert machine_name(2, started_by, Node(rank=0, ranks=4)) == "node 0", "another name than that of node 1"
+        assert machine_name(8, {"LOCAL_WORLD_SIZE": "8"}, Node(rank=1, ranks=4)) == ""
+        assert machine_name(4, started_by) == "host"
+        assert machine_name(8, started_by) == ""
 
 
 @on_ranks(2)

@@ -11,13 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
 from tests.inside import views_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    both,
+    grads,
+    inner,
+    inputs_of,
+    local_if,
+    mse,
+    noted,
+    seeded,
+    several_machines,
+    taking,
+)
 
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
 WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 6)]
@@ -48,17 +63,52 @@ def test_find_unused_parameters_keeps_the_overlap() -> None:
         twins.ours.close()
 
 
-@on_ranks(2)
-def test_a_gradient_that_one_rank_asks_for_opens_no_pass() -> None:
+class Identity(torch.autograd.Function):
+    """As re-entrant checkpoints do, hides from the graph what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+class InPython(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return Identity.apply(super().forward(Identity.apply(x)))
+
+
+@on_ranks(2, cases=(Mlp, InPython))
+def test_a_gradient_that_one_rank_asks_for_opens_no_pass(build: type[nn.Module]) -> None:
+    """Of the inputs, and with them of some parameters."""
+
     def loss(net: nn.Module) -> Tensor:
         output = net(inputs := inputs_of(0).requires_grad_())
         if dist.get_rank():
-            torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+            for asked in ([inputs], [inputs, *inner(net).head.parameters()]):
+                torch.autograd.grad(output.sum(), asked, retain_graph=True)
         return output.square().mean()
 
-    twins = Twins(seeded(Mlp), find_unused_parameters=True)
-    twins.step(loss)
-    assert twins.ours.passes == 1
+    twins = Twins(seeded(build), find_unused_parameters=True)
+    for step in range(2):
+        twins.step(loss)
+        assert twins.ours.passes == step + 1
+
+
+@on_ranks(2)
+def test_a_rank_takes_part_whose_functions_in_python_reach_no_parameter() -> None:
+    """With ``find_unused_parameters``, by a backward from an output of forward."""
+
+    class Past(InPython):
+        def forward(self, x: Tensor, past: bool) -> Tensor:
+            return Identity.apply(x.clone().requires_grad_())[:, :4] if past else super().forward(x)
+
+    twins = Twins(seeded(Past), find_unused_parameters=True)
+    for step in range(3):
+        twins.step(lambda net, step=step: net(inputs_of(step), dist.get_rank() == step % 2).square().mean())
+        assert twins.ours.passes == step + 1
 
 
 @on_ranks(2)
@@ -84,6 +134,31 @@ def test_no_sync_nests_and_ends_with_an_exception() -> None:
     with ours.no_sync():  # without a root, no_sync around backward decides
         assert passes(direct=True) == 0
     assert passes(direct=True) == 1
+
+
+@on_ranks(2)
+def test_backward_pass_reduces_what_forwards_inside_no_sync_have_begun() -> None:
+    """With torch's DDP this takes its private reducer, as in accelerate's ``trigger_sync_in_backward``."""
+    theirs, ours = DistributedDataParallel(seeded(Mlp)), BucketDDP(seeded(Mlp))
+
+    def losses(net: BucketDDP | DistributedDataParallel) -> list[Tensor]:
+        with net.no_sync():
+            return [mse(step)(net) for step in range(3)]
+
+    *first, last = losses(theirs)
+    for loss in first:
+        loss.backward()
+    theirs.require_backward_grad_sync = True
+    theirs.reducer.prepare_for_backward([])
+    last.backward()
+    *first, last = losses(ours)
+    for loss in first:
+        loss.backward()  # the forward has decided
+    assert ours.passes == 0
+    with ours.backward_pass(last):
+        last.backward()
+    assert ours.passes == 1
+    assert_grads(ours.module, grads(theirs.module))
 
 
 @on_ranks(2)

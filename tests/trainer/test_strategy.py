@@ -2,11 +2,16 @@
 
 import copy
 import inspect
+import os
+import socket
 from dataclasses import fields
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -15,8 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
+from lightning_bucketddp.layout.plan import MIB
 from lightning_bucketddp.trainer.common import leave_shared_memory
-from tests.lightning_models import Regression, close_to, data, ddp, ours, start_fabric, trainer
+from tests.lightning_models import PoolEnvironment, Regression, close_to, data, ddp, ours, start_fabric, trainer
 from tests.models import Mlp, batch
 from tests.pool import case, on_ranks
 
@@ -64,6 +70,72 @@ def test_options_arrive_in_the_wrapper() -> None:
     assert "fp16_compress_wrapper" in wrapped(**hook)._options.comm_hook.__qualname__
 
 
+class OneRankPerNode(PoolEnvironment):
+    """Each rank of the pool on a node of its own."""
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return dist.get_rank()
+
+
+class Wide(Regression):
+    """Has three layers of 4 MiB, whose default buckets differ between one machine and several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 1024), *(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+        self.bucket_mib: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.bucket_mib = bucket_mib(self.trainer.strategy.bucket_ddp)
+
+
+def bucket_mib(wrapper: BucketDDP) -> list[int]:
+    return [wrapper.layout.bucket_nbytes(bucket) // MIB for bucket in wrapper.layout.buckets]
+
+
+def trainers_buckets(num_nodes: int, **options: Any) -> list[int]:
+    """The sizes of default buckets after the first pass, one rank per node unless there is one node."""
+    environment = OneRankPerNode() if num_nodes > 1 else PoolEnvironment()
+    module, strategy = Wide(), BucketDDPStrategy(cluster_environment=environment, **options)
+    devices = dist.get_world_size() // num_nodes
+    trainer(strategy, num_nodes=num_nodes, devices=devices).fit(module, data(3))
+    return module.bucket_mib
+
+
+def fabrics_buckets(num_nodes: int, **options: Any) -> list[int]:
+    environment = OneRankPerNode() if num_nodes > 1 else PoolEnvironment()
+    strategy = BucketDDPFabricStrategy(cluster_environment=environment, **options)
+    devices = dist.get_world_size() // num_nodes
+    fabric = Fabric(accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(Wide().net)
+    for _ in range(2):
+        fabric.backward(model(torch.ones(1, 8)).sum())
+    found = bucket_mib(strategy.wrapper_of(model))
+    strategy.teardown()
+    return found
+
+
+SEVERAL, ONE = [4, 4, 4, 0], [12]
+
+
+@pytest.mark.parametrize("buckets_of", [trainers_buckets, fabrics_buckets])
+@on_ranks(2)
+def test_num_nodes_decides_first_whether_ranks_share_one_machine(buckets_of: Any) -> None:
+    """Hosts have one name here. Where ``num_nodes`` is 1, which nobody need set, the launcher or host names decide."""
+    with patch.dict(os.environ), patch.object(socket, "gethostname", lambda: "cloned"):
+        for num_nodes, started_here, expected in [(2, "", SEVERAL), (1, "", ONE), (2, "2", SEVERAL), (1, "1", SEVERAL)]:
+            os.environ["LOCAL_WORLD_SIZE"] = started_here
+            with case(num_nodes, started_here, found := buckets_of(num_nodes)):
+                assert found == expected
+
+
 AVERAGING = {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGDState(None, None, 2)}
 PERIODIC = {**AVERAGING, "model_averaging_period": 2}
 
@@ -81,6 +153,11 @@ PERIODIC = {**AVERAGING, "model_averaging_period": 2}
         (AVERAGING, "expected model_averaging_period together with"),
         ({**PERIODIC, "shard_optimizer": True}, "expected model averaging or shard_optimizer=True, found both"),
         ({**PERIODIC, "grad_dtype": "float32"}, "expected model averaging or master_params=True, found both"),
+        (
+            {**PERIODIC, "check_ranks_every": 5},
+            "averaging or check_ranks_every=5, .*pass check_ranks_every=None",
+        ),
+        ({"check_ranks": "error"}, "check_ranks='error' needs comparisons .*give check_ranks_every"),
         ({"shard_optimizer": True, "use_contiguous_buffers": False}, "shard_optimizer=True divides contiguous buffers"),
         ({"uneven_inputs": "active_ranks", "gradient_divide_by": "tokens"}, "each says what gradients are divided by"),
         ({"mixed_precision": True}, "mixed_precision"),

@@ -167,6 +167,35 @@ def test_a_loss_that_sums_over_tokens_is_divided_by_tokens(as_tensor: bool, guar
         assert_grads(ours.module, grads(alone), rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2, cases={"dense": {}, "coalesced": {"use_contiguous_buffers": False}, "sharded": {"shard_optimizer": True}})
+def test_tokens_of_gradients_that_wait_count_though_their_parameters_are_frozen_since(options: dict[str, Any]) -> None:
+    """Between two passes of one accumulation all parameters of the first are frozen."""
+    ours = BucketDDP(Branches(), bucket_cap_mb=TINY, gradient_divide_by="tokens", **options)
+    alone, rank = copy.deepcopy(ours.module), dist.get_rank()
+
+    def freeze(module: nn.Module, frozen: bool) -> None:
+        for name, param in module.named_parameters():
+            param.requires_grad_(not frozen or name.startswith("right"))
+
+    for step in range(3):
+        with ours.no_sync():
+            ours.count_tokens(3 + rank)
+            ours(batch(step, rank, size=3 + rank)[0], "left").square().sum().backward()
+        freeze(ours.module, True)
+        ours.count_tokens(5)
+        ours(batch(9 + step, rank, size=5)[0], "right").square().sum().backward()
+        for micro, take, sizes in ((step, "left", (3, 4)), (9 + step, "right", (5, 5))):
+            freeze(alone, take == "right")
+            inputs = torch.cat([batch(micro, r, size=sizes[r])[0] for r in range(2)])
+            (alone(inputs, take).square().sum() / 17).backward()
+        for (name, param), expected in zip(ours.module.named_parameters(), alone.parameters(), strict=True):
+            if name != "idle":
+                torch.testing.assert_close(ours.full_grad(param), expected.grad, msg=lambda m, n=name: f"{n}: {m}")
+        for module in (ours.module, alone):
+            freeze(module, False)
+            module.zero_grad()
+
+
 @on_ranks(2)
 def test_a_divisor_that_cannot_be_honoured_is_an_error() -> None:
     ours = BucketDDP(Mlp(depth=1), gradient_divide_by="tokens")

@@ -1,0 +1,36 @@
+"""A copy of a tensor on its way to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A copy on the host. On an accelerator the host goes on, and waits when it reads.
+
+    Args:
+        tensor: The tensor. Its values are those at this point of the current stream.
+
+    Attributes:
+        waits: Whether :meth:`read` may wait for an accelerator; the same on every rank.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.waits = tensor.device.type != "cpu"
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.waits)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event: torch.Event | None = None
+        if self.waits:
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` would return without waiting."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> Tensor:
+        """The values, on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
