@@ -48,7 +48,7 @@ class ModuleBuffers:
         """
         if self._mode == "off" or self._collectives.world_size == 1:
             return
-        if tensors := list(self._params.named_buffers().values()):
+        if tensors := self._params.buffers_to_write():
             self._peers.here.begin_exchange()
             with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, active)

@@ -49,7 +49,7 @@ class ModuleParams:
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as agreed
+        self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as sent
         self._look_up_buffers(self._look_up())
 
     def _look_up(self) -> dict[str, tuple[nn.Module, str]]:
@@ -75,28 +75,52 @@ class ModuleParams:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def _look_up_buffers(self, owners: dict[str, tuple[nn.Module, str]], modules_before: Container[int] = ()) -> None:
-        """Look module buffers up anew, but for caches of this rank: new in an old module, or of another shape."""
+        """Look module buffers up anew, but for caches of this rank, which are new in an old module."""
         found: dict[int, tuple[str, tuple[nn.Module, str, Tensor]]] = {}
         for full_name, (owner, name) in owners.items():
             buffer, (*_, before) = getattr(owner, name, None), self._buffers.get(full_name, (None,))
             if buffer is not None and (before is not None or id(owner) not in modules_before):
-                buffer = buffer if before is None or buffer.shape == before.shape else before
-                found.setdefault(id(buffer), (full_name, (owner, name, buffer)))
+                found.setdefault(id(buffer), (full_name, (owner, name, buffer if before is None else before)))
         self._buffers = dict(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module buffers that ranks have agreed on, each once, by name.
 
         Modules replace their buffers. One of another shape or dtype may be a cache that only this rank needed: then it
-        is the last one as agreed.
+        is the one before.
         """
-        for full_name, (owner, name, agreed) in self._buffers.items():
+        found = {}
+        for full_name, (owner, name, before) in self._buffers.items():
             buffer = getattr(owner, name, None)
-            if buffer is None or buffer is agreed:
-                continue
-            if (buffer.shape, buffer.dtype) == (agreed.shape, agreed.dtype):
-                self._buffers[full_name] = owner, name, buffer
-        return {full_name: buffer for full_name, (*_, buffer) in self._buffers.items()}
+            fits = buffer is not None and (buffer.shape, buffer.dtype) == (before.shape, before.dtype)
+            found[full_name] = buffer if fits else before
+        return found
+
+    def buffers_to_write(self) -> list[Tensor]:
+        """The module buffers, for other ranks' values to be written into.
+
+        A graph may have saved what a module buffer was replaced by, such as an activation. So it gets memory of its
+        own, once, unless it shares that of a parameter or of a module buffer from before.
+        """
+        buffers = self.named_buffers()
+        replaced = {name: buffer for name, buffer in buffers.items() if buffer is not self._buffers[name][-1]}
+        if not replaced:
+            return [*buffers.values()]
+        before = [*(param for _, param in self.named), *(buffer for *_, buffer in self._buffers.values())]
+        known = {_place(tensor) for tensor in before}
+        own: dict[int, Tensor] = {}
+        for buffer in replaced.values():
+            if _place(buffer) not in known and not (buffer.requires_grad and buffer.is_leaf):  # some optimizer's
+                with torch.inference_mode(False), torch.enable_grad():  # its graph, if it has one, goes on
+                    own[id(buffer)] = buffer.clone()
+        for module in self.module.modules() if own else ():
+            for name, buffer in [*module._buffers.items()]:
+                if id(buffer) in own:
+                    setattr(module, name, own[id(buffer)])
+        for full_name, buffer in replaced.items():
+            buffers[full_name] = own.get(id(buffer), buffer)
+            self._buffers[full_name] = (*self._buffers[full_name][:2], buffers[full_name])
+        return [*buffers.values()]
 
     def prepare(self) -> None:
         """Find the sparse parameters, and set ``grad_dtype`` on the parameters that the options name.
@@ -183,6 +207,12 @@ class ModuleParams:
         self._look_up_buffers(self._look_up(), before)
         self.changes += 1
         self.prepare()
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor's storage begins."""
+    with torch._C.DisableTorchFunctionSubclass():  # the place of a parameter that the lazy all-gather has yet to fill
+        return tensor.untyped_storage().data_ptr()
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:

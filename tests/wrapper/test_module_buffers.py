@@ -1,0 +1,57 @@
+"""Module buffers that forward replaces, that are views of a special kind, or that cannot be sent."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_bucketddp import BucketDDP
+from tests.models import batch
+from tests.pool import on_ranks
+from tests.reference import assert_grads, backward, drift, inputs_of, mean_grads
+
+
+class Replacing(nn.Module):
+    """Keeps something of its last forward as a module buffer, which backward needs too."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.keep = nn.Linear(8, 8), nn.Linear(8, 4), keep
+        self.register_buffer("kept", self.keep(torch.zeros(4, 8)).detach().clone())
+        self.register_buffer("again", self.kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.kept = self.again = self.keep(hidden)
+        return self.last(hidden * self.kept.detach())
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "an alias of an activation": lambda hidden: hidden.detach(),
+    "a part of an activation": lambda hidden: hidden[0].detach(),
+    "a new tensor": lambda hidden: hidden.detach() + 1,
+    "an activation with its graph": lambda hidden: hidden,
+    "an expanded tensor": lambda hidden: hidden.detach().mean().expand(4, 8),
+}
+REPLACED = {f"{name}, {mode}": [keep, mode] for name, keep in KEPT.items() for mode in ("broadcast", "mean")}
+
+
+@on_ranks(2, cases=REPLACED)
+def test_a_graph_keeps_what_a_module_buffer_was_replaced_by(keep: Callable[[Tensor], Tensor], mode: str) -> None:
+    """Two forwards and one backward: the second forward synchronises what the first one's graph has saved."""
+    plain = Replacing(keep)
+    ours = BucketDDP(copy.deepcopy(plain), module_buffers=mode)
+    for model in (plain, ours):
+        sum((model(inputs_of(step)).square().mean() for step in range(2)), torch.zeros(())).backward()
+    assert_grads(ours.module, mean_grads(plain))
+    ours.synchronise_module_buffers()
+    assert drift(ours.module) == 0
+    assert ours.module.again is ours.module.kept, "names of one tensor go on sharing it"
+    before = ours.module.kept
+    ours.synchronise_module_buffers()
+    assert ours.module.kept is before, "memory of its own is written to in place"
