@@ -4,16 +4,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
-from tests.models import batch
 from tests.pool import on_ranks
-from tests.reference import assert_grads, backward, drift, inputs_of, mean_grads
+from tests.reference import assert_grads, drift, inputs_of, mean_grads, train
 
 
 class Replacing(nn.Module):
@@ -55,3 +53,48 @@ def test_a_graph_keeps_what_a_module_buffer_was_replaced_by(keep: Callable[[Tens
     before = ours.module.kept
     ours.synchronise_module_buffers()
     assert ours.module.kept is before, "memory of its own is written to in place"
+
+
+class SpecialViews(nn.Module):
+    """Parameters and module buffers that torch keeps as conjugate or negative views of their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        conjugate, negative = (torch.randn(4, dtype=torch.cfloat).conj() for _ in range(2))
+        self.layer, self.turn, self.scale = nn.Linear(8, 4), nn.Parameter(conjugate), nn.Parameter(negative.imag)
+        self.register_buffer("phase", torch.randn(4, dtype=torch.cfloat).conj())
+        self.register_buffer("shift", torch.randn(4, dtype=torch.cfloat).conj().imag)
+        assert self.turn.is_conj()
+        assert self.scale.is_neg()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.shift.add_(x.mean())
+        return (self.layer(x) * self.turn * self.phase).real * self.scale
+
+
+VIEWS: dict[str, Any] = {
+    "default": {},
+    "coalesced": {"use_contiguous_buffers": False},
+    "hook": {"comm_hook": "bf16"},
+    "mean": {"module_buffers": "mean"},
+    "sharded": {"shard_optimizer": True},
+    "fp64 gradients": {"grad_dtype": {"layer.*": torch.float64}},
+}
+
+
+@on_ranks(2, cases={name: [options] for name, options in VIEWS.items()})
+def test_conjugate_and_negative_views_train_as_with_torchs_ddp(options: dict[str, Any]) -> None:
+    theirs, ours = DistributedDataParallel(SpecialViews()), BucketDDP(SpecialViews(), **options)
+    for model in (theirs, ours):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+        model(inputs_of(3))
+    found, expected = ours.module.state_dict(), theirs.module.state_dict()
+    if options.get("module_buffers") == "mean":
+        del found["shift"], expected["shift"]
+    rounding = {"rtol": 1e-2, "atol": 1e-2} if "comm_hook" in options else {}
+    torch.testing.assert_close(found, expected, **rounding)
+    ours.synchronise_module_buffers()
+    assert drift(ours.module.layer) == 0
+    assert drift(nn.ParameterList([ours.module.scale, ours.module.shift])) == 0
