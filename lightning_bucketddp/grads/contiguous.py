@@ -23,6 +23,7 @@ class Contiguous(Storage):
         buckets: The buckets, which get their memory here.
         layout: The place of each slot.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
+        all_main_grads: Whether all parameters get one then.
         largest_carrier: The last bucket has room for the control vector if it has fewer bytes than this, and its dtype
             is exact enough.
 
@@ -32,10 +33,16 @@ class Contiguous(Storage):
     """
 
     def __init__(
-        self, table: SlotTable, buckets: Buckets, layout: Layout, main_grads: bool = True, largest_carrier: float = 0
+        self,
+        table: SlotTable,
+        buckets: Buckets,
+        layout: Layout,
+        main_grads: bool = True,
+        all_main_grads: bool = False,
+        largest_carrier: float = 0,
     ) -> None:
         self._table, self._buckets, self.layout = table, buckets, layout
-        self._main_grads, self._largest_carrier = main_grads, largest_carrier
+        self._main_grads, self._all_main_grads, self._largest_carrier = main_grads, all_main_grads, largest_carrier
         on_cpu = all(param.device.type == "cpu" for param in table.all_params)
         self._streams: set[torch.Stream] | None = None if on_cpu else set()  # on which gradients were made
         self._pending_before: set[int] = set()  # as this pass began
@@ -67,7 +74,9 @@ class Contiguous(Storage):
         with_tail = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
         self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], with_tail)
         specs = self._table.specs if self._main_grads else []
-        self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
+        self._with_main_grad = frozenset(
+            slot for slot, spec in enumerate(specs) if self._all_main_grads or spec.param_dtype is not None
+        )
         self.bind_main_grads(True)
 
     def bind_main_grads(self, bound: bool) -> None:

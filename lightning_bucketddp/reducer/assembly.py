@@ -150,7 +150,13 @@ def _storage(setting: Setting, table: SlotTable, buckets: Buckets, planner: Layo
         return Sharded(table, buckets, layout, groups, options.scatter_every_pass, carries_control)
     if not options.use_contiguous_buffers:
         return Coalesced(table, buckets, layout)
-    return Contiguous(table, buckets, layout, largest_carrier=math.inf if carries_control else 0)
+    return Contiguous(
+        table,
+        buckets,
+        layout,
+        all_main_grads=options.grad_dtype is not None,
+        largest_carrier=math.inf if carries_control else 0,
+    )
 
 
 def reduction_of(
