@@ -76,13 +76,19 @@ def chunks(tensors: Sequence[Tensor], by_dtype: bool = False) -> Iterator[list[T
 
 def stage(chunk: list[Tensor]) -> Tensor:
     """Copy all values of a chunk into one flat tensor of bytes."""
-    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in chunk])
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in chunk]  # bytes of such views mean other values
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in plain])
 
 
 def write_back(staging: Tensor, chunk: list[Tensor], hidden: bool) -> None:
     """Copy the bytes of a staging tensor back into the chunk, past autograd's version counters if ``hidden``."""
-    parts = staging.split([tensor.nbytes for tensor in chunk])
     # `.data` shares memory but not the version counter: an in-place write through it does not make autograd
     # reject a backward that saved the tensor.
     targets = [tensor.data if hidden else tensor.detach() for tensor in chunk]
-    torch._foreach_copy_(targets, [part.view(t.dtype).view(t.shape) for part, t in zip(parts, targets, strict=True)])
+    parts = staging.split([tensor.nbytes for tensor in chunk])
+    values = [part.view(t.dtype).view(t.shape) for part, t in zip(parts, targets, strict=True)]
+    if any(target.is_conj() or target.is_neg() for target in targets):  # torch has no call for many of these
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    else:
+        torch._foreach_copy_(targets, values)

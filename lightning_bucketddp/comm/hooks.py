@@ -15,6 +15,7 @@ hooks that start everything at once may have several buckets under way.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -130,11 +132,13 @@ class CommHook:
 
     Raises:
         TypeError: If the hook is not callable.
+        ValueError: If its annotations say that it takes no bucket, or returns no future.
     """
 
     def __init__(self, function: HookFunction, state: Any, leave_behind: Callable[[str], None]) -> None:
         if not callable(function):
-            raise TypeError(f"expected a communication hook to be callable, found {function!r}")
+            raise TypeError(f"Communication hook must be callable. Found {function!r}")  # begins as torch's error
+        _require_annotations(function)
         self.name = _qualified_name(function)
         self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
         self._function = function
@@ -167,7 +171,8 @@ class CommHook:
         with self._naming(bucket), torch.no_grad():
             future = self._function(self._state, bucket)
             if not isinstance(future, torch.Future):
-                raise TypeError(f"expected it to return a torch.futures.Future, found {type(future).__name__}")
+                found = type(future).__name__
+                raise TypeError(f"callback must return a torch.futures.Future object, but got {found}")  # as torch's
         yield Stage(_HookHandle(future))
         self._finish(bucket, future, target)
 
@@ -236,6 +241,37 @@ class _HookHandle:
             self._future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise RuntimeError("the time is up")
+
+
+def _require_annotations(function: HookFunction) -> None:
+    """Require that a hook's annotations, where it has some that can be read, allow a bucket and a future.
+
+    Raises:
+        ValueError: If one does not. It begins as torch's errors do.
+    """
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except Exception:  # no signature, or annotations with names that type checkers alone know
+        return
+    empty, bucket = inspect.Parameter.empty, signature.parameters.get("bucket")
+    for what, wanted, classes, found in (
+        ("bucket", "dist.GradBucket", (GradBucket, HookBucket), empty if bucket is None else bucket.annotation),
+        ("return", "torch.futures.Future[torch.Tensor]", (torch.futures.Future,), signature.return_annotation),
+    ):
+        if found is not empty and not any(_may_be(kind, found) for kind in classes):
+            raise ValueError(f"Communication hook: {what} annotation should be {wanted}. Found {found}")
+
+
+def _may_be(kind: type, annotation: object) -> bool:
+    """Whether an annotation allows an object of this class; true for annotations that are more than a class."""
+    if annotation is None:
+        return False
+    try:
+        if annotation is Any or not isinstance(annotation, type):
+            return True
+        return issubclass(kind, annotation) or issubclass(annotation, kind)
+    except TypeError:  # a protocol
+        return True
 
 
 def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:

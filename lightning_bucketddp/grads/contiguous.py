@@ -25,6 +25,7 @@ class Contiguous(Storage):
         layout: The place of each slot.
         streams: The streams on which gradients are made.
         main_grads: Whether parameters whose gradients have another dtype get a ``main_grad``.
+        all_main_grads: Whether all parameters get one then.
         with_control: Whether the last bucket has room for the control vector, if its dtype is exact enough.
 
     Attributes:
@@ -39,10 +40,11 @@ class Contiguous(Storage):
         layout: Layout,
         streams: Streams,
         main_grads: bool = True,
+        all_main_grads: bool = False,
         with_control: bool = False,
     ) -> None:
-        self._table, self._buckets, self.layout = table, buckets, layout
-        self._streams, self._main_grads, self._with_control = streams, main_grads, with_control
+        self._table, self._buckets, self.layout, self._streams = table, buckets, layout, streams
+        self._main_grads, self._all_main_grads, self._with_control = main_grads, all_main_grads, with_control
         self._pending_before: set[int] = set()  # as this pass began
         # Gradients from before the pass that are not pending; with a clone of the value if it lies in the view.
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -70,7 +72,9 @@ class Contiguous(Storage):
         last = buffers.flats[buckets[-1].buffer][buckets[-1].start :] if self._tail else None
         self._buckets.lay_out(self.layout, [buffers.bucket_flat(bucket) for bucket in buckets], last)
         specs = self._table.specs if self._main_grads else []
-        self._with_main_grad = frozenset(slot for slot, spec in enumerate(specs) if spec.param_dtype is not None)
+        self._with_main_grad = frozenset(
+            slot for slot, spec in enumerate(specs) if self._all_main_grads or spec.param_dtype is not None
+        )
         self.bind_main_grads(True)
 
     def bind_main_grads(self, bound: bool) -> None:

@@ -159,7 +159,8 @@ def _storage(
         return Coalesced(table, buckets, layout)
     plain = hook is None and options.wire_dtype is None
     with_control = plain and 1 < context.collectives.world_size <= MAX_RANKS_IN_FP32
-    return Contiguous(table, buckets, layout, streams, with_control=with_control)
+    all_main_grads = options.grad_dtype is not None
+    return Contiguous(table, buckets, layout, streams, all_main_grads=all_main_grads, with_control=with_control)
 
 
 def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None) -> Reduction:

@@ -35,6 +35,7 @@ class Passes:
         self.peers, self.joining = wrapped.context.peers, wrapped.context.joining
         self.synchronise = True
         self._root_synchronises = True
+        self._left_to_finish = 0  # the number of passes when gradients were last left to finish_reduction(), or by it
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
         self._hooks = self._hook()
@@ -72,6 +73,8 @@ class Passes:
     def set_synchronise(self, synchronise: bool) -> None:
         """Say whether gradients of the passes that follow are reduced."""
         self.synchronise = synchronise
+        if not synchronise:
+            self._left_to_finish = self.peers.position.pass_number
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -321,13 +324,21 @@ class Passes:
     def finish_reduction(self) -> None:
         """Wait for what :meth:`start_reduction` launched, and publish the gradients.
 
+        Start it where nothing was started, unless backward has reduced the gradients since the last call, with no
+        ``no_sync`` in between. Ranks do not ask what gradients they have: one may have run no backward.
+
         Raises:
-            RuntimeError: If nothing was started, or the ranks cannot go on together.
+            RuntimeError: If the ranks cannot go on together.
         """
         if not self.reducer.by_hand():
-            raise RuntimeError("expected a reduction under way, found none; call start_grad_sync() first")
+            if self.peers.position.pass_number > self._left_to_finish:
+                self._left_to_finish = self.peers.position.pass_number
+                self.require_usable()
+                return
+            self.start_reduction()
         with self._finishing("a reduction"):
             self._end_pass()
+        self._left_to_finish = self.peers.position.pass_number
 
     def shadow_pass(self) -> None:
         """Take part in a synchronised pass as a joined rank, and contribute nothing."""

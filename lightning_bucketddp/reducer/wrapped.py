@@ -198,8 +198,8 @@ class Wrapped:
             self.context.options.require_hook_decides()
             if self._hook is not None:
                 raise RuntimeError(
-                    "register_comm_hook can only be called once: expected no communication hook, found "
-                    f"{self._hook.name!r}"
+                    "register_comm_hook or register_builtin_comm_hook can only be called once. Expected no "  # torch's
+                    f"communication hook, found {self._hook.name!r}"
                 )
             if self.reducer.state is not PassState.IDLE:
                 raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")

@@ -288,7 +288,8 @@ class BucketDDP(nn.Module, Joinable):
 
         Raises:
             TypeError: If the hook is not callable.
-            ValueError: If there is a ``wire_dtype``, or gradients are not divided by the world size.
+            ValueError: If its annotations allow no bucket or no future, if there is a ``wire_dtype``, or if gradients
+                are not divided by the world size.
             RuntimeError: If there is a hook already, or a pass is under way.
             RankMismatchError: If ranks register different hooks.
         """
@@ -635,13 +636,25 @@ class BucketDDP(nn.Module, Joinable):
         """
         self._passes.start_reduction()
 
-    def finish_grad_sync(self) -> None:
-        """Wait for :meth:`start_grad_sync`; then ``.grad`` holds the reduced gradients.
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Wait for :meth:`start_grad_sync`; then ``.grad`` holds the reduced gradients. All ranks must call this.
+
+        By itself it reduces every gradient that is there, for example after local passes. After a synchronised backward
+        outside of :meth:`no_sync` there is nothing left to do.
+
+        Args:
+            force_all_reduce: Whether each rank needs whole gradients. It has them, but with ``shard_optimizer``.
 
         Raises:
+            ValueError: With ``force_all_reduce`` and ``shard_optimizer``.
             PeerFailureError: If another rank has failed.
-            RuntimeError: If nothing was started.
+            RuntimeError: As for :meth:`start_grad_sync`.
         """
+        if force_all_reduce and self._options.shard_optimizer:
+            raise ValueError(
+                f"rank {self.rank}: expected force_all_reduce=False with shard_optimizer=True, found True: each rank "
+                "keeps its shard of a gradient; call full_grad(param) for a whole one"
+            )
         self._passes.finish_reduction()
 
     def allreduce_gradients(self) -> None:

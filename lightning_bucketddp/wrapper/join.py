@@ -175,7 +175,7 @@ class UnevenInputs(JoinHook):
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last_joiner))) if was_last)
         tensors: list[Tensor] = [param for _, param in self._params.named]
         if self._options.module_buffers != "off":
-            tensors += self._params.named_buffers().values()
+            tensors += self._params.buffers_to_write()
         broadcast_tensors(tensors, self._collectives, source=source)
         restart_masters(tensors)  # on the source too: all ranks go on from the same bits
         self._module_buffers.due = True  # ranks have run different forwards

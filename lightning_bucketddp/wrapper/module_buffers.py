@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.broadcast import broadcast_tensors, chunks, stage, write_back
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.peers.agreement import WrapError
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -45,10 +46,19 @@ class ModuleBuffers:
         Args:
             active: The ranks whose values count; None for all. The last of them is the source of a broadcast, as in
                 torch DDP's ``join``; rank 0 is if all count.
+
+        Raises:
+            WrapError: If one was replaced by a tensor that cannot be sent.
+            PeerFailureError: If that is so on another rank, or it has failed otherwise.
         """
         if self._mode == "off" or self._collectives.world_size == 1:
             return
-        if tensors := list(self._params.named_buffers().values()):
+        try:
+            tensors = self._params.buffers_to_write()
+        except WrapError as error:
+            self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
+            raise
+        if tensors:
             self._peers.here.begin_exchange()
             with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, active)

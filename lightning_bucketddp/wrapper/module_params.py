@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,8 +19,11 @@ from lightning_bucketddp.optim.swap import holders_of_masters
 from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.reducer.sparse import find_sparse
 from lightning_bucketddp.wrapper.validation import (
+    is_expanded,
     named_parameters,
     names_to_ignore,
+    require_distinct_elements,
+    require_may_be_sent,
     require_own_memory,
     require_valid_parameters,
 )
@@ -49,7 +52,7 @@ class ModuleParams:
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
-        self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as agreed
+        self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as sent
         self._look_up_buffers(self._look_up())
 
     def _look_up(self) -> dict[str, tuple[nn.Module, str]]:
@@ -75,28 +78,57 @@ class ModuleParams:
         return len(now) == len(before) and all(map(is_, now, before))
 
     def _look_up_buffers(self, owners: dict[str, tuple[nn.Module, str]], modules_before: Container[int] = ()) -> None:
-        """Look module buffers up anew, but for caches of this rank: new in an old module, or of another shape."""
+        """Look module buffers up anew, but for caches of this rank, which are new in an old module."""
         found: dict[int, tuple[str, tuple[nn.Module, str, Tensor]]] = {}
         for full_name, (owner, name) in owners.items():
             buffer, (*_, before) = getattr(owner, name, None), self._buffers.get(full_name, (None,))
             if buffer is not None and (before is not None or id(owner) not in modules_before):
-                buffer = buffer if before is None or buffer.shape == before.shape else before
-                found.setdefault(id(buffer), (full_name, (owner, name, buffer)))
+                found.setdefault(id(buffer), (full_name, (owner, name, buffer if before is None else before)))
         self._buffers = dict(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The module buffers that ranks have agreed on, each once, by name.
 
         Modules replace their buffers. One of another shape or dtype may be a cache that only this rank needed: then it
-        is the last one as agreed.
+        is the one before.
         """
-        for full_name, (owner, name, agreed) in self._buffers.items():
-            buffer = getattr(owner, name, None)
-            if buffer is None or buffer is agreed:
-                continue
-            if (buffer.shape, buffer.dtype) == (agreed.shape, agreed.dtype):
-                self._buffers[full_name] = owner, name, buffer
-        return {full_name: buffer for full_name, (*_, buffer) in self._buffers.items()}
+        found = {}
+        for full_name, (owner, name, before) in self._buffers.items():
+            buffer: Tensor = getattr(owner, name, before)
+            fits = buffer is not None and (buffer.shape, buffer.dtype) == (before.shape, before.dtype)
+            found[full_name] = buffer if fits else before
+        return found
+
+    def buffers_to_write(self) -> list[Tensor]:
+        """The module buffers, for other ranks' values to be written into.
+
+        A graph may have saved what a module buffer was replaced by, such as an activation. So it gets memory of its
+        own, once, unless it shares that of a parameter or of a module buffer from before.
+
+        Raises:
+            WrapError: If one was replaced by a tensor that cannot be sent.
+        """
+        buffers = self.named_buffers()
+        replaced = {name: buffer for name, buffer in buffers.items() if buffer is not self._buffers[name][-1]}
+        if not replaced:
+            return [*buffers.values()]
+        before = [*(param for _, param in self.named), *(buffer for *_, buffer in self._buffers.values())]
+        known = {_place(tensor) for tensor in before}
+        own: dict[int, Tensor] = {}
+        for full_name, buffer in replaced.items():
+            require_may_be_sent(f"module buffer {full_name!r}, replaced since it was sent,", buffer)
+            is_trained = buffer.requires_grad and buffer.is_leaf  # by an optimizer that holds this very tensor
+            if is_expanded(buffer) or not (is_trained or _place(buffer) in known):
+                with torch.inference_mode(False), torch.enable_grad():  # its graph, if it has one, goes on
+                    own[id(buffer)] = buffer.clone()
+        for module in self.module.modules() if own else ():
+            for name, present in [*module._buffers.items()]:
+                if id(present) in own:
+                    setattr(module, name, own[id(present)])
+        for full_name, buffer in replaced.items():
+            buffers[full_name] = own.get(id(buffer), buffer)
+            self._buffers[full_name] = (*self._buffers[full_name][:2], buffers[full_name])
+        return [*buffers.values()]
 
     def prepare(self) -> None:
         """Find the sparse parameters, and set ``grad_dtype`` on the parameters that the options name.
@@ -106,6 +138,9 @@ class ModuleParams:
             ValueError: If an option names a parameter that does not exist.
         """
         require_valid_parameters(self.module, self._may_be_frozen)
+        for what, tensor in self._sent():
+            require_may_be_sent(what, tensor)
+            require_distinct_elements(what, tensor)
         if self._options.shard_optimizer:
             require_own_memory([*self.named, *self.named_buffers().items()])
         names = [name for name, _ in self.named]
@@ -120,6 +155,14 @@ class ModuleParams:
             if name not in self.sparse and self._options.grad_dtype is not None and param.grad_dtype is not dtype:
                 self._own_grad_dtypes.append((param, param.grad_dtype))
                 _set_grad_dtype(param, dtype)
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and module buffers that rank 0 sends, with their names in words."""
+        options = self._options
+        if options.init_sync:
+            yield from ((f"parameter {name!r}", param) for name, param in self.named)
+        if options.module_buffers != "off" or (options.init_sync and options.init_sync_module_buffers):
+            yield from ((f"module buffer {name!r}", buffer) for name, (*_, buffer) in self._buffers.items())
 
     def restore_grad_dtypes(self) -> None:
         """Give parameters the ``grad_dtype`` that they had before."""
@@ -183,6 +226,12 @@ class ModuleParams:
         self._look_up_buffers(self._look_up(), before)
         self.changes += 1
         self.prepare()
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor's storage begins."""
+    with torch._C.DisableTorchFunctionSubclass():  # the place of a parameter that the lazy all-gather has yet to fill
+        return tensor.untyped_storage().data_ptr()
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> None:

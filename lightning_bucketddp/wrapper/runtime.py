@@ -90,7 +90,8 @@ class Runtime:
         collectives.probe(device)
         if options.init_sync:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
-            broadcast_tensors([*(param for _, param in params.named), *buffers], collectives)
+            with peers.waiting_for("the parameters and module buffers of rank 0"):
+                broadcast_tensors([*(param for _, param in params.named), *buffers], collectives, peers.poll)
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
         context = WrapperContext(params, collectives, peers, options, one_machine)

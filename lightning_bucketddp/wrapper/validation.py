@@ -80,6 +80,49 @@ def _require_plain(name: str, param: nn.Parameter) -> None:
         )
 
 
+def require_may_be_sent(what: str, tensor: Tensor) -> None:
+    """Require a tensor whose elements can be sent as bytes.
+
+    Args:
+        what: The tensor in words, with its name.
+        tensor: A parameter or module buffer.
+
+    Raises:
+        WrapError: If it cannot be sent.
+    """
+    kinds = {
+        f"sparse ({tensor.layout})": tensor.layout is not torch.strided,
+        f"quantised ({tensor.dtype})": tensor.is_quantized,
+        "nested": tensor.is_nested,
+        "on meta memory": tensor.is_meta,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise WrapError(
+                f"expected a dense tensor of numbers, which rank 0 can send, found {what} {kind}. Keep a dense one and "
+                "convert it in forward, or name it in the module's attribute _ddp_params_and_buffers_to_ignore: then "
+                "each rank has its own"
+            )
+
+
+def require_distinct_elements(what: str, tensor: Tensor) -> None:
+    """Require that no two elements share memory, as they do in an expanded tensor.
+
+    Raises:
+        WrapError: If they do.
+    """
+    if is_expanded(tensor):
+        raise WrapError(
+            f"expected a tensor whose elements have memory of their own, into which rank 0's values are copied, found "
+            f"{what} expanded to shape {tuple(tensor.shape)}; register its clone()"
+        )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a dense tensor share memory along some dimension."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def require_own_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Require that no trainable parameter shares memory with another tensor: sharded parameters move elsewhere.
 

@@ -3,7 +3,7 @@
 import copy
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ def fails_later(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
 
 FAILING = [
     (raises_on_rank_1, 20, False, "OSError: out of sorts"),
-    (returns_no_future, 0, True, "expected it to return a torch.futures.Future, found Tensor"),
+    (returns_no_future, 0, True, "callback must return a torch.futures.Future object, but got Tensor"),
     (returns_too_little, 0, False, "expected its future to hold a tensor of "),
     (fails_later, 0, False, "KeyError: 'later'"),
 ]
@@ -190,7 +190,8 @@ def test_hooks_registered_wrongly_are_refused() -> None:
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)
     backward(ours)
     ours.register_comm_hook(None, noop_hook)  # between passes it may
-    with pytest.raises(RuntimeError, match=r"can only be called once.*noop_hook"):
+    torchs_words = r"register_comm_hook or register_builtin_comm_hook can only be called once\..*noop_hook"
+    with pytest.raises(RuntimeError, match=torchs_words):
         ours.register_comm_hook(None, noop_hook)
     ours.close()
     with pytest.raises(RuntimeError, match="after close"):
@@ -207,6 +208,63 @@ def test_hooks_registered_wrongly_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             BucketDDP(Mlp(), **options)
+
+
+class Bucket(Protocol):
+    def buffer(self) -> Tensor: ...
+
+
+def takes(annotation: Any, returns: Any = torch.futures.Future[Tensor]) -> Any:
+    def hook(state, bucket):
+        return future_of(bucket.buffer())
+
+    hook.__annotations__ = {"state": object, "bucket": annotation, "return": returns}
+    return hook
+
+
+FUTURE = "Communication hook: return annotation should be torch.futures.Future"
+BUCKET = "bucket annotation should be dist.GradBucket."
+MISTAKEN: dict[str, list[Any]] = {
+    "not callable": [1, TypeError, "Communication hook must be callable."],
+    "another bucket": [takes(int), ValueError, BUCKET],
+    "another bucket in quotes": [takes("int"), ValueError, BUCKET],
+    "no future": [takes(dist.GradBucket, int), ValueError, FUTURE],
+    "a tensor": [takes(dist.GradBucket, Tensor), ValueError, FUTURE],
+    "nothing": [takes(dist.GradBucket, None), ValueError, FUTURE],
+}
+SOUND = {
+    "torch's": takes(dist.GradBucket),
+    "in quotes": takes("dist.GradBucket", "torch.futures.Future[Tensor]"),
+    "anything": takes(Any, Any),
+    "any object": takes(object, object),
+    "a protocol": takes(Bucket),
+    "a union": takes(dist.GradBucket | int, torch.futures.Future[Tensor] | None),
+    "names of another file": takes("Elsewhere", "Elsewhere"),
+    "a future of a list": takes(dist.GradBucket, torch.futures.Future[list[Tensor]]),
+    "no signature": type("Own", (), {"__call__": staticmethod(HOOKS["allreduce"]), "__signature__": 1})(),
+}
+
+
+@on_ranks(2, cases=MISTAKEN)
+def test_a_mistaken_hook_is_refused_when_it_is_registered(hook: Any, kind: type[Exception], words: str) -> None:
+    theirs, ours = DistributedDataParallel(Mlp()), BucketDDP(Mlp())
+    if hook is not MISTAKEN["another bucket in quotes"][0]:
+        for model in (theirs, ours):
+            with pytest.raises(kind, match=words):
+                model.register_comm_hook(None, hook)
+    if callable(hook):
+        with pytest.raises(kind, match=words):
+            BucketDDP(Mlp(), comm_hook=hook)
+    backward(ours)  # has no hook
+    assert ours.passes == 1
+
+
+@on_ranks(2, cases=SOUND)
+def test_a_hook_with_other_annotations_is_called(hook: Any) -> None:
+    ours = BucketDDP(Mlp())
+    ours.register_comm_hook(None, hook)
+    backward(ours)
+    assert ours.passes == 1
 
 
 @on_ranks(3, timeout=30)

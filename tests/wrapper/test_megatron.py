@@ -15,7 +15,20 @@ from tests import reference
 from tests.inside import reducer_of, views_of
 from tests.models import Branches, Mlp, batch, build
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, grads, mean_grads, mse, run_backward, taking, train
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    backward,
+    grads,
+    loss_at,
+    mean_grads,
+    mse,
+    noted,
+    run_backward,
+    taking,
+    train,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COALESCED = {"use_contiguous_buffers": False}
@@ -50,6 +63,29 @@ def test_low_precision_gradients_add_up_in_fp32(spelling: dict[str, Any]) -> Non
     ours.close()
     assert not any(hasattr(param, "main_grad") for param in module.parameters())
     assert all(param.grad.dtype is param.grad_dtype is BF16 for param in module.parameters())
+
+
+@on_ranks(2)
+def test_main_grad_exists_for_fp32_parameters_too() -> None:
+    module = build("mixed_dtypes")
+    twins = Twins(module, grad_dtype=FP32)
+    for param in twins.plain.parameters():
+        param.grad_dtype = FP32
+    params = dict(twins.ours.module.named_parameters())
+    assert {param.dtype for param in params.values()} == {BF16, FP32}
+    for step in range(3):
+        twins.zero_grad()
+        twins.backward(mse(step), local=True)
+        expected = grads(twins.plain)
+        torch.testing.assert_close({name: param.main_grad for name, param in params.items()}, expected)
+        twins.ours.finish_grad_sync()
+        twins.check()
+        assert all(param.main_grad is param.grad for param in params.values())
+        twins.ours.zero_grad_buffer()
+        assert not any(param.main_grad.any() for param in params.values())
+    twins.ours.close()
+    assert not any(hasattr(param, "main_grad") for param in params.values())
+    assert not hasattr(BucketDDP(Mlp()).module.head.weight, "main_grad"), "pickles would hold it"
 
 
 @on_ranks(2)
@@ -116,8 +152,60 @@ def test_gradients_may_be_reduced_by_hand(options: dict[str, Any]) -> None:
             if param.grad is not None:
                 param.grad.data = param.grad.clone()  # no longer in the buffer
     assert ours.passes == 6
-    with pytest.raises(RuntimeError, match="expected a reduction under way, found none"):
+
+
+@on_ranks(2, cases={"default": [{}], "no overlap": [{"overlap": False}], "coalesced": [COALESCED]})
+def test_finish_grad_sync_starts_what_was_not_started(options: dict[str, Any]) -> None:
+    twins = Twins(Branches(), **options)
+    ours, module, rank = twins.ours, twins.ours.module, dist.get_rank()
+    for step in range(3):
+        twins.zero_grad()
+        for _ in range(2 - rank if step == 1 else 2):  # ranks may have different numbers of batches
+            twins.backward(taking(step, ["left", "right"][rank]), local=True)
+        if step == 2 and rank == 1:
+            ours.zero_grad()  # this rank has no batch at all
+            twins.plain.zero_grad()
+        ours.finish_grad_sync(force_all_reduce=bool(step))
+        assert_means(module, twins.plain)
+        assert ours.passes == 3 * step + 1
+        reduced = grads(module)
+        ours.finish_grad_sync()  # of gradients that are the same everywhere
+        assert_grads(module, reduced)
+        ours.start_grad_sync()
         ours.finish_grad_sync()
+        assert_grads(module, reduced)
+    with pytest.raises(ValueError, match=r"force_all_reduce=False with shard_optimizer=True, found True.*full_grad"):
+        BucketDDP(Mlp(), shard_optimizer=True).finish_grad_sync(force_all_reduce=True)
+
+
+LOOPS: dict[str, list[Any]] = {  # options, and the divisor of the sum over two ranks and two passes
+    "default": [{}, 2],
+    "tokens": [{"gradient_divide_by": "tokens"}, 4],
+    "sharded": [{"shard_optimizer": True}, 2],
+    "scattered": [{"shard_optimizer": True, "scatter_every_pass": True}, 2],
+}
+
+
+@on_ranks(2, cases=LOOPS)
+def test_finish_grad_sync_has_nothing_to_do_after_a_synchronised_backward(options: dict[str, Any], by: int) -> None:
+    """Megatron's loop: the last backward of a step is outside of no_sync, and finish_grad_sync() ends each step."""
+    alone = Mlp()
+    ours = BucketDDP(copy.deepcopy(alone), bucket_cap_mb=TINY, **options)
+    for step in range(3):
+        alone.zero_grad()
+        ours.zero_grad()
+        for micro in range(2):
+            for rank in range(2):
+                (loss_at(alone, 2 * step + micro, rank) / by).backward()
+            if by == 4:
+                ours.count_tokens(1)
+            with ours.no_sync() if micro == 0 else nullcontext():
+                backward(ours, 2 * step + micro)
+        with noted("allreduce", "all_to_all_single") as sent:
+            ours.finish_grad_sync()
+        assert sent == []
+        found = {name: ours.full_grad(param) for name, param in ours.module.named_parameters()}
+        torch.testing.assert_close(found, grads(alone))
 
 
 class MegatronModule(Mlp):
