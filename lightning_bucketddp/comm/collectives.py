@@ -218,7 +218,13 @@ class Collectives:
 
     def all_reduce_mean(self, flat: Tensor) -> Work:
         """Start replacing ``flat`` (1-D, floating or complex) by its mean over the ranks, in place."""
-        return self._direct(self.reduce(flat, wire.packed(flat)), flat)
+        if self._nothing_to_do(flat):
+            return Work()
+        averages = Collectives.averages(self, flat.dtype)
+        if not averages:
+            flat.mul_(1.0 / self.world_size)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        return self._one(self.group.allreduce([wire.real(flat)], op), flat)
 
     def _travels_in(self, dtype: torch.dtype | None, flat: Tensor) -> TypeGuard[torch.dtype]:
         return dtype is not None and not self._nothing_to_do(flat) and wire.may_travel_in(dtype, wire.real(flat))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Handle, Handles, Stage, Stages
+from lightning_bucketddp.comm.work import Handle, Handles, Stage, Stages, Work
 
 SHORT_BYTES = 256 * 1024
 """Ranks send each other everything at once if that is at most so many bytes on each rank. More would be sent than by
@@ -88,14 +88,17 @@ class GlooCollectives(Collectives):
         yield Stage(self.group.all_to_all_single(received, sent, [], []))
         torch.sum(received, 0, dtype=values.dtype, out=values)
 
+    def all_gather_shards(self, flat: Tensor) -> Work:
+        """As on any backend, for every dtype that torch has."""
+        return super().all_gather_shards(flat.view(torch.uint8))
+
     def _gather(self, flat: Tensor) -> Handle:
-        flat = flat.view(torch.uint8)
         mine = self.shard(flat)
         if flat.nbytes <= SHORT_BYTES:
             return self.group.all_to_all_single(flat, torch.cat([mine] * self.world_size), [], [])
         if not self._in_pieces(flat):
             return super()._gather(flat)
-        parts = [part.split(PIECE_BYTES) for part in flat.view(self.world_size, -1)]
+        parts = [part.split(PIECE_BYTES // flat.element_size()) for part in flat.view(self.world_size, -1)]
         return Handles([
             dist.all_gather(list(pieces), pieces[self.rank], group=self.group, async_op=True)
             for pieces in zip(*parts, strict=True)

@@ -208,4 +208,8 @@ class Wrapped:
             problem = error  # the others must hear of it before it is raised
         peers.require_same(f"the communication hook from pass {peers.position.pass_number} on", entries, problem)
         self._hook = hook
+        lessons, specs = self.built.learner.lessons, self.reducer.table.specs
         self._rebuild()
+        if self.reducer.table.specs == specs:  # the order that was learned stays
+            for lesson in lessons:
+                self.built.learner.learn(*lesson)

@@ -28,7 +28,7 @@ WAYS: dict[str, list[Any]] = {  # options, and the profiler's name for the colle
     "all-reduce": [{}, "all-reduce"],
     "reduce-scatter": [{"shard_optimizer": True}, "reduce-scatter"],
     "two stages": [{"wire_dtype": torch.bfloat16}, "all-reduce"],
-    "fp16 hook": [{"comm_hook": "fp16"}, "all-reduce"],
+    "fp16 hook": [{"comm_hook": "fp16"}, "communication hook"],
     "hook": [{"comm_hook": allreduce_hook}, "communication hook"],
 }
 
