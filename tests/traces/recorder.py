@@ -67,7 +67,10 @@ class Roles:
             slots = [(at, len(it.layout.slots)) for at, it in self._open()]
             ended = [at for at, count in slots if count < numel <= _MOST_PER_SLOT * count + _MOST_BESIDE]
             if ended:
-                self._next_bucket = {key: due for key, due in self._next_bucket.items() if key[0] not in ended}
+                # Threads may still start stages of the same pass in groups of their own.
+                due = self._next_bucket.items()
+                self._next_bucket = {key: at for key, at in due if key[0] not in ended or key[3] != label}
+                self._control_in.update(dict.fromkeys(ended, label))
                 first, self._buckets_since_control = self._buckets_since_control, False
                 return "control" if first else "order"
         elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel)):
