@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.grads import hooks
 from lightning_bucketddp.replicas.forward import ReplicatedForward
 from tests.models import Mlp, batch, loss_of
 
@@ -128,6 +129,11 @@ def raises_soon(*errors: type[BaseException], match: str | None = None, within: 
 def several_machines() -> AbstractContextManager[object]:
     """Wrap modules in this context as if each rank had a machine of its own."""
     return patch.dict(os.environ, LOCAL_WORLD_SIZE="1")
+
+
+def large_gradients() -> AbstractContextManager[object]:
+    """Wrap and train in this context as if all gradients were large: they are packed as they come."""
+    return patch.object(hooks, "LARGE_BYTES", 0)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """An exception on one rank or on all: nothing hangs that could have been an error, and errors say who and what."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -14,15 +15,38 @@ from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, drift, inputs_of, mean_grads, pair, raises_soon, run_backward
+from tests.reference import (
+    TINY,
+    assert_grads,
+    backward,
+    drift,
+    inputs_of,
+    large_gradients,
+    mean_grads,
+    pair,
+    raises_soon,
+    run_backward,
+)
 
 SMALL = 0.0001
 """MiB; makes a bucket of each parameter."""
 
 
-@on_ranks(3, cases=[("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)])
-def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None:
-    plain, ours = pair(Fragile, SMALL, **options_for(way))
+ALL_RAISE = [
+    ("plain", True, "small"),
+    ("wire", False, "small"),
+    ("powersgd", True, "small"),
+    ("plain", False, "small"),
+    ("own hook", True, "small"),
+    ("plain", True, "large"),
+    ("plain", False, "large"),
+]
+
+
+@on_ranks(3, cases=ALL_RAISE)
+def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool, gradients: str) -> None:
+    with large_gradients() if gradients == "large" else nullcontext():
+        plain, ours = pair(Fragile, SMALL, **options_for(way))
     for step in range(6):
         ours.zero_grad()
         if step in (0, 4):  # while the order is learned, and later

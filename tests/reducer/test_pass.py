@@ -15,11 +15,24 @@ from torch import Tensor, nn
 
 import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
-from lightning_bucketddp.grads import hooks
+from lightning_bucketddp.grads.contiguous import Contiguous
 from tests.inside import views_of
-from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
+from tests.models import MODELS, Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch, build
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, both, inner, inputs_of, local_if, mse, noted, seeded, several_machines, taking
+from tests.reference import (
+    TINY,
+    Twins,
+    both,
+    inner,
+    inputs_of,
+    large_gradients,
+    local_if,
+    mse,
+    noted,
+    seeded,
+    several_machines,
+    taking,
+)
 
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
 WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 5)]
@@ -104,7 +117,7 @@ def test_buckets_launch_before_backward_has_finished() -> None:
 
 @on_ranks(2, cases=(False, True))
 def test_gradients_behind_a_bucket_that_waits_exist_once(early: bool) -> None:
-    with patch.object(hooks, "LARGE_BYTES", 0 if early else 2**18):
+    with large_gradients() if early else nullcontext():
         ours = BucketDDP(seeded(Branches), bucket_cap_mb=0.0001)
     views, get = [], ours.module.get_parameter
 
@@ -118,11 +131,31 @@ def test_gradients_behind_a_bucket_that_waits_exist_once(early: bool) -> None:
     assert {"left.weight", "left.bias", "stem.bias"} <= views[-1]
 
 
+@on_ranks(2, cases=[(name, {}) for name in MODELS] + [("mlp", {"find_unused_parameters": True})])
+def test_large_gradients_are_packed_as_they_come(model: str, options: dict[str, Any]) -> None:
+    packed: list[int] = []
+    pack_early = Contiguous.pack_early
+
+    def noting(storage: Contiguous, slot: int, scale: float | None) -> None:
+        packed.append(slot)
+        pack_early(storage, slot, scale)
+
+    with large_gradients(), patch.object(Contiguous, "pack_early", noting):
+        twins = Twins(build(model), **options)
+        for step in range(4):
+            packed.clear()
+            twins.zero_grad()
+            twins.backward(mse(step), local=True)
+            twins.backward(mse(step + 10))
+            twins.check()
+    assert len(packed) >= len(twins.ours.layout.slots) / 2
+
+
 @on_ranks(2)
 def test_the_first_pass_teaches_the_order() -> None:
     names = []
-    for build in (OutOfOrder, Branches):
-        ours = BucketDDP(seeded(build), bucket_cap_mb=0.0001)
+    for kind in (OutOfOrder, Branches):
+        ours = BucketDDP(seeded(kind), bucket_cap_mb=0.0001)
         for step in range(2):
             ours.zero_grad()
             mse(step)(ours).backward()
