@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -196,31 +197,48 @@ def case(*values: object) -> Iterator[None]:
         raise AssertionError(f"in the case {values}") from error
 
 
+def named_cases(cases: Mapping[str, Any] | Iterable[Any]) -> dict[str, list[Any]]:
+    """The arguments of each case, by its name. A case without one is named after its arguments, or its place."""
+    if isinstance(cases, Mapping):
+        return {name: given if isinstance(given, list | tuple) else [given] for name, given in cases.items()}
+    named: dict[str, list[Any]] = {}
+    for at, case_ in enumerate(cases):
+        given = case_ if isinstance(case_, list | tuple) else [case_]
+        name = ", ".join(filter(None, map(words_for, given)))
+        named[f"{name}, {at}".lstrip(", ") if not name or name in named else name] = given
+    return named
+
+
+def words_for(value: Any) -> str:
+    """A value in words fit for a test's name; empty if it has none."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={words_for(it)}" for key, it in value.items())
+    if isinstance(value, list | tuple | set):
+        return " ".join(filter(None, map(words_for, value)))
+    words = str(getattr(value, "__name__", value))
+    return words if re.fullmatch(r"[\w. +-]{1,40}", words) else ""
+
+
 def on_ranks(
     *world_sizes: int, cases: Mapping[str, Any] | Iterable[Any] | None = None, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a job a test: its body runs on gloo ranks, and its arguments are the test's parameters and fixtures.
 
-    With ``cases``, which may have names, the arguments are theirs: all run in one job, or if ``fresh`` each in its own.
+    With ``cases``, which may have names, each is a test of its own and has the arguments.
     ``options`` are those of ``WorkerPool.run``.
     """
-    if cases is not None and not isinstance(cases, Mapping):
-        cases = {str(at): given for at, given in enumerate(cases)}
+    named = None if cases is None else named_cases(cases)
 
     def decorate(job: Callable[..., None]) -> Callable[..., None]:
-        def each_case(names: list[str]) -> None:
-            assert cases is not None
-            for name in names:
-                given = cases[name] if isinstance(cases[name], list | tuple) else [cases[name]]
-                with case(name, *given):
-                    job(*given)
-                close_wrappers()
+        def one_case(name: str) -> None:
+            assert named is not None
+            job(*named[name])
 
         @functools.wraps(job)
         def test(run_ranks: RunRanks, world_size: int, **arguments: Any) -> None:
             run_ranks(world_size, whole, *(arguments[name] for name in parameters), **options)
 
-        whole = job if cases is None else each_case
+        whole = job if named is None else one_case
         whole.__module__, whole.__qualname__ = job.__module__, f"{job.__name__}.job"  # where workers find it
         test.job = whole  # type: ignore[attr-defined]
         parameters = list(inspect.signature(whole).parameters)
@@ -228,9 +246,8 @@ def on_ranks(
         found = [inspect.Parameter(name, kind) for name in ("run_ranks", "world_size", *parameters)]
         test.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
         marks = [pytest.mark.parametrize("world_size", world_sizes)]
-        if cases is not None:
-            jobs = {name: [name] for name in cases} if options.get("fresh") else {"all": list(cases)}
-            marks.append(pytest.mark.parametrize("names", jobs.values(), ids=jobs))
+        if named is not None:
+            marks.append(pytest.mark.parametrize("name", list(named)))
         return functools.reduce(lambda marked, mark: mark(marked), marks, test)
 
     return decorate

@@ -14,13 +14,26 @@ from tests.hooks import options_for
 from tests.inside import reducer_of
 from tests.models import Branches, Checkpointed, ConvBatchNorm, Fragile, Mlp, batch
 from tests.pool import on_ranks
-from tests.reference import TINY, assert_grads, backward, drift, inputs_of, mean_grads, pair, raises_soon, run_backward
+from tests.reference import (
+    TINY,
+    assert_grads,
+    backward,
+    drift,
+    inputs_of,
+    mean_grads,
+    pair,
+    raises_soon,
+    run_backward,
+)
 
 SMALL = 0.0001
 """MiB; makes a bucket of each parameter."""
 
 
-@on_ranks(3, cases=[("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)])
+ALL_RAISE = [("plain", True), ("wire", False), ("powersgd", True), ("plain", False), ("own hook", True)]
+
+
+@on_ranks(3, cases=ALL_RAISE)
 def test_training_goes_on_when_all_ranks_raised(way: str, guarded: bool) -> None:
     plain, ours = pair(Fragile, SMALL, **options_for(way))
     for step in range(6):

@@ -25,7 +25,6 @@ from tests.pool import RunRanks
 from tests.reducer.random_cases import BATCH, WIDTH, Backward, Case, RandomModel, Round, draw_case, synchronised
 from tests.reference import copying, local_if, run_backward, several_machines
 
-CASES_PER_JOB = 20
 RERUN = "again: pytest tests/reducer/test_fuzz.py --fuzz-seed="
 TOLERANCE = {torch.bfloat16: 2.0**-5}
 DEFAULT_TOLERANCE = 2e-5
@@ -286,44 +285,45 @@ def shard(whole: Run) -> Run:
     return run
 
 
-def run_cases(seeds: list[int], sharded: bool) -> list[list[str]]:
+def run_case(seed: int, sharded: bool) -> list[str]:
+    """Runs a case on this rank. Returns a digest for each reduction."""
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")  # frozen and checkpointed
     warnings.filterwarnings("ignore", message="device_ids has 2 entries")
-    digests = []
-    for seed in seeds:
-        case = draw_case(seed, dist.get_world_size(), sharded)
-        print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
-        together = patch.object(buffers, "LARGE_BYTES", 64 if seed % 2 else buffers.LARGE_BYTES)
-        run = None
-        try:
-            with together, several_machines() if seed % 4 in (1, 2) else nullcontext():
-                run = Run(case)
-                run.run()
-                if sharded:
-                    run = shard(run)
-        except BaseException as error:
-            number = run.number if run else "-"
-            raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error
-        digests.append(run.digests)
-    return digests
+    case = draw_case(seed, dist.get_world_size(), sharded)
+    print(f"rank {dist.get_rank()}: fuzz seed {seed}", file=sys.stderr, flush=True)  # for one that ends the process
+    together = patch.object(buffers, "LARGE_BYTES", 64 if seed % 2 else buffers.LARGE_BYTES)
+    run = None
+    try:
+        with together, several_machines() if seed % 4 in (1, 2) else nullcontext():
+            run = Run(case)
+            run.run()
+            if sharded:
+                run = shard(run)
+    except BaseException as error:
+        number = run.number if run else "-"
+        raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error
+    return run.digests
 
 
 CASES = [(2, range(16), False), (3, range(8), False), (2, range(8), True)]
-SLOW = [pytest.param(3, range(8, 24), it, marks=pytest.mark.slow) for it in (False, True)]
+SLOW = [(3, range(8, 24), it) for it in (False, True)]
 
 
-@pytest.mark.parametrize(("world_size", "cases", "sharded"), CASES + SLOW)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    seed, count = (metafunc.config.getoption(f"--fuzz-{name}") for name in ("seed", "cases"))
+    if "seed" in metafunc.fixturenames:
+        given = [
+            pytest.param(world_size, it, sharded, marks=[pytest.mark.slow] * ((world_size, seeds, sharded) in SLOW))
+            for world_size, seeds, sharded in CASES + SLOW
+            for it in ([seed] if seed is not None else range(count) if count else seeds)
+        ]
+        metafunc.parametrize(("world_size", "seed", "sharded"), given)
+
+
 def test_gradients_are_what_one_process_works_out(
-    run_ranks: RunRanks, request: pytest.FixtureRequest, world_size: int, cases: range, sharded: bool
+    run_ranks: RunRanks, world_size: int, seed: int, sharded: bool
 ) -> None:
-    seed, count = (request.config.getoption(f"--fuzz-{name}") for name in ("seed", "cases"))
-    seeds = [seed] if seed is not None else list(range(count) if count else cases)
-    reductions = 0
-    for start in range(0, len(seeds), CASES_PER_JOB):
-        chunk = seeds[start : start + CASES_PER_JOB]
-        first, *others = run_ranks(world_size, run_cases, chunk, sharded, timeout=200)
-        for rank, digests in enumerate(others, start=1):
-            for at, seed in enumerate(chunk):
-                assert digests[at] == first[at], f"ranks 0 and {rank} differ; {RERUN}{seed}"
-        reductions += sum(map(len, first))
-    assert reductions >= len(seeds) or seed is not None, "hardly anything was reduced"
+    first, *others = run_ranks(world_size, run_case, seed, sharded, timeout=200)
+    for rank, digests in enumerate(others, start=1):
+        assert digests == first, f"ranks 0 and {rank} differ; {RERUN}{seed}"
+    assert first, f"nothing was reduced; {RERUN}{seed}"

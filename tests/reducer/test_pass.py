@@ -193,8 +193,8 @@ def test_gradients_behind_a_bucket_that_waits_exist_once() -> None:
 @on_ranks(2)
 def test_the_first_pass_teaches_the_order() -> None:
     names = []
-    for build in (OutOfOrder, Branches):
-        ours = BucketDDP(seeded(build), bucket_cap_mb=0.0001)
+    for kind in (OutOfOrder, Branches):
+        ours = BucketDDP(seeded(kind), bucket_cap_mb=0.0001)
         for step in range(2):
             ours.zero_grad()
             mse(step)(ours).backward()

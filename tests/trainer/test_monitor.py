@@ -2,6 +2,8 @@
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,31 +13,66 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_bucketddp import CommunicationMonitor
+from lightning_bucketddp.peers import status
+from lightning_bucketddp.peers.status import Phase, Status
+from lightning_bucketddp.trainer import monitor
 from tests.lightning_models import Memory, Regression, data, ddp, ours, trainer
 from tests.pool import on_ranks
 from tests.traces.recorder import recording
 
 PREFIX = "CommunicationMonitor/"
-SLEEPS = 0.06
+STEP_MS = 60
 
 
-class Sleeper(Regression):
-    """One rank sleeps longer than the others in its training step."""
+class Clock:
+    """Stands in for the module ``time``. Its time is made by the test, so that a busy machine does not matter.
+
+    All ranks see the milliseconds that one of them adds, through the store. Each look takes 10 microseconds.
+    """
+
+    def __init__(self) -> None:
+        self.store = dist.PrefixStore("clock", dist.group.WORLD.get_group_store())
+        self.own = 0.0
+
+    def perf_counter(self) -> float:
+        self.own += 1e-5
+        return self.store.add("ms", 0) / 1e3 + self.own
+
+
+class Slow(Regression):
+    """One rank takes longer than the others in its training step: until the other one waits for it in the pass."""
 
     records = False
 
-    def __init__(self, slow: int, net: str = "mlp", optimizer: str = "sgd") -> None:
+    def __init__(self, slow: int, clock: Clock, net: str = "mlp", optimizer: str = "sgd") -> None:
         super().__init__(net, optimizer)
-        self.slow = slow
+        self.is_slow, self.clock, self.steps = dist.get_rank() == slow, clock, 0
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        time.sleep(SLEEPS if dist.get_rank() == self.slow else 0)
+        self.steps += 1
+        if self.is_slow:
+            deadline = time.monotonic() + 60
+            while not self.clock.store.add(f"waits in {self.steps}", 0):
+                assert time.monotonic() < deadline, "the other rank did not come"
+                time.sleep(0.002)
+            self.clock.store.add("ms", STEP_MS)
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        time.sleep(SLEEPS * 5)
+        self.clock.own += 5 * STEP_MS / 1e3
+
+    @contextmanager
+    def waiting(self, status: Status, what: Any, phase: Phase) -> Iterator[None]:
+        """Replaces ``Status.waiting``: says that this rank waits."""
+        with WAITING(status, what, phase):
+            if phase is Phase.PASS and not self.is_slow:
+                self.clock.store.add(f"waits in {self.steps}", 1)
+            yield
+
+
+WAITING = Status.waiting
 
 
 def of_monitor(memory: Memory) -> list[tuple[int | None, dict[str, float]]]:
@@ -56,14 +93,20 @@ def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], 
     slow %= dist.get_world_size()
     memory = Memory()
     settings: dict[str, Any] = {"logger": memory, "log_every_n_steps": 5, "limit_val_batches": 1}
-    with warnings.catch_warnings(record=True) as caught, patch("lightning_bucketddp.trainer.monitor.SLOW_STEPS", 10):
+    module = Slow(slow, clock := Clock(), **model)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.object(monitor, "SLOW_STEPS", 10),
+        patch.object(monitor, "time", clock),
+        patch.object(status, "time", clock),
+        patch.object(Status, "waiting", lambda *given: module.waiting(*given)),
+    ):
         warnings.simplefilter("always")
         runs = trainer(ours(**options), callbacks=[CommunicationMonitor(5)], max_epochs=2, **settings)
-        runs.fit(Sleeper(slow, **model), data(10), data(1))
+        runs.fit(module, data(10), data(1))
     named = [str(it.message) for it in caught if "is slower than the others" in str(it.message)]
-    # On a busy machine another rank may be slow, too.
-    assert [it.split(" is slower")[0] for it in named].count(f"rank {slow}") == (dist.get_rank() == 0)
-    assert all("in the last 10 steps it took" in it for it in named)
+    assert [it.split(" is slower")[0] for it in named] == [f"rank {slow}"] * (dist.get_rank() == 0)
+    assert all("in the last 10 steps it took 60." in it for it in named)
     found = of_monitor(memory)
     assert [step for step, _ in found] == [4, 9, 14, 19]
     assert [step for step, metrics in memory.logged if "loss" in metrics] == [4, 9, 14, 19]
@@ -72,8 +115,9 @@ def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], 
         values = {name.partition("/")[2]: value for name, value in metrics.items()}
         assert values["slowest_rank"] == slow
         least, median, most = (values[f"waited_ms_{it}"] for it in ("min", "median", "max"))
-        assert 0 < least <= median <= most
-        assert 0 < values["exposed_ms"] < most
+        assert 0 < least <= median < 1
+        assert most == pytest.approx(STEP_MS, abs=1), "neither validation nor other waits count"
+        assert 0 < values["exposed_ms"] < 1
         assert values["bytes"] > 1000
         assert 0 < values["gigabytes_per_s"] < 10
 
@@ -94,7 +138,9 @@ def test_it_sends_one_small_collective_every_n_steps(options: dict[str, Any]) ->
     def sent(*monitors: CommunicationMonitor) -> list[str]:
         with recording() as recorder:
             runs = trainer(ours(**options), callbacks=list(monitors), logger=Memory())
-            runs.fit(Sleeper(-1, optimizer="adamw"), data(8))
+            module = Regression(optimizer="adamw")
+            module.records = False
+            runs.fit(module, data(8))
         return recorder.trace["world"]
 
     without, seldom, often = sent(), sent(CommunicationMonitor(9)), sent(CommunicationMonitor(3))
