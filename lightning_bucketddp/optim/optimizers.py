@@ -60,7 +60,7 @@ class Optimizers:
         self._params: ShardedParams | None = None
         storage = passes.reducer.storage
         if isinstance(storage, Sharded):
-            self._params = ShardedParams(passes.reducer.table, storage, passes.peers)
+            self._params = ShardedParams(module, passes.reducer.table, storage, passes.peers)
             finalize(self, storage.groups.end).atexit = False
             storage.observe(self)
         self.parts: Parts = self._params or Parts()

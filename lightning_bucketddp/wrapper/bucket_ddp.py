@@ -212,10 +212,13 @@ class BucketDDP(nn.Module, Joinable):
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
         if runtime is not None:  # else a copy that does not train, perhaps on this rank alone
             runtime.forward_begins(self, trains, replicated=self._replicated is not None)
-        if runtime is None or not trains:
+        if runtime is None:
             return call(*args, **kwargs)
-        with cutting_graphs(runtime.graph_cuts):
-            output = call(*args, **kwargs)
+        with runtime.optimizers.parts.in_forward(trains):
+            if not trains:
+                return call(*args, **kwargs)
+            with cutting_graphs(runtime.graph_cuts):
+                output = call(*args, **kwargs)
         runtime.hook_roots(output)
         return output
 
@@ -408,8 +411,9 @@ class BucketDDP(nn.Module, Joinable):
     def wait_for_parameters(self) -> None:
         """Wait for the lazy all-gather of new parameters, with ``shard_optimizer``.
 
-        torch's functions wait by themselves. Call this before you replay a captured CUDA graph or read memory past
-        torch.
+        torch's functions and forwards of modules wait by themselves. Call this before you replay a captured CUDA graph,
+        script a module, or read memory past torch outside of a module's forward. On accelerators the current stream
+        waits.
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
         if runtime is not None:
