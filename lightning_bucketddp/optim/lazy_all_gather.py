@@ -26,13 +26,11 @@ import torch._dynamo
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
+from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR, CALLS_ABOUT_A_TENSOR
 
-_CALLS_WITHOUT_VALUES = frozenset({
-    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__",
-    "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device",
+_CALLS_WITHOUT_VALUES = CALLS_ABOUT_A_TENSOR | {
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-})  # fmt: skip
+}  # fmt: skip
 """Methods that do not depend on a tensor's values."""
 
 _PAST_PYTHON = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
