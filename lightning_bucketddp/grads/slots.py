@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from torch import nn
@@ -78,6 +79,14 @@ class SlotTable:
                 self._index_of.append(index)
                 self.params.append(self.all_params[index])
                 self.specs.append(ParamSpec.of(self.names[index], self.all_params[index]))
+
+    def rename(self, named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Give parameters new names. Names of those that are gone stay."""
+        names = {id(param): name for name, param in named_params}
+        for index, param in enumerate(self.all_params):
+            self.names[index] = names.get(id(param), self.names[index])
+        for slot, index in enumerate(self._index_of):
+            self.specs[slot] = replace(self.specs[slot], name=self.names[index])
 
     def ready_apart(self, index: int) -> None:
         """Note the gradient of a parameter without a slot."""

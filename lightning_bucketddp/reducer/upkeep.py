@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
+from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.assembly import Assembly, Setting, reduction_of
 from lightning_bucketddp.reducer.participant import Participant
@@ -80,10 +81,17 @@ class Upkeep:
     def take_in_changed(self) -> None:
         """Lay buckets out anew if parameters have changed. Sends nothing.
 
+        Shards stay where they are, and parameters that came later are not trained.
+
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
         """
-        if self.setting.changes.take_in():
+        if not self.setting.changes.take_in(self.trains):
+            return
+        if isinstance(self.reducer.storage, Sharded):
+            self.reducer.table.rename(self.setting.changes.params.named)
+            self.reducer.storage.rename()
+        else:
             self._assemble_again()
 
     def _assemble_again(self) -> None:
@@ -97,8 +105,6 @@ class Upkeep:
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
             before = old.table.index_of.get(id(param))
-            if before is None:
-                self.setting.changes.add(param)
             if before in accumulated or (before is None and param.grad is not None):  # takes part in the next reduction
                 slot = table.slot_of(index)
                 if slot is not None:
@@ -146,7 +152,8 @@ class Upkeep:
         changes = self.setting.changes
         if it.synchronised and changes.due():
             changes.agree()
-            if self.parts.trainable.agreed != self.reducer.table.trainable_now():
+            keeps_place = isinstance(self.reducer.storage, Sharded)
+            if not keeps_place and self.parts.trainable.agreed != self.reducer.table.trainable_now():
                 self._assemble_again()  # a local pass laid it out for another set
         planner, trainable = self.parts.planner, self.parts.trainable
         since = trainable.note(self.reducer.table.trainable_now())
