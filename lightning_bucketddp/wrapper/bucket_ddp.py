@@ -515,7 +515,8 @@ class BucketDDP(nn.Module, Joinable):
 
         Args:
             path: The directory, on a file system that all ranks share. Until everything is written it is called
-                ``<path>.partial``.
+                ``<path>.partial``. An older checkpoint stays until the new one is complete: a save that is killed
+                leaves one of them, and :meth:`load_sharded` finds it.
             optimizers: Optimizers of the module, in the order in which they will be loaded.
             extra: Further objects to save; rank 0's, pickled.
             overwrite: Whether to replace an existing directory.

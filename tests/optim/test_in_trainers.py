@@ -210,6 +210,17 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
             assert again.steps.sum_value == saved.steps.sum_value
         scores.append(logged["score"])
     assert scores[0] == pytest.approx(scores[1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        last.rename(tmp_path / "last.replaced.ckpt")  # as a save leaves it that is killed
+    dist.barrier()
+    again = Evaluated()
+    trainer(parts()).validate(again, data(), ckpt_path=last, verbose=False)
+    close_to(again, model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "last.replaced.ckpt").rename(last)
+    dist.barrier()
     with pytest.raises(ValueError, match="weights_only"):
         fit(Evaluated(), ckpt_path=last, weights_only=True)
     runs.save_checkpoint(tmp_path / "weights", weights_only=True)
