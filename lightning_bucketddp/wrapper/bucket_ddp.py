@@ -404,7 +404,8 @@ class BucketDDP(nn.Module, Joinable):
 
         Raises:
             TypeError: If it is no torch optimizer.
-            ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
+            ValueError: If it refuses the dtype that ``grad_dtype`` gives to gradients; with ``shard_optimizer``, if it
+                is not known to be element-wise.
         """
         return self._runtime.optimizers.prepare(optimizer)
 
