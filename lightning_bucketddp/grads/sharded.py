@@ -13,6 +13,7 @@ Operations that scale or clear the ShardedGrad do the same to them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -222,6 +223,14 @@ class Sharded(Storage):
         """Set all gradients to zero, in the buffers."""
         self.require_memory()
         self._inner.zero()
+
+    def rename(self) -> None:
+        """Follow the slots to the new names of their parameters."""
+        specs = self._table.specs
+        slots = tuple([replace(slot, spec=specs[number]) for number, slot in enumerate(self.layout.slots)])
+        self.layout = self._inner.layout = replace(self.layout, slots=slots)
+        for grad, spec in zip(self._sharded, specs, strict=True):
+            grad.param_name = spec.name
 
     # -- layout --------------------------------------------------------------------------------------
 

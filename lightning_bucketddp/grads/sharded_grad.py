@@ -7,22 +7,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ABOUT_A_TENSOR = frozenset({
     "grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "grad_dtype",
-    "output_nr", "names", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized",
-    "is_nested", "is_mkldnn", "itemsize", "nbytes", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks",
-    "_version", "_base",
+    "output_nr", "name", "names", "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia",
+    "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "nbytes",
+    "retains_grad", "volatile", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base",
 })  # fmt: skip
 """Attributes that do not depend on a tensor's values."""
 
-
-_CALLS_WITHOUT_VALUES = frozenset({
-    "requires_grad_", "detach_", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_neg",
-    "is_conj", "storage_offset", "untyped_storage", "_is_view",
+CALLS_ABOUT_A_TENSOR = frozenset({
+    "__dir__", "__dlpack_device__", "__len__", "_is_view", "_is_zerotensor", "dense_dim", "dim", "dim_order",
+    "element_size", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous",
+    "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to",
+    "is_shared", "is_signed", "ndimension", "nelement", "numel", "result_type", "size", "sparse_dim", "storage_offset",
+    "storage_type", "stride",
+    # tensors like it, with other values
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 })  # fmt: skip
-"""Methods that neither read nor change a tensor's values."""
+"""Methods and functions that neither read nor change a tensor's values."""
+
+_CALLS_WITHOUT_VALUES = CALLS_ABOUT_A_TENSOR | {
+    "requires_grad_", "detach_", "untyped_storage", "_clear_non_serializable_cached_data",
+    "_has_compatible_shallow_copy_type", "_parse_to",
+}  # fmt: skip
+
+_CONVERSIONS = frozenset({
+    "to", "type", "cpu", "cuda", "mtia", "xpu", "bfloat16", "double", "float", "half", "cdouble", "cfloat", "chalf",
+    "conj", "conj_physical", "contiguous", "positive", "__pos__", "real", "resolve_conj", "resolve_neg", "to_dense",
+})  # fmt: skip
+"""They return the tensor itself where there is nothing to convert."""
+
+_LIKE_ANOTHER = frozenset({"to", "type_as", "expand_as", "reshape_as", "view_as"})
+"""Methods whose argument may be a tensor of which they need no values."""
 
 _ELEMENT_WISE = frozenset({
     "zero_", "mul_", "div_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
@@ -40,8 +60,8 @@ Pieces = Callable[[], tuple[Tensor, list[Tensor]]]
 class ShardedGrad(Tensor):
     """A parameter's gradient, reduced only in this rank's part.
 
-    It can be scaled, clamped and cleared in place. Reading its values raises, because elements outside of the part have
-    no meaning.
+    It can be scaled, clamped and cleared in place, and asked for all that is not its values. Conversions that change
+    nothing return it. Reading its values raises, because elements outside of the part have no meaning.
 
     Attributes:
         param_name: The parameter's name.
@@ -73,17 +93,49 @@ class ShardedGrad(Tensor):
         """Apply element-wise operations to the part; raise for operations that read values."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        attribute = _attribute_of(func)
         if name == _UNSCALE:
             return _unscale(*args, **kwargs)
         if name in _ELEMENT_WISE:
             return _change(func, args, kwargs)
-        if name in _CALLS_WITHOUT_VALUES or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR):
+        if (
+            name in _CALLS_WITHOUT_VALUES
+            or (name in ("__get__", "__set__") and attribute in ABOUT_A_TENSOR)
+            or (name in _LIKE_ANOTHER and not isinstance(args[0], ShardedGrad))
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "__repr__":
+        if name in ("__repr__", "__format__"):
             return f"ShardedGrad({args[0].param_name})"
-        raise RuntimeError(_refusal((args, kwargs), f".{attribute}" if name == "__get__" else name))
+        if name == "__set__" and attribute == "data" and args[0] is args[1]:
+            return None  # a module that is moved to the device where it is
+        refusal = _refusal((args, kwargs), f".{attribute}" if name == "__get__" else name)
+        if name in _CONVERSIONS or (name == "__get__" and attribute in _CONVERSIONS):
+            with torch._C.DisableTorchFunctionSubclass(), _Refusing(refusal):
+                return func(*args, **kwargs)
+        raise RuntimeError(refusal)
+
+
+def _attribute_of(func: Any) -> str:
+    """The attribute that a ``__get__`` or ``__set__`` is for; Python's properties have their name elsewhere."""
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", "") or getattr(getattr(owner, "fget", None), "__name__", "")
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses every operation that needs memory.
+
+    Args:
+        refusal: The text of the error.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        """Raise."""
+        raise RuntimeError(self._refusal)
 
 
 def _change(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

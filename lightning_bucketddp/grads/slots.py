@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from torch import nn
@@ -86,6 +87,14 @@ class SlotTable:
     def key(self, index: int) -> int:
         """What stands for the parameter at ``index`` in ``pending``."""
         return self.slot_of_index.get(index, ~index)
+
+    def rename(self, named_params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Give parameters new names. Names of those that are gone stay."""
+        names = {id(param): name for name, param in named_params}
+        for index, param in enumerate(self.all_params):
+            self.names[index] = names.get(id(param), self.names[index])
+        for slot, index in enumerate(self._index_of):
+            self.specs[slot] = replace(self.specs[slot], name=self.names[index])
 
     def pending_indices(self) -> set[int]:
         """The indices of the parameters with a gradient since their last reduction."""

@@ -16,6 +16,7 @@ So a checkpoint loads at any world size and with any buckets, sharded or not. to
 from __future__ import annotations
 
 import io
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -33,10 +34,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim import checkpoint_places as places
 from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
+
+_log = logging.getLogger("lightning_bucketddp")
 
 FORMAT_KEY = "lightning_bucketddp"
 """Entry of the metadata's ``planner_data``: {"version": 1, "groups": the parameters' names, by optimizer and group}."""
@@ -71,14 +75,13 @@ class ShardedCheckpoint:
         self, path: Path, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None, overwrite: bool
     ) -> None:
         """Save into a directory, which appears when it is complete."""
-        first, what = self._collectives.rank == 0, f"saving to {path}"
-        partial = path.with_name(f"{path.name}.partial")
+        first, what, partial = self._collectives.rank == 0, f"saving to {path}", places.partial_of(path)
 
         def collect() -> tuple[dict[str, Any], dict[str, Any]]:
             if first and path.exists() and not overwrite:
                 raise FileExistsError(f"expected nothing at {path}, found something; pass overwrite=True to replace it")
             if first:
-                shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+                places.make_room(path)
             groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
             nested: dict[str, Any] = {"model": self._module_values()}
             if optimizers:
@@ -92,17 +95,13 @@ class ShardedCheckpoint:
             writer, planner = FileSystemWriter(partial), ChunksSavePlanner(data)
             save(flat, storage_writer=writer, planner=planner, process_group=self._collectives.group)
             if first:  # all ranks have written
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-                partial.replace(path)
+                places.put_in_place(path)
 
         flat, data = self._together(what, collect)
         try:
             self._together(what, write)
         finally:
-            if first:
+            if first and not places.is_complete(partial):
                 shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
     def _module_values(self) -> dict[str, Any]:
@@ -142,7 +141,10 @@ class ShardedCheckpoint:
         self, path: Path, optimizers: Sequence[Optimizer], strict: bool, with_module: bool = True
     ) -> dict[str, Any]:
         """Load from a directory; return the caller's ``extra``."""
-        what, reader = f"loading from {path}", FileSystemReader(path)
+        left = places.found(path)
+        if left != path:
+            _log.warning("rank %d: expected %s, found %s, as a save was killed", self._collectives.rank, path, left)
+        what, path, reader = f"loading from {path}", left, FileSystemReader(left)
         self._parts.wait()
 
         def make_room() -> tuple[dict[str, Any], dict[str, Any]]:

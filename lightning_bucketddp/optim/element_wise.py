@@ -26,6 +26,9 @@ _KNOWN = frozenset({
 })  # fmt: skip
 """Element-wise optimizers of other packages, which need not be installed."""
 
+_ONE_DTYPE: frozenset[type] = frozenset({optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax})
+"""torch's optimizers that refuse a gradient of another dtype than the parameter's. Fused ones do too."""
+
 _NOT_ELEMENT_WISE: dict[str, str] = {
     "LBFGS": "its directions are products of the whole gradient with earlier ones",
     "Adafactor": "it keeps sums over rows and columns of each parameter",
@@ -36,6 +39,12 @@ _NOT_ELEMENT_WISE: dict[str, str] = {
     **dict.fromkeys(("LAMB", "LARS"), "it scales by the norm of each parameter"),
     **dict.fromkeys(("Prodigy", "DAdaptAdam"), "it estimates a step size from products over all parameters"),
 }
+
+
+def needs_one_dtype(optimizer: Optimizer) -> bool:
+    """Whether an optimizer of torch refuses a gradient of another dtype than the parameter's. False if in doubt."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in _ONE_DTYPE or (type(optimizer) in _OF_TORCH and fused)
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:

@@ -5,29 +5,32 @@ tensors. torch then calls this file before any of its functions sees the paramet
 back, and from then on costs nothing.
 
 So every use waits, in any order: functional reads (``nn.MultiheadAttention``), tied weights, parametrizations,
-references kept elsewhere (``nn.LSTM``, optimizers, averaged models), ``state_dict`` and copies. Code that does not call
-torch's functions is not caught: compiled and scripted code, captured CUDA graphs, pointers taken earlier.
-:func:`reads_past_python` finds such modules.
+references kept elsewhere (``nn.LSTM``, optimizers, averaged models), ``state_dict`` and copies.
+
+Arguments of C++ extensions and of ``autograd.Function.apply`` do not come by. So modules wait too, in hooks before
+their forwards (:class:`ModulesWait`). Compiled and scripted code has no such hooks: :func:`reads_past_python` finds it.
+Captured CUDA graphs and pointers taken earlier are not caught.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch._dynamo
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR
+from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR, CALLS_ABOUT_A_TENSOR
 
-_CALLS_WITHOUT_VALUES = frozenset({
-    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "__len__",
-    "is_floating_point", "is_complex", "is_contiguous", "is_same_size", "get_device",
+_CALLS_WITHOUT_VALUES = CALLS_ABOUT_A_TENSOR | {
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-})  # fmt: skip
+}  # fmt: skip
 """Methods that do not depend on a tensor's values."""
 
 _PAST_PYTHON = (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)
@@ -103,11 +106,20 @@ class Arrival:
 
     Args:
         params: The parameters.
-        wait: Waits for the collective, on the host or on the device's stream.
+        wait: Waits for the collective, on the host or on the current stream. For the stream it returns an event, after
+            which other streams may use the parameters too.
+        arrived: Called when all streams may use the parameters.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], wait: Callable[[], None]) -> None:
-        self._wait: Callable[[], None] | None = wait
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        wait: Callable[[], torch.Event | None],
+        arrived: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._wait: Callable[[], torch.Event | None] | None = wait
+        self._event: torch.Event | None = None
+        self._arrived = arrived
         self._late: list[Any] = []
         for param in params:
             try:
@@ -116,13 +128,21 @@ class Arrival:
                 self.wait()
                 return
             self._late.append(param)
-            self._late[-1].wait_for_values = self.wait  # nowhere else: a module that is dropped now is collected
+            self._late[-1].wait_for_values = self.wait_here  # nowhere else: a module that is dropped now is collected
+
+    def wait_here(self) -> None:
+        """Let the current stream wait. Every stream does that, until the device says that the values are there."""
+        if self._wait is not None:
+            self._event = self._wait()
+            self._wait = None
+        if self._event is None or self._event.query():
+            self.forget()
+        else:
+            self._event.wait()
 
     def wait(self) -> None:
-        """Wait, and give the parameters their classes back. Does nothing after it has succeeded once."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        """Let the current stream wait, and give the parameters their classes back. No other stream waits then."""
+        self.wait_here()
         self.forget()
 
     def forget(self) -> None:
@@ -131,6 +151,77 @@ class Arrival:
             param.__class__ = type(param).kind
             del param.wait_for_values
         self._late.clear()
+        self._arrived()
+
+
+class ModulesWait:
+    """A forward pre-hook of all modules, in place while parameters are on their way. It waits for them.
+
+    C++ extensions and custom autograd functions read parameters without asking ``__torch_function__``. A module waits
+    for its own parameters, and for those of submodules that are not called: fused layers read ``self.first.weight`` and
+    never call ``self.first``. Which modules are called shows in the wrapper's forwards, apart for those that train and
+    those that do not. The first forward waits for all parameters, as does a module that is called past the wrapper.
+
+    A module that is called in some forwards, and whose parameters an extension reads past it in others, is not caught.
+
+    Args:
+        module: The outermost module.
+        arrivals: What is on its way.
+    """
+
+    def __init__(self, module: nn.Module, arrivals: Sized) -> None:
+        self._module, self._arrivals = module, arrivals
+        self._handles: list[RemovableHandle] = []
+        self._called: dict[bool, WeakSet[nn.Module]] = {True: WeakSet(), False: WeakSet()}
+        self._trains: bool | None = None  # of the wrapper's forward that runs; None outside
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")  # in a copy of a module: a function of two arguments that returns the second
+
+    def begin(self) -> None:
+        """Put the hooks in place. Compiled and scripted modules wait for all parameters before forward instead."""
+        if not self._handles and not reads_past_python(self._module):
+            self._handles = [it.register_forward_pre_hook(self, prepend=True) for it in self._module.modules()]
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def in_forward(self, trains: bool) -> Iterator[None]:
+        """The wrapper's forward: learn which modules are called, and remove the hooks if all parameters are there."""
+        before, self._trains = self._trains, trains
+        try:
+            yield
+        finally:
+            self._trains = before
+            if not self._arrivals:
+                self.end()
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Wait for the parameters that a module may read."""
+        called = () if self._trains is None else self._called[self._trains]
+        if self._arrivals:
+            for param in _params_inside(module, called):
+                if isinstance(param, AwaitedParameter):
+                    param.wait_for_values()
+        if self._trains is not None:
+            self._called[self._trains].add(module)
+        elif not self._arrivals:
+            self.end()
+
+
+def _params_inside(module: nn.Module, called: Container[nn.Module]) -> Iterator[nn.Parameter | None]:
+    """Yield the parameters of a module and of its submodules, except what is inside of modules that are called."""
+    modules, seen = [module], {module}
+    for it in modules:  # grows
+        yield from it._parameters.values()
+        new = [child for child in it._modules.values() if child is not None and child not in seen]
+        inside = [child for child in new if child not in called]
+        modules += inside
+        seen.update(inside)
 
 
 def reads_past_python(module: nn.Module) -> bool:

@@ -18,10 +18,10 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.optim.element_wise import require_element_wise, require_optimizer
+from lightning_bucketddp.optim.element_wise import needs_one_dtype, require_element_wise, require_optimizer
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.sharded_params import ShardedParams
-from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
+from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, gets_master, params_of
 from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, swap_of
 from lightning_bucketddp.peers.agreement import RankMismatchError, WrapError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS
@@ -53,14 +53,14 @@ class Optimizers:
         self, module: nn.Module, known: WeakSet[Optimizer], passes: Passes, collectives: Collectives, options: Options
     ) -> None:
         self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
-        self._with_masters = bool(options.master_params)
+        self._with_masters, self._mixes_dtypes = bool(options.master_params), options.grad_dtype is not None
         # Per sharded optimizer: a number, the same on all ranks, and the swap, which close() detaches.
         self._sharded: WeakKeyDictionary[Optimizer, tuple[int, Swap]] = WeakKeyDictionary()
         self._next_number = 0
         self._params: ShardedParams | None = None
         storage = passes.reducer.storage
         if isinstance(storage, Sharded):
-            self._params = ShardedParams(passes.reducer.table, storage, passes.peers)
+            self._params = ShardedParams(module, passes.reducer.table, storage, passes.peers)
             storage.observe(self)
         self.parts: Parts = self._params or Parts()
 
@@ -81,7 +81,8 @@ class Optimizers:
 
         Raises:
             TypeError: If it is a wrapper around an optimizer.
-            ValueError: With shards, if it is not known to be element-wise, or has another swap.
+            ValueError: If it refuses the dtype of the gradients. With shards, if it is not known to be element-wise, or
+                has another swap.
         """
         require_optimizer(optimizer)
         if self._params is None and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
@@ -90,6 +91,8 @@ class Optimizers:
         own = {id(param) for param in self._module.parameters()}
         if own.isdisjoint(map(id, params_of(optimizer))):
             return None
+        if self._params is None:  # shards are given gradients of their own dtype
+            self._require_takes_gradients(optimizer)
         self._known.add(optimizer)
         if self._params is None:
             return master_params(optimizer) if self._with_masters else None
@@ -105,6 +108,26 @@ class Optimizers:
             self._next_number += 1
         return self._sharded[optimizer][1]
 
+    def _require_takes_gradients(self, optimizer: Optimizer) -> None:
+        """Require an optimizer that takes the gradients' dtype.
+
+        Raises:
+            ValueError: If it refuses the gradient of a parameter without a master.
+        """
+        if not self._mixes_dtypes or not needs_one_dtype(optimizer):
+            return
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        for param in params_of(optimizer):
+            mixed = param.requires_grad and param.grad_dtype not in (None, param.dtype)
+            if mixed and id(param) in names and not gets_master(param, self._with_masters):
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"expected an optimizer that takes a {param.grad_dtype} gradient of a {param.dtype} parameter, as "
+                    f"grad_dtype gives it to {names[id(param)]!r}, found {kind}, which takes its own dtype alone. "
+                    "bf16 and fp16 parameters get masters with grad_dtype=torch.float32 and master_params=True; for "
+                    "others leave grad_dtype out, have the parameters in that dtype, or use SGD that is not fused"
+                )
+
     def prepare_at_first_step(self) -> RemovableHandle | None:
         """Prepare every optimizer of these parameters in its first step, by torch's global step hook.
 
@@ -114,7 +137,7 @@ class Optimizers:
         Returns:
             A handle that removes the hook; None if there is nothing to prepare.
         """
-        if self._params is None and not self._with_masters:
+        if self._params is None and not self._with_masters and not self._mixes_dtypes:
             return None
 
         def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

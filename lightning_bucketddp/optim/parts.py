@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,14 @@ class Parts:
 
     def wait(self) -> None:
         """Wait for all parameters that are on their way."""
+
+    def in_forward(self, trains: bool) -> AbstractContextManager[None]:
+        """The wrapper's forward, in which modules wait for their parameters.
+
+        Args:
+            trains: Whether it is a training forward.
+        """
+        return nullcontext()
 
     def replaced(self) -> None:
         """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""

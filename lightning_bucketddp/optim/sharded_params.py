@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.layout.shards import parts_of
-from lightning_bucketddp.optim.lazy_all_gather import Arrival
+from lightning_bucketddp.optim.lazy_all_gather import Arrival, ModulesWait
 from lightning_bucketddp.optim.param_buffers import ParamBuffers
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.peers.peers import Peers
@@ -31,6 +32,7 @@ class ShardedParams(Parts):
     """The sharded parameters, in buffers laid out like their gradients.
 
     Args:
+        module: The module.
         slots: The slots.
         storage: The gradients.
         peers: The other ranks.
@@ -41,11 +43,12 @@ class ShardedParams(Parts):
 
     swap_before_closure = False  # element-wise optimizers call it first; forward then waits only for what it uses
 
-    def __init__(self, slots: SlotTable, storage: Sharded, peers: Peers) -> None:
+    def __init__(self, module: nn.Module, slots: SlotTable, storage: Sharded, peers: Peers) -> None:
         self._slots, self._storage, self._peers = slots, storage, peers
         self.part_of: dict[int, ParamPart] = {}
         self._buffers = ParamBuffers()
         self._arrivals: dict[int, Arrival] = {}  # by bucket
+        self._modules_wait = ModulesWait(module, self._arrivals)
         self.lay_out(storage.layout)
 
     # -- parts ---------------------------------------------------------------------------------------
@@ -167,7 +170,10 @@ class ShardedParams(Parts):
         for index in buckets if groups.shards > 1 else ():
             work = groups.gathering.all_gather_shards(self._buffers.flats[index])
             arriving = [self._slots.params[slot] for slot in self._storage.layout.buckets[index].slots]
-            self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work))
+            arrived = partial(self._arrivals.pop, index, None)
+            self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work), arrived)
+        if self._arrivals:
+            self._modules_wait.begin()
 
     def in_stages(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Cut parameters into stages of whole buckets, in the order in which forward needs them.
@@ -190,12 +196,17 @@ class ShardedParams(Parts):
 
     # -- the lazy all-gather -------------------------------------------------------------------------
 
-    def _wait_for(self, index: int, work: Work) -> None:
+    def _wait_for(self, index: int, work: Work) -> torch.Event | None:
         names = [self._slots.specs[slot].name for slot in self._storage.layout.buckets[index].slots]
         what = f"the parameters {names[0]!r} to {names[-1]!r}"
         with self._peers.waiting_for(what, Phase.UPDATE):
             work.wait(self._peers.poll)
-        self._arrivals.pop(index, None)
+        device = self._buffers.flats[index].device
+        if device.type == "cpu":  # the host has waited, and with it everybody
+            return None
+        event = torch.Event(device)
+        event.record()
+        return event
 
     @property
     def gathering(self) -> bool:
@@ -206,6 +217,11 @@ class ShardedParams(Parts):
         """Wait for all parameters that are on their way."""
         for arrival in list(self._arrivals.values()):
             arrival.wait()
+        self._modules_wait.end()
+
+    def in_forward(self, trains: bool) -> AbstractContextManager[None]:
+        """The wrapper's forward, in which modules wait for their parameters."""
+        return self._modules_wait.in_forward(trains)
 
     # -- layout --------------------------------------------------------------------------------------
 
@@ -224,5 +240,5 @@ class ShardedParams(Parts):
             _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)
         for arrival in list(self._arrivals.values()):
             arrival.forget()
-        self._arrivals.clear()
+        self._modules_wait.end()
         self._buffers.release(self._slots.params)

@@ -32,6 +32,11 @@ def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
+def gets_master(param: Tensor, with_masters: bool) -> bool:
+    """Whether a parameter that is trained gets a master."""
+    return with_masters and param.dtype in _LOW_PRECISION and param.grad_dtype is torch.float32
+
+
 class Stepped:
     """The shards and masters that one optimizer steps on.
 
@@ -141,11 +146,11 @@ class Stepped:
 
     def may_have_master(self, param: Tensor, has_one: bool) -> bool:
         """Tell whether a parameter keeps the master that it has, or gets one."""
-        if param.dtype not in _LOW_PRECISION or not self._with_masters:
-            return False
         # A parameter that was frozen between backward and step is stepped on all the same.
         trained = param.requires_grad or param.grad is not None
-        return has_one or (trained and param.grad_dtype is torch.float32)
+        if has_one:
+            return param.dtype in _LOW_PRECISION and self._with_masters
+        return trained and gets_master(param, self._with_masters)
 
     def master(self, param: Tensor) -> Tensor | None:
         """Return a parameter's fp32 master, with the shape of this rank's part; None if it has none (yet)."""

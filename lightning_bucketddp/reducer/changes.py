@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 from torch import nn
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
@@ -32,10 +34,13 @@ class ParamChanges(Participant):
         self._agreed_changes = params.changes
         self._new: list[nn.Parameter] = []  # no rank has sent their values yet
 
-    def take_in(self) -> bool:
-        """Look parameters up anew if the module has changed. Sends nothing.
+    def take_in(self, trained: Callable[[], Container[int]]) -> bool:
+        """Look parameters up anew if the module has changed, and note new ones. Sends nothing.
 
         Called at the root of backward, where the parameters of `torch.func.functional_call` are gone again.
+
+        Args:
+            trained: Gives the ids of the parameters that are trained or were.
 
         Returns:
             Whether the module has changed.
@@ -45,16 +50,14 @@ class ParamChanges(Participant):
         """
         if not self.params.changed():
             return False
+        known = {id(param) for _, param in self.params.named}
         try:
-            self.params.take_in()
+            self.params.take_in(trained)
         except RuntimeError as error:
             self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
             raise
+        self._new += [param for _, param in self.params.named if id(param) not in known]
         return True
-
-    def add(self, param: nn.Parameter) -> None:
-        """Note a new parameter."""
-        self._new.append(param)
 
     def due(self) -> bool:
         """Whether the ranks have yet to agree on the present parameters."""

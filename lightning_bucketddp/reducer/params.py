@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from torch import nn
@@ -25,8 +26,12 @@ class Params(Protocol):
     def changed(self) -> bool:
         """Whether parameters were added, removed, replaced or re-typed since they were looked up."""
 
-    def take_in(self) -> None:
-        """Look the parameters up anew; raises a WrapError if that cannot be."""
+    def take_in(self, trained: Callable[[], Container[int]]) -> None:
+        """Look the parameters up anew; raises a WrapError if that cannot be.
+
+        Args:
+            trained: Gives the ids of the parameters that are trained or were.
+        """
 
     def entries(self) -> list[Entry]:
         """The facts that must be the same on all ranks, line by line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_bucketddp.comm.hooks import CommHook
+from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import TrainableSet
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.reducer.build import WrapperContext, build_reducer
@@ -63,10 +64,18 @@ class Wrapped:
     def take_in_changed(self) -> None:
         """Lay buckets out anew if parameters have changed. Sends nothing.
 
+        Shards stay where they are, and parameters that came later are not trained.
+
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer holds shards or masters of old ones.
         """
-        if self.context.changes.take_in():
+        if not self.context.changes.take_in(self.trains):
+            return
+        storage = self.reducer.storage
+        if isinstance(storage, Sharded):
+            self.reducer.table.rename(self.context.params.named)
+            storage.rename()
+        else:
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -79,8 +88,6 @@ class Wrapped:
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
             before = old.table.index_of.get(id(param))
-            if before is None:
-                self.context.changes.add(param)
             if before in accumulated or (before is None and param.grad is not None):  # takes part in the next reduction
                 table.pending.add(table.key(index))
         if since is not None:
@@ -123,7 +130,8 @@ class Wrapped:
         changes = self.context.changes
         if synchronised and changes.due():
             changes.agree()
-            if self.built.trainable.agreed != self.reducer.table.trainable_now():
+            keeps_place = self.context.groups is not None
+            if not keeps_place and self.built.trainable.agreed != self.reducer.table.trainable_now():
                 self._rebuild()  # a local pass laid it out for another set
         planner, trainable = self.built.planner, self.built.trainable
         since = trainable.note(self.reducer.table.trainable_now())

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim import checkpoint_places
 from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
@@ -21,8 +22,8 @@ DIRECTORY_KEY = "bucketddp_directory"
 
 
 def is_checkpoint_directory(path: Path) -> bool:
-    """Whether ranks have written their parts there."""
-    return (path / ".metadata").is_file()  # torch.distributed.checkpoint's
+    """Whether ranks have written their parts there, or a save that was killed has left them next to it."""
+    return checkpoint_places.is_complete(checkpoint_places.found(path))
 
 
 def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:

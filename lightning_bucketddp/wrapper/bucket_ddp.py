@@ -215,10 +215,13 @@ class BucketDDP(nn.Module, Joinable):
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
         if runtime is not None:  # else a copy that does not train, perhaps on this rank alone
             runtime.forward_begins(self, trains, replicated=self._replicated is not None)
-        if runtime is None or not trains:
+        if runtime is None:
             return call(*args, **kwargs)
-        with cutting_graphs(runtime.graph_cuts):
-            output = call(*args, **kwargs)
+        with runtime.optimizers.parts.in_forward(trains):
+            if not trains:
+                return call(*args, **kwargs)
+            with cutting_graphs(runtime.graph_cuts):
+                output = call(*args, **kwargs)
         runtime.hook_roots(output)
         return output
 
@@ -414,15 +417,17 @@ class BucketDDP(nn.Module, Joinable):
 
         Raises:
             TypeError: If it is no torch optimizer.
-            ValueError: With ``shard_optimizer``, if it is not known to be element-wise.
+            ValueError: If it refuses the dtype that ``grad_dtype`` gives to gradients; with ``shard_optimizer``, if it
+                is not known to be element-wise.
         """
         return self._runtime.optimizers.prepare(optimizer)
 
     def wait_for_parameters(self) -> None:
         """Wait for the lazy all-gather of new parameters, with ``shard_optimizer``.
 
-        torch's functions wait by themselves. Call this before you replay a captured CUDA graph or read memory past
-        torch.
+        torch's functions and forwards of modules wait by themselves. Call this before you replay a captured CUDA graph,
+        script a module, or read memory past torch outside of a module's forward. On accelerators the current stream
+        waits.
         """
         runtime: Runtime | None = self.__dict__.get("_runtime")
         if runtime is not None:
@@ -524,7 +529,8 @@ class BucketDDP(nn.Module, Joinable):
 
         Args:
             path: The directory, on a file system that all ranks share. Until everything is written it is called
-                ``<path>.partial``.
+                ``<path>.partial``. An older checkpoint stays until the new one is complete: a save that is killed
+                leaves one of them, and :meth:`load_sharded` finds it.
             optimizers: Optimizers of the module, in the order in which they will be loaded.
             extra: Further objects to save; rank 0's, pickled.
             overwrite: Whether to replace an existing directory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -52,6 +52,7 @@ class ModuleParams:
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._own_grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []
+        self._late: list[nn.Parameter] = []  # frozen ones that came while optimizers have shards
         self._buffers: dict[str, tuple[Any, str, Tensor]] = {}  # the owner, the name there, and the last as sent
         self._look_up_buffers(self._look_up())
 
@@ -69,8 +70,14 @@ class ModuleParams:
             for name in owner._buffers.keys()  # noqa: SIM118 -- of a ScriptModule: no dict
             if f"{prefix}.{name}".lstrip(".") not in ignored
         }
-        self._buffers = {it: (*owners.get(it, (None, "")), agreed) for it, (*_, agreed) in self._buffers.items()}
+        self._buffers = self._found_again(owners)
         return owners
+
+    def _found_again(self, owners: dict[str, tuple[nn.Module, str]]) -> dict[str, tuple[Any, str, Tensor]]:
+        """The known module buffers where they are now: in their module, which may have moved, or in a new one."""
+        places = {(id(owner), name): full_name for full_name, (owner, name) in owners.items()}
+        moved = {it: places.get((id(owner), name), it) for it, (owner, name, _) in self._buffers.items()}
+        return {now: (*owners.get(now, (None, "")), self._buffers[before][2]) for before, now in moved.items()}
 
     def _same_members(self) -> bool:
         """Whether submodules and parameters are those of the last look. Every pass asks."""
@@ -143,13 +150,9 @@ class ModuleParams:
             require_distinct_elements(what, tensor)
         if self._options.shard_optimizer:
             require_own_memory([*self.named, *self.named_buffers().items()])
-        names = [name for name, _ in self.named]
-        declared = self._options.sparse_parameters
-        if self.changes:
-            declared = [name for name in declared if name in names]
-        else:
-            self._options.require_patterns_match(names)
-        self.sparse = find_sparse(self.module, declared)
+        if not self.changes:
+            self._options.require_patterns_match([name for name, _ in self.named])
+        self._find_sparse()
         for name, param in self.named:
             dtype = self._options.grad_dtype_of(name, param.dtype)
             if name not in self.sparse and self._options.grad_dtype is not None and param.grad_dtype is not dtype:
@@ -163,6 +166,10 @@ class ModuleParams:
             yield from ((f"parameter {name!r}", param) for name, param in self.named)
         if options.module_buffers != "off" or (options.init_sync and options.init_sync_module_buffers):
             yield from ((f"module buffer {name!r}", buffer) for name, (*_, buffer) in self._buffers.items())
+
+    def _find_sparse(self) -> None:
+        declared, names = self._options.sparse_parameters, {name for name, _ in self.named}
+        self.sparse = find_sparse(self.module, [it for it in declared if it in names] if self.changes else declared)
 
     def restore_grad_dtypes(self) -> None:
         """Give parameters the ``grad_dtype`` that they had before."""
@@ -184,8 +191,8 @@ class ModuleParams:
         return lines
 
     def changed(self) -> bool:
-        """Whether parameters were added, removed, replaced or re-typed since the last look."""
-        if [param.dtype for _, param in self.named] != self._dtypes:
+        """Whether parameters were added, removed, replaced, renamed or re-typed since the last look."""
+        if [param.dtype for _, param in self.named] != self._dtypes or any(it.requires_grad for it in self._late):
             return True
         if self._same_members():
             return False
@@ -195,8 +202,11 @@ class ModuleParams:
         self._look_up()  # other modules with the same parameters
         return False
 
-    def take_in(self) -> None:
+    def take_in(self, trained: Callable[[], Container[int]]) -> None:
         """Look parameters up anew, and warn of optimizers that hold replaced ones.
+
+        Args:
+            trained: Gives the ids of the parameters that are trained or were.
 
         Raises:
             WrapError: If a new parameter cannot be wrapped, or an optimizer has shards or masters of replaced ones.
@@ -208,12 +218,13 @@ class ModuleParams:
                 f"parameters were replaced after the module was wrapped, and {type(holder).__name__} has fp32 masters "
                 f"of the old ones{_listed(replaced.values())}; make a new optimizer of the new parameters"
             )
+        before = {id(self.module), *map(id, self._members_before)}
         if self._options.shard_optimizer:
-            raise WrapError(
-                "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
-                f"shards of the old ones{_listed(replaced.values())}; do it before training, in a Trainer "
-                "before fit(); or close() the wrapper, wrap again and make a new optimizer"
-            )
+            self._late += self._require_same_shards(trained())
+            self._look_up_buffers(self._look_up(), before)
+            self.changes += 1
+            self._find_sparse()
+            return
         for optimizer in self.optimizers:
             params = (param for group in optimizer.param_groups for param in group["params"])
             if held := [replaced[id(param)] for param in params if id(param) in replaced]:
@@ -222,10 +233,32 @@ class ModuleParams:
                     f"the old ones{_listed(held)}: make a new optimizer, or give it the new ones by add_param_group()",
                     stacklevel=2,
                 )
-        before = {id(self.module), *map(id, self._members_before)}
         self._look_up_buffers(self._look_up(), before)
         self.changes += 1
         self.prepare()
+
+    def _require_same_shards(self, trained: Container[int]) -> list[nn.Parameter]:
+        """Require that all trained parameters are what they were. Return the frozen ones that are new.
+
+        Raises:
+            WrapError: If trained parameters were removed, replaced or re-typed, or parameters to train were added.
+        """
+        require_valid_parameters(self.module, self._may_be_frozen)
+        now = {id(param): (name, param) for name, param in named_parameters(self.module)}
+        known = {id(param): (name, dtype) for (name, param), dtype in zip(self.named, self._dtypes, strict=True)}
+        late = {id(param) for param in self._late}
+        odd = [name for it, (name, _) in known.items() if it in trained and it not in now]
+        for it, (name, param) in now.items():
+            retyped = it in trained and param.dtype is not known[it][1]
+            if retyped or (param.requires_grad and (it in late or it not in known)):
+                odd.append(name)
+        if odd:
+            raise WrapError(
+                "parameters were added, replaced or re-typed after the module was wrapped, and the optimizer has "
+                f"shards of the old ones{_listed(dict.fromkeys(odd))}; do it before training, in a Trainer before "
+                "fit(); or close() the wrapper, wrap again and make a new optimizer"
+            )
+        return [param for it, (_, param) in now.items() if it not in known]
 
 
 def _place(tensor: Tensor) -> int:

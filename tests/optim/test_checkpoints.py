@@ -1,11 +1,15 @@
 """Saving and loading of sharded optimizers: whole or in parts, at other world sizes, sharded or not."""
 
 import copy
+import os
 import pickle
+import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -258,6 +262,67 @@ def test_shared_writing_is_read_by_torch_and_misfits_are_refused(run_ranks: RunR
             assert_equal(saved.get("state", {}).get(name, {}), state["state"].get(0, {}))
     run_ranks(2, refused, str(tmp_path))
     assert not (tmp_path / "new").exists()
+
+
+def layer_of(value: float) -> tuple[nn.Linear, BucketDDP]:
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, value)
+    return layer, BucketDDP(layer, shard_optimizer=True)
+
+
+def save_and_die(path: str, at: int) -> bool:
+    """Saves ones, then twos. The process is killed at the ``at``-th change of names in the second save."""
+    layer_of(1)[1].save_sharded(path)
+    done: list[str] = []
+
+    def dying(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if len(done) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done.append(name)
+            return change(*args, **options)
+
+        return call
+
+    names = {name: dying(name, getattr(os, name)) for name in ("rename", "replace", "unlink", "rmdir")}
+    with patch.multiple(os, **names):
+        layer_of(2)[1].save_sharded(path, overwrite=True)
+    return True
+
+
+def load_and_save(path: str) -> list[float]:
+    """What a killed save has left, what is there after another one, and how many names there are then."""
+    found = []
+    for value in (0, 3):
+        layer, ours = layer_of(value)
+        if value:
+            ours.save_sharded(path, overwrite=True)
+        ours.load_sharded(path)
+        found.append(layer.weight.unique().item())
+        ours.close()
+    return [*found, len(os.listdir(Path(path).parent))]
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "parts"])
+def test_a_save_that_is_killed_leaves_a_checkpoint(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    """The old one or the new one, whenever it is killed; and the next save starts from there."""
+    left = []
+    for at in range(40):
+        path = tmp_path / str(at) / name
+        path.parent.mkdir()
+        ended = run_ranks(1, save_and_die, str(path), at, fresh=True, may_exit=[0])[0]
+        listed = {it.name for it in path.parent.iterdir()}
+        if name == "last.ckpt" and not ended:  # ckpt_path="last" finds one that is complete
+            lasts = [it for it in path.parent.iterdir() if it.suffix == ".ckpt" and it.stem.startswith("last")]
+            assert lasts
+            assert all((it / ".metadata").is_file() for it in lasts), listed
+        value, after, count = run_ranks(1, load_and_save, str(path))[0]
+        assert (value in (1, 2), after, count) == (True, 3, 1), (at, listed, value)
+        left.append((path.name in listed, value))
+        if ended:
+            break
+    assert ended
+    assert {(True, 1), (False, 2), (True, 2)} <= set(left), left
 
 
 @on_ranks(2)

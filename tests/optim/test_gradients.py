@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from tests.models import Mlp, batch
 from tests.optim.common import TINY, average, values
-from tests.pool import on_ranks
+from tests.pool import case, on_ranks
 from tests.reference import backward, drift, everyones, loss_at, run_backward, seeded
 
 
@@ -72,6 +74,97 @@ def test_sharded_gradients_change_element_wise_and_show_no_values() -> None:
     ours.clip_grad_value_(0.001)
     nn.utils.clip_grad_value_(plain.parameters(), 0.001)
     assert_full(ours, plain)
+
+
+class Recorded(TorchDispatchMode):
+    """Notes what operations run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+LOOK_AT_MEMORY = {
+    "__complex__", "__cuda_array_interface__", "__dlpack__", "__float__", "__index__", "__int__", "__invert__",
+    "__long__", "_cdata", "const_data_ptr", "data_ptr", "new_tensor", "storage", "tolist",
+}  # fmt: skip
+"""They run no operation, but read values, or give memory away through which one can."""
+ABOUT_THE_TENSOR = {"aten::dense_dim", "aten::sparse_dim", "aten::is_pinned", "aten::empty.memory_format"}
+OTHER_FOR_EACH_TENSOR = {
+    "__class__", "__dict__", "__doc__", "__getstate__", "__hash__", "__init__", "__init_subclass__", "__module__",
+    "__new__", "__repr__", "__str__", "_base", "_is_view", "_use_count", "_version", "detach_", "storage_offset",
+}  # fmt: skip
+
+
+def outcome(tensor: Tensor, name: str) -> Any:
+    """What an attribute is, or a method without arguments returns; for an error, its class."""
+    try:
+        found = getattr(tensor, name)
+        found = found() if callable(found) else found
+    except Exception as error:
+        return type(error)
+    return "itself" if found is tensor else found
+
+
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(1)
+def test_a_sharded_gradient_answers_whatever_needs_no_values() -> None:
+    """Every attribute and method of a tensor that runs no operation without arguments does, or changes nothing."""
+    model = BucketDDP(nn.Linear(3, 2), shard_optimizer=True)
+    model(torch.ones(1, 3)).sum().backward()
+    sharded = model.module.weight.grad
+    asked = 0
+    for name in sorted(set(dir(Tensor)) - OTHER_FOR_EACH_TENSOR):
+        plain = torch.ones(2, 3)
+        with Recorded() as recorded:
+            expected = outcome(plain, name)
+        if set(recorded.operations) <= ABOUT_THE_TENSOR:
+            with case(name):
+                found = outcome(sharded, name)
+                if name in LOOK_AT_MEMORY:
+                    assert found is RuntimeError
+                elif isinstance(expected, str | int | bool | torch.Size | torch.dtype | torch.device | type | None):
+                    assert found == expected
+                    asked += 1
+    assert asked > 80
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "to the device where it is": lambda module: module.to("cpu"),
+    "to the dtype that it has": lambda module: module.to(torch.float32).float().type(torch.float32),
+    "to a tensor like it": lambda module: module.to(next(module.parameters()).grad),
+    "cpu": lambda module: module.cpu(),
+    "fake": lambda module: [FakeTensorMode().from_tensor(param) for param in module.parameters()],
+    "export": lambda module: torch.export.export(module, (torch.ones(2, 8),), strict=False),
+    "others like it": lambda module: [torch.zeros_like(p.grad) + p.grad.new_ones(p.shape) for p in module.parameters()],
+    "others of its shape": lambda module: [
+        torch.ones(p.numel()).view_as(p.grad).type_as(p.grad) for p in [module.head.weight]
+    ],
+    "as text": lambda module: f"{[param.grad for param in module.parameters()]} {module.head.weight.grad}",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_conversions_that_change_nothing_leave_sharded_gradients() -> None:
+    ours, plain = pair()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for step in range(2):
+        for name, convert in CONVERSIONS.items():
+            with case(name, step):
+                convert(ours.module)
+        assert_full(ours, plain)
+        optimizer.step()  # parameters are on their way then
+    grad = ours.module.head.weight.grad
+    for convert_really in (Tensor.double, Tensor.half, lambda it: it.to("meta"), lambda it: it.to(torch.int64)):
+        with pytest.raises(RuntimeError, match=r"'head.weight' is sharded.*full_grad"):
+            convert_really(grad)
+    with pytest.raises(RuntimeError, match="is sharded"):
+        ours.module.double()
 
 
 @on_ranks(2, cases=(torch.float32, torch.float64))

@@ -78,6 +78,25 @@ class Evaluated(Quiet):
         self.log("score", self.found[-1], sync_dist=True)
 
 
+class Compiling(Quiet):
+    """Compiles a part of itself when training has begun."""
+
+    def on_train_start(self) -> None:
+        self.net.head = torch.compile(self.net.head, backend="eager")
+
+
+def pruning() -> dict[str, Any]:
+    # Without resets of weights: Lightning's give them the memory from which the next reset is made.
+    prune = pl.callbacks.ModelPruning(
+        "l1_unstructured",
+        amount=0.2,
+        parameter_names=["weight"],
+        use_global_unstructured=False,
+        use_lottery_ticket_hypothesis=False,
+    )
+    return {"callbacks": [prune]}
+
+
 growing = partial(scaler, 64.0, growth_interval=5)
 RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "accumulated and clipped": (Quiet, lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
@@ -86,6 +105,8 @@ RUNS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "scaled": (Clipping, lambda: {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2, "plugins": [growing()]}),
     "toggled": (ShardedGan, dict),
     "averaged": (Evaluated, lambda: {"val_check_interval": 2, "callbacks": [EMAWeightAveraging()]}),
+    "pruned": (Quiet, pruning),
+    "compiled": (Compiling, dict),
     "fine-tuned": (Quiet, lambda: {"callbacks": [Relay()]}),
 }
 AS_DDP = ["accumulated and clipped", "bf16-mixed"]  # others are compared with this strategy, without shards
@@ -189,6 +210,17 @@ def test_directories_as_checkpoints_of_callbacks_and_for_evaluation(tmp_path: Pa
             assert again.steps.sum_value == saved.steps.sum_value
         scores.append(logged["score"])
     assert scores[0] == pytest.approx(scores[1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        last.rename(tmp_path / "last.replaced.ckpt")  # as a save leaves it that is killed
+    dist.barrier()
+    again = Evaluated()
+    trainer(parts()).validate(again, data(), ckpt_path=last, verbose=False)
+    close_to(again, model)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "last.replaced.ckpt").rename(last)
+    dist.barrier()
     with pytest.raises(ValueError, match="weights_only"):
         fit(Evaluated(), ckpt_path=last, weights_only=True)
     runs.save_checkpoint(tmp_path / "weights", weights_only=True)

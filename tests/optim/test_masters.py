@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -306,3 +307,42 @@ def test_the_optimizer_inside_zero_has_the_masters() -> None:
             optimizer.step()
         found.append([param.detach() for param in ours.module.parameters()])
     assert_equal(*found)
+
+
+MIXED: list[tuple[str, torch.dtype, torch.dtype, dict[str, Any], bool]] = [
+    ("Adam", torch.float32, torch.float64, {}, True),
+    ("AdamW", torch.float32, torch.float64, {"master_params": False}, True),
+    ("RAdam", torch.bfloat16, torch.float64, {}, True),
+    ("NAdam", torch.bfloat16, torch.float32, {"master_params": False}, True),
+    ("Adamax", torch.bfloat16, torch.float32, {}, False),
+    ("Adamax", torch.float64, torch.float64, {}, False),
+    ("Adam", torch.float32, torch.float64, {"shard_optimizer": True}, False),
+    ("SGD", torch.float32, torch.float64, {}, False),
+    ("RMSprop", torch.bfloat16, torch.float64, {}, False),
+]
+
+
+@on_ranks(1, cases=MIXED)
+def test_an_optimizer_that_refuses_the_gradients_dtype_is_named(
+    kind: str, dtype: torch.dtype, grad_dtype: torch.dtype, options: dict[str, Any], refuses: bool
+) -> None:
+    """Where it is prepared, in its first step at the latest. The others step."""
+    for prepared in (True, False):
+        module = nn.Linear(4, 4).to(dtype)
+        ours = BucketDDP(module, grad_dtype=grad_dtype, **options)
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
+        ours(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        refused = pytest.raises(ValueError, match=rf"'weight', found {kind}, which takes its own dtype alone")
+        with refused if refuses else nullcontext():
+            if prepared:
+                ours.prepare_optimizer(optimizer)
+            optimizer.step()
+        ours.close()
+
+
+@on_ranks(1)
+def test_a_fused_optimizer_that_refuses_the_gradients_dtype_is_named() -> None:
+    module = nn.Linear(4, 4)
+    ours = BucketDDP(module, grad_dtype=torch.float64)
+    with pytest.raises(ValueError, match="found SGD"):
+        ours.prepare_optimizer(torch.optim.SGD(module.parameters(), lr=0.1, fused=True))

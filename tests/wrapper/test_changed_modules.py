@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.optim import optimizer as optimizer_file
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, RankMismatchError
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import TINY, Twins, assert_grads, backward, both, drift, grads, inputs_of, mean_grads, mse, train
+from tests.reference import (
+    TINY,
+    Twins,
+    assert_grads,
+    backward,
+    both,
+    drift,
+    everyones,
+    grads,
+    inputs_of,
+    mean_grads,
+    mse,
+    train,
+)
 
 
 class Looked(nn.Module):
@@ -221,6 +236,117 @@ def test_an_optimizer_of_the_old_parameters_is_named(options: dict[str, Any], dt
     if not options:
         with warnings.catch_warnings(action="error"):
             backward(ours, 2)  # it is said once
+
+
+class Surrounded(nn.Module):
+    """A network that is trained, with BatchNorm, and a frozen head that is not used for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        self.head = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(self.net.get_parameter(next(name for name, _ in self.net.named_parameters())).dtype))
+
+
+def move_into_a_sequential(module: Any) -> None:
+    module.net = nn.Sequential(module.net, nn.Identity())
+
+
+def add_a_frozen_teacher(module: Any) -> None:
+    module.teacher = copy.deepcopy(module.net).requires_grad_(False).half()
+    module.teacher[0].weight.data += dist.get_rank()
+
+
+def prune_and_make_it_permanent(module: Any) -> None:
+    prune.l1_unstructured(module.net[0], "weight", amount=0.3)
+    prune.remove(module.net[0], "weight")
+
+
+NOTHING_TRAINED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "pruned": (lambda module: prune.l1_unstructured(module.net[0], "weight", amount=0.3), "net.0.weight_orig"),
+    "pruned for good": (prune_and_make_it_permanent, "net.0.weight"),
+    "compiled": (
+        lambda module: setattr(module, "net", torch.compile(module.net, backend="eager")),
+        "net._orig_mod.0.weight",
+    ),
+    "moved": (move_into_a_sequential, "net.0.0.weight"),
+    "frozen teacher": (add_a_frozen_teacher, "net.0.weight"),
+    "frozen head deleted": (lambda module: delattr(module, "head"), "net.0.weight"),
+    "frozen head replaced": (
+        lambda module: setattr(module, "head", nn.Linear(4, 4).requires_grad_(False)),
+        "net.0.weight",
+    ),
+}
+"""Changes that concern names and frozen parameters alone, and the name of the first weight after them."""
+LIVE: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "shards": ({"shard_optimizer": True}, FP32),
+    "masters": (MASTERS, BF16),
+    "shards of masters": ({"shard_optimizer": True, "scatter_every_pass": True, **MASTERS}, BF16),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, cases={f"{change}, {kind}": [change, kind] for change in NOTHING_TRAINED for kind in LIVE})
+def test_shards_and_masters_stay_where_nothing_that_is_trained_changes(change: str, kind: str) -> None:
+    """Compared with a run that leaves such things alone until training has ended, but for what pruning does."""
+    options, dtype = LIVE[kind]
+    do, name = NOTHING_TRAINED[change]
+    torch.manual_seed(5)
+    plain = Surrounded().to(dtype)
+    module = copy.deepcopy(plain)
+    ours, reference = BucketDDP(module, bucket_cap_mb=TINY, **options), BucketDDP(plain, bucket_cap_mb=TINY, **MASTERS)
+    optimizers = [torch.optim.AdamW([p for p in it.parameters() if p.requires_grad], lr=0.01) for it in (module, plain)]
+    for step in range(4):
+        if step == 2:
+            do(module)
+            if "pruned" in change:
+                do(plain)
+        for model, optimizer in zip((ours, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs_of(step)).float().square().mean().backward()
+            optimizer.step()
+    slots = {slot.spec.name for slot in ours.layout.slots}
+    trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    assert slots == set(trained)
+    assert name in slots
+    if "shard_optimizer" in options:
+        assert f"({name})" in repr(trained[name].grad)
+    ours.synchronise_module_buffers()
+    assert drift(module) == 0
+    tolerance = 2e-2 if dtype is BF16 else 1e-5
+    expected = [param for param in plain.parameters() if param.requires_grad]
+    torch.testing.assert_close([*trained.values()], expected, rtol=tolerance, atol=tolerance)
+
+
+@on_ranks(2, cases=LIVE, fresh=True)
+def test_a_late_parameter_that_is_to_be_trained_is_named(options: dict[str, Any], dtype: torch.dtype) -> None:
+    module = Surrounded().to(dtype)
+    ours = BucketDDP(module, **options)
+    optimizer = torch.optim.AdamW(module.net.parameters())
+    for step in range(3):
+        if step == 1:
+            module.teacher = copy.deepcopy(module.net).requires_grad_(False)
+        optimizer.zero_grad()
+        ours(inputs_of(step)).float().square().mean().backward()
+        optimizer.step()
+    module.teacher[3].bias.requires_grad_(True)
+    refused = pytest.raises(RuntimeError, match=r"shards of the old ones \('teacher.3.bias'\)")
+    with refused if "shard_optimizer" in options else nullcontext():
+        ours(inputs_of(4)).float().square().mean().backward()
+
+
+@on_ranks(2, cases=[{}, {"shard_optimizer": True}])
+def test_module_buffers_are_synchronised_wherever_their_module_moves(options: dict[str, Any]) -> None:
+    ours = BucketDDP(Surrounded(), **options)
+    norm = ours.module.net[1]
+    for step, change in enumerate([lambda module: None, move_into_a_sequential, move_into_a_sequential]):
+        change(ours.module)
+        ours(inputs_of(step)).square().mean().backward()
+        assert everyones(norm.running_mean)[0].ne(everyones(norm.running_mean)[1]).any(), "each has its own batch"
+        ours.synchronise_module_buffers()
+        assert drift(norm) == 0
 
 
 @on_ranks(2)
