@@ -26,7 +26,6 @@ Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import sys
@@ -48,6 +47,7 @@ from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
+from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.roll_call import RollCall, read
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
@@ -195,15 +195,15 @@ class AbortListener:
         Returns:
             Whether this is the first.
         """
-        mine = json.dumps(failure)
+        mine = encode(failure)
         try:
-            first = self.store.compare_set(f"failure/{self._fit}", "", mine).decode()
-            self.failure = self.failure or Failure(*json.loads(first))
+            first = self.store.compare_set(f"failure/{self._fit}", "", mine)
+            self.failure = self.failure or decode(first, Failure, failure)
             self.roll_call.wake()
         except RuntimeError:  # the store is gone
             self.failure = self.failure or (Failure(self._lost()) if self._store_lost else failure)
             return False
-        return first == mine
+        return first == mine.encode()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
@@ -291,9 +291,9 @@ class AbortListener:
                     store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
                     return
                 self.roll_call.look(store)
-                failure = read(store, f"failure/{self._fit}")
-                if failure and not self._heard.is_set():
-                    self.failure = self.failure or Failure(*json.loads(failure))
+                text = "" if self._heard.is_set() else read(store, f"failure/{self._fit}")
+                if text and (failure := decode(text, Failure, None)):
+                    self.failure = self.failure or failure
                     self._heard.set()
                     self._end_training(store)
         except RuntimeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
 from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.end_signals import end_signals
+from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
@@ -121,7 +121,7 @@ class Peers:
             RankMismatchError: On every rank, naming the first entry that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
-        text = json.dumps(entries)
+        text = encode(entries)
         mine = hashlib.sha256(text.encode()).hexdigest() if problem is None else f"{_PROBLEM}{problem}"
         digests = self.exchange(topic, mine)
         if problem is not None:
@@ -133,7 +133,7 @@ class Peers:
                 )
         if len(set(digests)) == 1:
             return
-        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
+        everyone = [decode(said, Sequence[Entry], ()) for said in self.exchange(f"{topic} in full", text)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise RankMismatchError(
             f"rank {self.rank}: ranks disagree on {topic}: {first_difference(everyone[0], everyone[other], other)}. "

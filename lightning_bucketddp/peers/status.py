@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from zlib import crc32
 
 Frame = tuple[str, int, str]
 """A file, a line and a function."""
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
 
     RUNS = "nothing, or a collective that has no counter"
