@@ -100,8 +100,13 @@ def tell_failure(error: BaseException) -> None:
     Args:
         error: What was raised here.
     """
-    for listener in list(_listeners.values()):
+    for listener in _own_listeners():
         listener.failed(error)
+
+
+def _own_listeners() -> list[AbortListener]:
+    """The listeners of this process. A child that was forked has a copy of its parent's, and no thread behind them."""
+    return [listener for listener in list(_listeners.values()) if listener.is_own()]
 
 
 @cache
@@ -112,7 +117,7 @@ def _tell_of_uncaught_exceptions() -> None:
         with suppress(Exception):  # the exception itself must be seen
             tell_failure(error)
         before(kind, error, traceback)
-        for listener in list(_listeners.values()):
+        for listener in _own_listeners():
             listener.abort()
 
     sys.excepthook = tell
@@ -133,6 +138,7 @@ class AbortListener:
 
     def __init__(self, collectives: Collectives, report_after: float) -> None:
         self._group = weakref.ref(collectives.group)
+        self._pid = os.getpid()
         name = collectives.name
         store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
         self.store = TimedStore(store, STORE_SECONDS)
@@ -164,6 +170,10 @@ class AbortListener:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
+
+    def is_own(self) -> bool:
+        """Whether this process made it; False in a child that was forked."""
+        return os.getpid() == self._pid
 
     def begin(self, is_stopping: Callable[[], bool]) -> None:
         """A fit begins, on all ranks: earlier failures have been handled.
@@ -256,7 +266,7 @@ class AbortListener:
 
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
-        if self._closed.is_set():
+        if self._closed.is_set() or not self.is_own():
             return
         if threading.current_thread().name.startswith(_THREADS):  # garbage collection dropped the group there
             threading.Thread(target=self.close, daemon=True).start()  # that listener must go on to listen

@@ -1,5 +1,6 @@
 """``Trainer(strategy="bucketddp")``: Lightning's lifecycle around ``BucketDDP``."""
 
+import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -407,9 +408,12 @@ class TellingLauncher(_MultiProcessingLauncher):
 
     @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        pid = os.getpid()
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
+            if os.getpid() != pid:  # a child that user code forked
+                raise
             self._strategy.on_exception(error)
             if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
                 raise SystemExit(1) from error
