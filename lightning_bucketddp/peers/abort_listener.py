@@ -61,6 +61,9 @@ LEAVE_SECONDS = 30.0
 STORE_SECONDS = 5.0
 """How long this rank waits for the store's answer to a request."""
 
+CLOSED_SECONDS = 1.0
+"""How long a rank that calls the roll waits for answers after a connection was closed."""
+
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
@@ -102,6 +105,26 @@ def tell_failure(error: BaseException) -> None:
     """
     for listener in _own_listeners():
         listener.failed(error)
+
+
+def tell_end_of_rank(rank: int, how: str) -> bool:
+    """Tell the ranks of the default group that one of them has ended, unless they know of a failure.
+
+    Args:
+        rank: That rank.
+        how: Such as ``"has ended with exit code 3"``.
+
+    Returns:
+        Whether somebody listens here already.
+    """
+    world = dist.group.WORLD
+    listener = _listeners.get(world) if world is not None else None
+    if listener is not None and listener.failure is None:
+        with suppress(RuntimeError):  # the store is gone
+            for key in ("heard", "closed"):  # nobody need wait for it
+                listener.store.set(f"{key}/{listener._fit}/{rank}", "")
+        listener.publish(Failure(f"rank {rank} {how}"))
+    return listener is not None
 
 
 def _own_listeners() -> list[AbortListener]:
@@ -222,7 +245,7 @@ class AbortListener:
             return
         first = False
         if isinstance(error, PeerFailureError):  # the rank that failed says it best, in a moment
-            self._heard.wait(1)
+            self._hear()
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
             # An error of torch's may be due to a rank that is gone.
@@ -231,7 +254,7 @@ class AbortListener:
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
-            self._heard.wait(1)
+            self._hear()
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
             self._log_reason()
@@ -239,15 +262,22 @@ class AbortListener:
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             self._wait_until_all("heard")
 
-    def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
+    def _hear(self) -> None:
+        """Give the listener a moment to hear of a failure."""
+        if not self._store_lost:
+            self._heard.wait(1)
+
+    def ask_why(self, wrapper: int, names: Sequence[str] = (), closed: bool = False) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
 
         Args:
             wrapper: The number of a wrapper.
             names: The parameters' names.
+            closed: Whether a connection was closed: ranks that live answer soon, and one does not.
         """
+        seconds = CLOSED_SECONDS if closed else 0
         try:
-            statuses = self.roll_call.ask(wrapper)
+            statuses = self.roll_call.ask(wrapper, seconds=seconds, until=lambda: self.failure is not None)
         except RuntimeError as error:
             return STORE_SILENT if STORE_SILENT in str(error) else self._lost()
         found = diagnose(statuses, names)

@@ -294,7 +294,8 @@ class Peers:
         if self.failure():
             with self.giving_up_on_errors():
                 self.raise_if_failed()
-        told = self._listener.ask_why(self.number, self.here.names)
+        late = "timed out" in str(error).lower() or "timeout" in str(error)  # else a connection was closed
+        told = self._listener.ask_why(self.number, self.here.names, closed=not late)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
         self.give_up(

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from tempfile import TemporaryFile
@@ -157,12 +157,20 @@ class RollCall:
             status.end_training()
         self.write(self.store)
 
-    def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
+    def ask(
+        self,
+        wrapper: int,
+        unless_within: float = 0,
+        seconds: float = 0,
+        until: Callable[[], bool] = lambda: False,
+    ) -> list[Status]:
         """Call the roll, and wait a moment until all ranks have answered.
 
         Args:
             wrapper: The number of a wrapper.
             unless_within: Do nothing if another rank has called in the last so many seconds, or calls right now.
+            seconds: How long to wait for answers; 0 for :data:`ANSWER_SECONDS`.
+            until: Answers are no longer needed when this returns True.
 
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.
@@ -176,10 +184,10 @@ class RollCall:
             self.wake()
         elif unless_within:
             return []
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + (seconds or ANSWER_SECONDS)
         while True:
             found = self._records(wrapper, call)
-            if all(status.heard or status.ended for status in found) or time.monotonic() > deadline:
+            if all(status.heard or status.ended for status in found) or until() or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
 

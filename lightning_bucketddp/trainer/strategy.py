@@ -1,6 +1,5 @@
 """``Trainer(strategy="bucketddp")``: Lightning's lifecycle around ``BucketDDP``."""
 
-import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn import Module
@@ -32,6 +31,7 @@ from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
+from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
@@ -156,6 +156,8 @@ class BucketDDPStrategy(EachSampleOnce):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = TellingLauncher(self, self._launcher._start_method)
+        elif isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = ScriptLauncher(self._launcher.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -401,20 +403,3 @@ class BucketDDPInTrainer(BucketDDP):
             return trainer.strategy.model
         name, found = type(callback).__name__, type(trainer.strategy).__name__
         raise MisconfigurationException(f"expected strategy='bucketddp' for {name}, found {found}")
-
-
-class TellingLauncher(_MultiProcessingLauncher):
-    """Calls the strategy's ``on_exception`` in the processes that it starts, which Lightning does in the main one."""
-
-    @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        pid = os.getpid()
-        try:
-            super()._wrapping_function(*args, **kwargs)
-        except BaseException as error:
-            if os.getpid() != pid:  # a child that user code forked
-                raise
-            self._strategy.on_exception(error)
-            if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
-                raise SystemExit(1) from error
-            raise

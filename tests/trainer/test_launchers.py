@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.trainer.strategy import TellingLauncher
+from lightning_bucketddp.trainer.launchers import TellingLauncher
 from tests import failing_script
 from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
 from tests.lightning_models import QUIET, PoolEnvironment, Regression
