@@ -189,7 +189,7 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
-        Watch(self.roll_call, self._group, self._closed).start()
+        Watch(self.roll_call, self._group, self._closed, self.publish).start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody

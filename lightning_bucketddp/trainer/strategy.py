@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -211,14 +211,36 @@ class BucketDDPStrategy(EachSampleOnce):
         if self._listener is not None:
             tell_failure(exception)  # the others may wait for this rank, in a pass or elsewhere
 
+    # -- Lightning's collectives: other ranks may ask where this one waits -----------------------------
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._interrupted():
-            super().barrier(*args, **kwargs)
+            with self._collective("barrier"):
+                super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return obj if self._interrupted() else super().broadcast(obj, src)
+        if self._interrupted():
+            return obj
+        with self._collective("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        with self._collective("all_gather", group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self._collective("reduce", group):
+            return super().reduce(tensor, group, reduce_op)
+
+    def _collective(self, name: str, group: Any = None) -> AbstractContextManager[None]:
+        wrapper = self.bucket_ddp
+        if wrapper is None or group not in (None, dist.group.WORLD) or not wrapper._runtime.collectives.is_default():
+            return nullcontext()
+        return wrapper._passes.peers.trainers_collective(f"the Trainer's {name}")
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""
