@@ -82,10 +82,6 @@ class RollCall:
         self.statuses.append(status)
         return len(self.statuses)
 
-    def names(self, wrapper: int) -> Sequence[str]:
-        """The names of a wrapper's parameters; empty without such a wrapper."""
-        return self.statuses[wrapper - 1].names if wrapper <= len(self.statuses) else ()
-
     def wake(self) -> None:
         """Have all ranks' listeners look into the store."""
         keys = [f"wake/{rank}" for rank in range(self.world_size)]

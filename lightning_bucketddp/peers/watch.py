@@ -85,7 +85,10 @@ class Watch(threading.Thread):
 
     def _look_for_mistakes(self, wrapper: int, unless_within: float) -> None:
         """Look whether ranks wait in vain. Ranks that wait for different things must be found so twice."""
-        names = self._roll_call.names(wrapper)
+        records = self._roll_call.statuses[wrapper - 1 : wrapper]
+        if not records or not records[0].waiting_for:  # a collective of the user's own
+            return
+        names = records[0].names
         with suppress(RuntimeError):  # the store is gone; the collective will tell
             found = diagnose(self._roll_call.ask(wrapper, unless_within), names)
             if found is not None and found.mismatch and not self._closed.wait(_AGAIN_SECONDS):

@@ -85,6 +85,16 @@ def test_a_rank_whose_process_has_ended_is_named_by_its_launcher() -> None:
     assert time.monotonic() - since < abort_listener.LINGER_SECONDS
 
 
+@on_ranks(2, fresh=True, may_exit=[1])
+def test_a_rank_whose_process_has_ended_is_named_while_ranks_wrap() -> None:
+    begin()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    threading.Timer(0.5, tell_end_of_rank, (1, "has ended with exit code 3")).start()
+    with raises_soon(PeerFailureError, match="rank 1 has ended with exit code 3"):
+        BucketDDP(Mlp())
+
+
 def stuck(said: Path) -> float:
     abort_listener.LEAVE_SECONDS = 1
     listener = begin()
