@@ -75,13 +75,27 @@ class Failing(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Notes(pl.Callback):
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        note(Path(trainer.default_root_dir), "on_exception")
+
+
+def note(folder: Path, moment: str) -> None:
+    (folder / f"{moment} at rank {os.environ.get('LOCAL_RANK', 0)}").write_text(str(time.time()))
+
+
 def train(strategy: str, folder: Path, where: str, rank: int) -> None:
     abort_listener.LEAVE_SECONDS = 3.0  # for the rank that is stuck
     data = DataLoader(TensorDataset(torch.randn(48, 8)), batch_size=4)
     saves = ModelCheckpoint(folder / "checkpoints", save_on_exception=True)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "callbacks": saves, **quiet}
-    pl.Trainer(strategy=strategy, **options).fit(Failing(where, rank, folder), data, data)
+    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "default_root_dir": folder, **quiet}
+    try:
+        pl.Trainer(strategy=strategy, callbacks=[saves, Notes()], **options).fit(
+            Failing(where, rank, folder), data, data
+        )
+    finally:
+        note(folder, "finally")
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import sys
@@ -48,6 +47,7 @@ from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
+from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.roll_call import RollCall, read
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
@@ -60,6 +60,9 @@ LEAVE_SECONDS = 30.0
 
 STORE_SECONDS = 5.0
 """How long this rank waits for the store's answer to a request."""
+
+CLOSED_SECONDS = 1.0
+"""How long a rank that calls the roll waits for answers after a connection was closed."""
 
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
@@ -100,8 +103,33 @@ def tell_failure(error: BaseException) -> None:
     Args:
         error: What was raised here.
     """
-    for listener in list(_listeners.values()):
+    for listener in _own_listeners():
         listener.failed(error)
+
+
+def tell_end_of_rank(rank: int, how: str) -> bool:
+    """Tell the ranks of the default group that one of them has ended, unless they know of a failure.
+
+    Args:
+        rank: That rank.
+        how: Such as ``"has ended with exit code 3"``.
+
+    Returns:
+        Whether somebody listens here already.
+    """
+    world = dist.group.WORLD
+    listener = _listeners.get(world) if world is not None else None
+    if listener is not None and listener.failure is None:
+        with suppress(RuntimeError):  # the store is gone
+            for key in ("heard", "closed"):  # nobody need wait for it
+                listener.store.set(f"{key}/{listener._fit}/{rank}", "")
+        listener.publish(Failure(f"rank {rank} {how}"))
+    return listener is not None
+
+
+def _own_listeners() -> list[AbortListener]:
+    """The listeners of this process. A child that was forked has a copy of its parent's, and no thread behind them."""
+    return [listener for listener in list(_listeners.values()) if listener.is_own()]
 
 
 @cache
@@ -112,7 +140,7 @@ def _tell_of_uncaught_exceptions() -> None:
         with suppress(Exception):  # the exception itself must be seen
             tell_failure(error)
         before(kind, error, traceback)
-        for listener in list(_listeners.values()):
+        for listener in _own_listeners():
             listener.abort()
 
     sys.excepthook = tell
@@ -133,6 +161,7 @@ class AbortListener:
 
     def __init__(self, collectives: Collectives, report_after: float) -> None:
         self._group = weakref.ref(collectives.group)
+        self._pid = os.getpid()
         name = collectives.name
         store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
         self.store = TimedStore(store, STORE_SECONDS)
@@ -160,10 +189,14 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
-        Watch(self.roll_call, self._group, self._closed).start()
+        Watch(self.roll_call, self._group, self._closed, self.publish).start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
+
+    def is_own(self) -> bool:
+        """Whether this process made it; False in a child that was forked."""
+        return os.getpid() == self._pid
 
     def begin(self, is_stopping: Callable[[], bool]) -> None:
         """A fit begins, on all ranks: earlier failures have been handled.
@@ -195,15 +228,15 @@ class AbortListener:
         Returns:
             Whether this is the first.
         """
-        mine = json.dumps(failure)
+        mine = encode(failure)
         try:
-            first = self.store.compare_set(f"failure/{self._fit}", "", mine).decode()
-            self.failure = self.failure or Failure(*json.loads(first))
+            first = self.store.compare_set(f"failure/{self._fit}", "", mine)
+            self.failure = self.failure or decode(first, Failure, failure)
             self.roll_call.wake()
         except RuntimeError:  # the store is gone
             self.failure = self.failure or (Failure(self._lost()) if self._store_lost else failure)
             return False
-        return first == mine
+        return first == mine.encode()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
@@ -212,7 +245,7 @@ class AbortListener:
             return
         first = False
         if isinstance(error, PeerFailureError):  # the rank that failed says it best, in a moment
-            self._heard.wait(1)
+            self._hear()
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
             # An error of torch's may be due to a rank that is gone.
@@ -221,7 +254,7 @@ class AbortListener:
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
-            self._heard.wait(1)
+            self._hear()
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
             self._log_reason()
@@ -229,15 +262,22 @@ class AbortListener:
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             self._wait_until_all("heard")
 
-    def ask_why(self, wrapper: int, names: Sequence[str] = ()) -> str:
+    def _hear(self) -> None:
+        """Give the listener a moment to hear of a failure."""
+        if not self._store_lost:
+            self._heard.wait(1)
+
+    def ask_why(self, wrapper: int, names: Sequence[str] = (), closed: bool = False) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
 
         Args:
             wrapper: The number of a wrapper.
             names: The parameters' names.
+            closed: Whether a connection was closed: ranks that live answer soon, and one does not.
         """
+        seconds = CLOSED_SECONDS if closed else 0
         try:
-            statuses = self.roll_call.ask(wrapper)
+            statuses = self.roll_call.ask(wrapper, seconds=seconds, until=lambda: self.failure is not None)
         except RuntimeError as error:
             return STORE_SILENT if STORE_SILENT in str(error) else self._lost()
         found = diagnose(statuses, names)
@@ -256,7 +296,7 @@ class AbortListener:
 
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
-        if self._closed.is_set():
+        if self._closed.is_set() or not self.is_own():
             return
         if threading.current_thread().name.startswith(_THREADS):  # garbage collection dropped the group there
             threading.Thread(target=self.close, daemon=True).start()  # that listener must go on to listen
@@ -291,9 +331,9 @@ class AbortListener:
                     store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
                     return
                 self.roll_call.look(store)
-                failure = read(store, f"failure/{self._fit}")
-                if failure and not self._heard.is_set():
-                    self.failure = self.failure or Failure(*json.loads(failure))
+                text = "" if self._heard.is_set() else read(store, f"failure/{self._fit}")
+                if text and (failure := decode(text, Failure, None)):
+                    self.failure = self.failure or failure
                     self._heard.set()
                     self._end_training(store)
         except RuntimeError:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_bucketddp.peers.status import Phase, Status
+from lightning_bucketddp.peers.status import Frame, Phase, Status
 
 LOOK_FOR_BATCHES = (
     "look for an exception in its output; else look for ranks with different numbers of batches, which need "
@@ -21,6 +21,10 @@ LOOK_FOR_STEPS = (
     "ranks are no longer the same; restart from a checkpoint"
 )
 _LOOK_FOR_BRANCH = "run the same program on every rank: look for a branch that depends on the rank or on its data"
+_LOOK_FOR_ENDS = (
+    "look for ranks with different numbers of batches (an IterableDataset, limit_train_batches), which need "
+    'uneven_inputs="active_ranks", and for trainer.should_stop or a callback that ends training on some ranks alone'
+)
 _HINTS = {
     frozenset({Phase.EXCHANGE}): (
         "look for a forward in training mode that not all ranks run (one that makes samples on rank 0 alone); put "
@@ -30,8 +34,13 @@ _HINTS = {
         "look for a loss that does not reach that layer on every rank (a training_step that returns None), for a "
         "forward without its backward, or for a branch that depends on the rank"
     ),
+    frozenset({Phase.PASS, Phase.COLLECTIVE}): _LOOK_FOR_ENDS,
+    frozenset({Phase.COLLECTIVE}): _LOOK_FOR_ENDS,
 }
 """Hints for the user, by the phases in which two ranks wait."""
+
+_INNER = ("/torch/", "/lightning_bucketddp/", "/strategies/", "/core/module.py", "/lightning_utilities/", "/fabric/")
+"""Files through which the Trainer's collectives are called."""
 
 
 class Failure(NamedTuple):
@@ -63,8 +72,12 @@ def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure |
     by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
     distinct = {repr(replace(status, rank=0)): status for status in by_rank}.values()
     pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
+    all_wait = all(status.heard and status.waiting_for for status in statuses)
     for find in (_ended, _skipped, _validates, _elsewhere):
         for waiting, other in pairs:
+            # A user's own code may mix the Trainer's collectives and torch's: then they must all wait.
+            if Phase.COLLECTIVE in (waiting.phase, other.phase) and not (all_wait and find is _elsewhere):
+                continue
             if text := find(waiting, other, names):
                 return Failure(text, mismatch=find is not _ended)
     return None
@@ -89,6 +102,8 @@ def _has_come(other: Status, waiting: Status) -> bool:
             return (there.exchange, same) >= (here.exchange, True)
         case Phase.AGREEMENT:
             return (there.agreement, same) >= (here.agreement, True)
+        case Phase.COLLECTIVE:
+            return (there.collective, same) >= (here.collective, True)
         case Phase.UPDATE:
             return there.update > here.update or there.updates == here.updates
     return True
@@ -145,11 +160,20 @@ def _describe(status: Status, other: Status | None = None) -> str:
         Phase.EXCHANGE: f"waits for {status.waiting_for} in pass {at.pass_number}",
         Phase.UPDATE: f"waits for {status.waiting_for} of optimizer step {at.update}",
         Phase.AGREEMENT: f"wants to agree on {status.waiting_for}",
+        Phase.COLLECTIVE: f"waits for {status.waiting_for}, number {at.collective}{_called_in(status.stack)}",
     }[status.phase]
     after = ""
     if other is not None and other.phase is Phase.UPDATE:
         after = f" after {at.update if at.update != other.position.update else 'other'} optimizer steps"
     return f"rank {status.rank} {text}{after}"
+
+
+def _called_in(stack: Sequence[Frame]) -> str:
+    """Who called a collective of the Trainer's, in words."""
+    for file, line, name in stack:
+        if not any(inner in file for inner in _INNER):
+            return f" (in {name}, {file}:{line})"
+    return ""
 
 
 def other_trainable(first: Status, second: Status, names: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ class EndSignals:
         self.received, self.ending = 0, False
         self._received_at, self._patience = 0.0, PATIENCE_SECONDS
         self._before: dict[int, Any] = {}
+        self._pid = 0
 
     def watch(self, signals: Collection[int] = SIGNALS, patience: float = PATIENCE_SECONDS) -> None:
         """Handle signals, in place of the handlers that are there. Does nothing until :meth:`release` if it does.
@@ -44,10 +45,15 @@ class EndSignals:
         """
         if not self._before:
             self._patience = patience
+            self._pid = os.getpid()
             self._before = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.received:
+        if os.getpid() != self._pid:  # a child that was forked, whose end is nobody else's
+            self.received, self.ending = 0, False
+            self.release()
+            signal.raise_signal(number)
+        elif not self.received:
             self.received, self._received_at = number, time.monotonic()
         elif time.monotonic() > self._received_at + _REPEAT_SECONDS:
             os.write(2, b"lightning_bucketddp: a second signal ends this process\n")  # a logger may be in use

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,8 +14,8 @@ from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
-from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.end_signals import end_signals
+from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
@@ -27,8 +26,7 @@ _PROBLEM = "problem: "
 class Peers:
     """The other ranks, as one wrapper sees them. All ranks must make one at the same point of the program.
 
-    While all is well nothing is sent. A rank that has waited for a second calls the roll, and :func:`diagnose` tells
-    whether the awaited ranks may still come.
+    While all is well nothing is sent. When a rank has waited for a second, its :class:`Watch` calls the roll.
 
     Args:
         collectives: The group.
@@ -121,7 +119,7 @@ class Peers:
             RankMismatchError: On every rank, naming the first entry that differs and both sides.
             RuntimeError: If some ranks stay silent for the whole timeout.
         """
-        text = json.dumps(entries)
+        text = encode(entries)
         mine = hashlib.sha256(text.encode()).hexdigest() if problem is None else f"{_PROBLEM}{problem}"
         digests = self.exchange(topic, mine)
         if problem is not None:
@@ -133,7 +131,7 @@ class Peers:
                 )
         if len(set(digests)) == 1:
             return
-        everyone = [json.loads(said) for said in self.exchange(f"{topic} in full", text)]
+        everyone = [decode(said, Sequence[Entry], ()) for said in self.exchange(f"{topic} in full", text)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise RankMismatchError(
             f"rank {self.rank}: ranks disagree on {topic}: {first_difference(everyone[0], everyone[other], other)}. "
@@ -165,8 +163,7 @@ class Peers:
     def poll(self) -> None:
         """Look whether this rank waits in vain. Call it every half second while the rank waits.
 
-        After 1, 2, 4, 8, ... seconds it calls the roll, unless another rank does. The listener brings all other news:
-        the store is not asked.
+        The listener brings all news, and the thread that watches looks for mistakes: the store is not asked.
 
         Raises:
             PeerFailureError: If another rank failed in this pass, or for good, or has ended training; or if this rank
@@ -179,15 +176,27 @@ class Peers:
             away = [it.rank for it in self._roll_call.ask(self.number) if not (it.heard and it.waiting_for)]
             cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
             raise PeerFailureError(self.cannot_complete(cause))
-        if self._polls == 1 or self._polls & (self._polls - 1):
-            return
-        found: Failure | None = None
-        with suppress(RuntimeError):  # the store is gone; the collective will tell
-            statuses = self._roll_call.ask(self.number, unless_within=self._polls * POLL_SECONDS / 2)
-            found = diagnose(statuses, self.here.names)
-        if found is not None:
-            self._listener.publish(found)
-            self.raise_if_failed()
+
+    @contextmanager
+    def trainers_collective(self, what: str) -> Iterator[None]:
+        """Context around a collective of the Trainer's, of all ranks, while nothing else of this package is under way.
+
+        Args:
+            what: Such as ``"the Trainer's barrier"``.
+
+        Raises:
+            PeerFailureError: Instead of the collective's error, if another rank has failed.
+            RankMismatchError: If ranks wait for different things.
+        """
+        self.here.begin_collective()
+        with self.here.waiting(what, Phase.COLLECTIVE):
+            try:
+                yield
+            except RuntimeError:
+                if self.failure():
+                    with self.giving_up_on_errors():
+                        self.raise_if_failed()
+                raise
 
     def steps(self) -> str:
         """In which step which ranks are, in words, as far as they answer a roll call."""
@@ -294,7 +303,8 @@ class Peers:
         if self.failure():
             with self.giving_up_on_errors():
                 self.raise_if_failed()
-        told = self._listener.ask_why(self.number, self.here.names)
+        late = "timed out" in str(error).lower() or "timeout" in str(error)  # else a connection was closed
+        told = self._listener.ask_why(self.number, self.here.names, closed=not late)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
         self.give_up(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
-import pickle
 import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from tempfile import TemporaryFile
@@ -17,12 +16,16 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
+from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
 
 ANSWER_SECONDS = 2.0
 """How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
 
+
+_Answer = tuple[int, Sequence[Status]]
+"""The number of the last roll call that a rank has heard of, and its records: what it writes into the store."""
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ class FailedPass(NamedTuple):
 
 def read(store: Store | TimedStore, key: str) -> str:
     """The value at a key; empty if there is none."""
-    return store.get(key).decode() if store.check([key]) else ""
+    return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
 class RollCall:
@@ -97,7 +100,7 @@ class RollCall:
             self.write(store)
         while store.check([key := f"report/{self._reports}"]):
             self._reports += 1
-            self.report = store.get(key).decode()
+            self.report = store.get(key).decode(errors="replace")
             _log.warning("%s", self.report)
 
     # -- failed passes -------------------------------------------------------------------------------
@@ -115,8 +118,8 @@ class RollCall:
             if first.for_good:
                 return
             text = first.text if first.number == failed.number else failed.text
-            after = json.dumps({**self._failed, str(wrapper): failed._replace(text=text)})
-            if self.store.compare_set("failed", before, after).decode() == after:  # no other rank came in between
+            after = encode({**self._failed, str(wrapper): failed._replace(text=text)})
+            if self.store.compare_set("failed", before, after) == after.encode():  # no other rank came in between
                 break
         self.wake()
 
@@ -128,8 +131,7 @@ class RollCall:
         Args:
             store: The connection to use.
         """
-        packed = pickle.dumps((_call_number(self._calls[-1][0]), self.records()))
-        store.set(f"status/{self.rank}", packed)  # type: ignore[arg-type]  # takes bytes too
+        store.set(f"status/{self.rank}", encode((_call_number(self._calls[-1][0]), self.records())))
 
     def records(self) -> list[Status]:
         """This rank's records, by wrapper, and at the end one without a wrapper."""
@@ -155,12 +157,20 @@ class RollCall:
             status.end_training()
         self.write(self.store)
 
-    def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
+    def ask(
+        self,
+        wrapper: int,
+        unless_within: float = 0,
+        seconds: float = 0,
+        until: Callable[[], bool] = lambda: False,
+    ) -> list[Status]:
         """Call the roll, and wait a moment until all ranks have answered.
 
         Args:
             wrapper: The number of a wrapper.
             unless_within: Do nothing if another rank has called in the last so many seconds, or calls right now.
+            seconds: How long to wait for answers; 0 for :data:`ANSWER_SECONDS`.
+            until: Answers are no longer needed when this returns True.
 
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.
@@ -170,14 +180,14 @@ class RollCall:
             return []
         call = _call_number(last) + 1
         mine = f"{call} {self.rank}"
-        if self.store.compare_set("call", last, mine).decode() == mine:
+        if self.store.compare_set("call", last, mine) == mine.encode():
             self.wake()
         elif unless_within:
             return []
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + (seconds or ANSWER_SECONDS)
         while True:
             found = self._records(wrapper, call)
-            if all(status.heard or status.ended for status in found) or time.monotonic() > deadline:
+            if all(status.heard or status.ended for status in found) or until() or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
 
@@ -189,19 +199,22 @@ class RollCall:
             values = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
         found, now = [], time.monotonic()
         for rank, value in enumerate(values):
-            answered, statuses = pickle.loads(value) if value else (0, [Status(rank)])
+            nothing: _Answer = (0, [Status(rank)])
+            answered, statuses = decode(value, _Answer, nothing) if value else nothing
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
             seconds = now - min((at for later, at in list(self._calls) if _call_number(later) > answered), default=now)
-            status = statuses[min(wrapper, len(statuses)) - 1]  # without such a wrapper the last one
-            found.append(replace(status, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
+            # Without such a wrapper the last one.
+            status = statuses[min(wrapper, len(statuses)) - 1] if statuses else Status(rank)
+            found.append(replace(status, rank=rank, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
         return found
 
 
 def _failed_in(written: str) -> dict[str, FailedPass]:
-    return {wrapper: FailedPass(*failed) for wrapper, failed in json.loads(written or "{}").items()}
+    return decode(written or "{}", dict[str, FailedPass], {})
 
 
 def _call_number(call: str) -> int:
     """The number of a roll call, which is written as ``"<number> <rank that calls>"``."""
-    return int(call.partition(" ")[0] or 0)
+    number = call.partition(" ")[0]
+    return int(number) if number.isdecimal() else 0

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from zlib import crc32
 
 Frame = tuple[str, int, str]
 """A file, a line and a function."""
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
 
     RUNS = "nothing, or a collective that has no counter"
@@ -22,6 +22,7 @@ class Phase(Enum):
     EXCHANGE = "BatchNorm statistics or module buffers"  # exchange
     UPDATE = "parameters that others have updated"  # update
     AGREEMENT = "an agreement through the store"  # agreement
+    COLLECTIVE = "a collective of the Trainer's"  # collective
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Position:
         forward: Training forwards begun.
         exchange: Exchanges of BatchNorm statistics and of module buffers begun.
         agreement: Agreements through the store begun.
+        collective: Collectives of a Trainer's ``fit`` begun.
         validation: Validations in a Trainer's ``fit`` begun.
         updates: Steps of sharded optimizers, and a hash of the buckets that they have updated. One value, for it is
             written while another thread copies the record.
@@ -46,6 +48,7 @@ class Position:
     forward: int = 0
     exchange: int = 0
     agreement: int = 0
+    collective: int = 0
     validation: int = 0
     updates: tuple[int, int] = (0, 0)
 
@@ -155,6 +158,10 @@ class Status:
     def begin_agreement(self) -> None:
         """An agreement through the store begins, on every rank."""
         self.position.agreement += 1
+
+    def begin_collective(self) -> None:
+        """A collective of the Trainer's begins, on every rank."""
+        self.position.collective += 1
 
     def begin_validation(self) -> None:
         """A validation begins, on every rank."""

@@ -1,26 +1,35 @@
-"""The thread that notices that this rank waits for others for long, wherever it waits."""
+"""The thread that notices that this rank waits for others, wherever it waits: in vain, or for long."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.groups import started_collectives
+from lightning_bucketddp.peers.diagnose import Failure, diagnose
 from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.roll_call import RollCall
 from lightning_bucketddp.peers.timed_store import STORE_SILENT
 
-_LOOK_SECONDS = 6.0
+_LOOK_SECONDS = 1.0
 """How often it looks at the thread that trains, at least. With a smaller ``report_after`` ten times in this time."""
+
+_AGAIN_SECONDS = 0.3
+"""After how long it looks again, when it has found that ranks wait in vain for different things."""
 
 _log = logging.getLogger(__name__)
 
 
 class Watch(threading.Thread):
-    """Looks at the thread that trains now and then. Has a report made when it has waited for long.
+    """Looks at the thread that trains now and then.
+
+    When it has waited for 1, 2, 4, ... seconds, it calls the roll, unless another rank does: :func:`diagnose` tells
+    whether the awaited ranks may still come. When it has waited for long, it has a report made.
 
     A wait ends when the rank gets further: its position changes, or it starts another collective in the group. Time
     counts while this process runs, and not while it is stopped. Frames count for the default group alone, as they do
@@ -30,23 +39,33 @@ class Watch(threading.Thread):
         roll_call: Where all ranks are.
         group: The group whose collectives count.
         closed: Set when the group ends.
+        publish: Tells all ranks that they cannot go on.
     """
 
-    def __init__(self, roll_call: RollCall, group: weakref.ref[dist.ProcessGroup], closed: threading.Event) -> None:
+    def __init__(
+        self,
+        roll_call: RollCall,
+        group: weakref.ref[dist.ProcessGroup],
+        closed: threading.Event,
+        publish: Callable[[Failure], object],
+    ) -> None:
         super().__init__(name="bucketddp-watch", daemon=True)
-        self._roll_call, self._group, self._closed = roll_call, group, closed
+        self._roll_call, self._group, self._closed, self._publish = roll_call, group, closed, publish
 
     def run(self) -> None:
         """Look until the group ends."""
-        before, waited, due = "", 0.0, 0.0
+        before, waited, due, ask = "", 0.0, 0.0, 0.0
         while not self._closed.wait(seconds := min(self._roll_call.report_after / 10, _LOOK_SECONDS)):
             here = self._progress()
             if here != before:
                 self._roll_call.report = ""
             if here != before or (wrapper := self._waiting_wrapper()) is None:
-                before, waited, due = here, 0.0, self._roll_call.report_after
+                before, waited, due, ask = here, 0.0, self._roll_call.report_after, _LOOK_SECONDS
                 continue
             waited += seconds
+            if waited >= ask:
+                ask *= 2
+                self._look_for_mistakes(wrapper, unless_within=waited / 2)
             if waited >= due:
                 self._report(here, wrapper, waited, due)
                 due *= 10
@@ -63,6 +82,20 @@ class Watch(threading.Thread):
         if not waiting and self._group() is dist.group.WORLD and waits(records[-1]):
             return len(records) - 1
         return max(waiting, default=None)
+
+    def _look_for_mistakes(self, wrapper: int, unless_within: float) -> None:
+        """Look whether ranks wait in vain. Ranks that wait for different things must be found so twice."""
+        records = self._roll_call.statuses[wrapper - 1 : wrapper]
+        if not records or not records[0].waiting_for:  # a collective of the user's own
+            return
+        names = records[0].names
+        with suppress(RuntimeError):  # the store is gone; the collective will tell
+            found = diagnose(self._roll_call.ask(wrapper, unless_within), names)
+            if found is not None and found.mismatch and not self._closed.wait(_AGAIN_SECONDS):
+                again = diagnose(self._roll_call.ask(wrapper), names)
+                found = found if found == again else None
+            if found is not None:
+                self._publish(found)
 
     def _report(self, here: str, wrapper: int, waited: float, due: float) -> None:
         """Have a report made, unless another rank reports the same wait."""

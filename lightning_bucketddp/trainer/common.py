@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -109,10 +110,12 @@ def group_set_up(timeout: timedelta | None) -> Iterator[None]:
     if not is_new:
         require_fit_group(None, timeout)
     elif dist.is_initialized():  # not if a test mocks `init_process_group`
-        atexit.register(_end_group)
+        atexit.register(_end_group, os.getpid())
 
 
-def _end_group() -> None:
+def _end_group(pid: int) -> None:
+    if os.getpid() != pid:  # a child that was forked: gloo's threads are not there
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # the Trainer's reference cycles keep gloo's threads alive, and a process may abort at exit with them

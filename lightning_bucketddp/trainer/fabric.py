@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.trainer import common
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
+from lightning_bucketddp.trainer.launchers import FabricScriptLauncher
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 _owners: weakref.WeakKeyDictionary[BucketDDP, "BucketDDPFabricStrategy"] = weakref.WeakKeyDictionary()
@@ -132,6 +134,14 @@ class BucketDDPFabricStrategy(DDPStrategy):
         return self._wrapper_behind(optimizer) if self._options.shard_optimizer else None
 
     # -- setting up and taking down ------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = FabricScriptLauncher(
+                self._launcher.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     @override
     def setup_environment(self) -> None:

@@ -120,7 +120,7 @@ class CommunicationMonitor(Callback):
     - ``gigabytes_per_s``: these bytes, by the time from the first bucket's launch until gradients were published. The
       most of any rank.
     - ``waited_ms_min``, ``waited_ms_median``, ``waited_ms_max``: milliseconds that a rank waited in collectives of this
-      package, for others and for the wire; over the ranks.
+      package and of the Trainer, for others and for the wire; over the ranks.
     - ``slowest_rank``: the rank that waited least. No clocks are compared.
 
     A rank's own time is its step time less the time that it waited. A rank whose own time over 50 steps is more than

@@ -5,6 +5,8 @@ pairs with another rank's gradients, and ranks hang. Its training loop broadcast
 the host waits for it. Neither is needed here.
 """
 
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -14,12 +16,17 @@ import lightning.pytorch as pl
 def quieten_sigterm(trainer: pl.Trainer) -> None:
     """Replace both broadcasts of the Trainer. Call this before it registers its handler."""
     connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = partial(_note_sigterm, connector)  # not public; a test notices if it is gone
+    connector._sigterm_notifier_fn = partial(
+        _note_sigterm, connector, os.getpid()
+    )  # not public; a test notices if it is gone
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None  # not public; golden traces show the broadcast if this is gone
 
 
-def _note_sigterm(connector: Any, signum: int, frame: object) -> None:
+def _note_sigterm(connector: Any, pid: int, signum: int, frame: object) -> None:
+    if os.getpid() != pid:  # a child that was forked, whose end is nobody else's
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
     launcher = connector.trainer.strategy.launcher
     if launcher is not None and not connector.received_sigterm:
         launcher.kill(signum)  # passes the signal on to the ranks that this process has started

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn import Module
@@ -31,6 +31,7 @@ from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
+from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
@@ -155,6 +156,8 @@ class BucketDDPStrategy(EachSampleOnce):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = TellingLauncher(self, self._launcher._start_method)
+        elif isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = ScriptLauncher(self._launcher.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -208,14 +211,36 @@ class BucketDDPStrategy(EachSampleOnce):
         if self._listener is not None:
             tell_failure(exception)  # the others may wait for this rank, in a pass or elsewhere
 
+    # -- Lightning's collectives: other ranks may ask where this one waits -----------------------------
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._interrupted():
-            super().barrier(*args, **kwargs)
+            with self._collective("barrier"):
+                super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return obj if self._interrupted() else super().broadcast(obj, src)
+        if self._interrupted():
+            return obj
+        with self._collective("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        with self._collective("all_gather", group):
+            return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self._collective("reduce", group):
+            return super().reduce(tensor, group, reduce_op)
+
+    def _collective(self, name: str, group: Any = None) -> AbstractContextManager[None]:
+        wrapper = self.bucket_ddp
+        if wrapper is None or group not in (None, dist.group.WORLD) or not wrapper._runtime.collectives.is_default():
+            return nullcontext()
+        return wrapper._passes.peers.trainers_collective(f"the Trainer's {name}")
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""
@@ -401,17 +426,3 @@ class BucketDDPInTrainer(BucketDDPInLightning):
             return trainer.strategy.model
         name, found = type(callback).__name__, type(trainer.strategy).__name__
         raise MisconfigurationException(f"expected strategy='bucketddp' for {name}, found {found}")
-
-
-class TellingLauncher(_MultiProcessingLauncher):
-    """Calls the strategy's ``on_exception`` in the processes that it starts, which Lightning does in the main one."""
-
-    @override
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._wrapping_function(*args, **kwargs)
-        except BaseException as error:
-            self._strategy.on_exception(error)
-            if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
-                raise SystemExit(1) from error
-            raise

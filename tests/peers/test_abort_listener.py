@@ -8,15 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bucketddp import PeerFailureError
+from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
-from lightning_bucketddp.peers.abort_listener import AbortListener, listen
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_end_of_rank
+from tests.models import Mlp
 from tests.pool import RunRanks, on_ranks
-from tests.reference import logged, raises_soon
+from tests.reference import backward, logged, raises_soon
 
 
 def begin(is_stopping: bool = False) -> AbortListener:
@@ -64,6 +66,33 @@ def test_the_first_failure_is_told_to_the_others() -> None:
     if rank == 0:
         listener.failed(OSError("disk full"))
     assert time.monotonic() - since < abort_listener.LINGER_SECONDS, "a rank that has stopped listening is not told"
+
+
+@on_ranks(3, fresh=True, may_exit=[2])
+def test_a_rank_whose_process_has_ended_is_named_by_its_launcher() -> None:
+    """Rank 0 is the launcher. Nobody waits for the ended rank to hear."""
+    rank, listener = dist.get_rank(), begin()
+    model = BucketDDP(Mlp())
+    backward(model, 0)
+    if rank == 2:
+        os._exit(3)
+    if rank == 0:
+        assert tell_end_of_rank(2, "has ended with exit code 3")
+    since = time.monotonic()
+    with pytest.raises(PeerFailureError, match="rank 2 has ended with exit code 3") as caught:
+        backward(model, 1)
+    listener.failed(caught.value)
+    assert time.monotonic() - since < abort_listener.LINGER_SECONDS
+
+
+@on_ranks(2, fresh=True, may_exit=[1])
+def test_a_rank_whose_process_has_ended_is_named_while_ranks_wrap() -> None:
+    begin()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    threading.Timer(0.5, tell_end_of_rank, (1, "has ended with exit code 3")).start()
+    with raises_soon(PeerFailureError, match="rank 1 has ended with exit code 3"):
+        BucketDDP(Mlp())
 
 
 def stuck(said: Path) -> float:

@@ -14,6 +14,8 @@ from lightning_bucketddp.peers.status import Phase, Position, Status
 
 NAMES = ("stem.weight", "head.weight")
 IN_PASS = {"phase": Phase.PASS, "what": "the gradients of 'head.weight'", "pass_number": 6}
+CALLS = [("/strategies/ddp.py", 1, "reduce"), ("a.py", 4, "save")]
+REDUCE = {"phase": Phase.COLLECTIVE, "what": "the Trainer's reduce", "stack": CALLS}
 BUFFERS = {"phase": Phase.EXCHANGE, "what": "the module buffers"}
 
 
@@ -45,6 +47,15 @@ def test_ranks_that_may_still_come_are_left_alone() -> None:
         [at(1, Phase.RUNS, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
     ]:
         assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
+    in_reduce, in_pass = at(0, pass_number=6, collective=3, **REDUCE), at(1, collective=2, **IN_PASS)
+    for third in (at(2, pass_number=6), at(2, collective=2, silent_for=1.0, **IN_PASS)):
+        assert diagnose([in_reduce, in_pass, third]) is None, "not all ranks wait"
+    for second in (
+        at(1, collective=3, pass_number=7),
+        at(1, collective=2, pass_number=6),
+        at(1, collective=3, **REDUCE),
+    ):
+        assert diagnose([in_reduce, second]) is None
     assert diagnose([at(0, exchange=1, ended=True, **BUFFERS), at(1, ended=True)]) is None
     ranks = [at(0, **IN_PASS), at(1), at(2, silent_for=1.0)]
     assert diagnose(ranks) is None
@@ -90,6 +101,15 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
         at(0, **IN_PASS),
         at(1, pass_number=6, **SETS),
     ),
+    "rank 0 is in pass 6 and has ended its backward, while rank 1 waits for the Trainer's reduce, number 3 "
+    "(in save, a.py:4): look for ranks with different numbers of batches": (
+        at(0, collective=2, **IN_PASS),
+        at(1, pass_number=6, collective=3, **REDUCE),
+    ),
+    "rank 0 waits for the Trainer's barrier, number 3, while rank 1 waits for the Trainer's reduce, number 3": (
+        at(0, Phase.COLLECTIVE, "the Trainer's barrier", collective=3),
+        at(1, collective=3, **REDUCE),
+    ),
     "rank 1 has begun a validation, while rank 0 is in pass 6": (at(0, **IN_PASS), at(1, validation=1)),
 }
 ENDED = at(1, ended=True, pass_number=3)
@@ -111,8 +131,9 @@ def test_a_diagnosis_names_both_ranks(words: str) -> None:
 
 def walk(rank: int, program: list[Phase], moments: int) -> Status:
     """Where a rank is that has come to some point of a program."""
-    counts = dict.fromkeys(("pass_number", "exchange", "agreement", "updates"), 0)
+    counts = dict.fromkeys(("pass_number", "exchange", "agreement", "collective", "updates"), 0)
     counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "updates", Phase.AGREEMENT: "agreement"}
+    counted[Phase.COLLECTIVE] = "collective"
     for moment, phase in enumerate(program[:moments]):
         if phase in counted:
             counts[counted[phase]] += 1
@@ -126,7 +147,7 @@ def test_ranks_of_one_program_are_never_taken_for_a_mistake() -> None:
     """Ranks wait at any two neighbouring points, as none leaves one before all have come; records are of any moment."""
     draw, compared = random.Random(0), 0
     for _ in range(300):
-        program = draw.choices([Phase.PASS, Phase.EXCHANGE, Phase.UPDATE, Phase.AGREEMENT], k=8)
+        program = draw.choices([*Phase][2:], k=8)
         moments = [draw.randrange(1, 9) for _ in range(3)]  # records are written one after the other
         assert diagnose([walk(rank, program, moment) for rank, moment in enumerate(moments)]) is None, program
         compared += len(set(moments)) > 1

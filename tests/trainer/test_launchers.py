@@ -5,21 +5,25 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDPStrategy
-from lightning_bucketddp.trainer.strategy import TellingLauncher
+from lightning_bucketddp.trainer import launchers
+from lightning_bucketddp.trainer.launchers import TellingLauncher
 from tests import failing_script
 from tests.launchers import ROOT, assert_trained, free_port, run_elastic, run_script, two_networks
 from tests.lightning_models import QUIET, PoolEnvironment, Regression
@@ -146,6 +150,49 @@ def test_popen_and_torchrun_end_the_ranks_of_a_failed_one(run_ranks: RunRanks, t
     elastic = (run_elastic, 0, failing_script.train, "bucketddp", tmp_path, "on_train_epoch_end", 1)
     assert run_ranks(1, *elastic, bare=True) == [False]
     assert_told(tmp_path, "on_train_epoch_end:1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_of_lightnings_launcher_is_an_error_on_the_other(tmp_path: Path, killed: int) -> None:
+    place, other = f"training_step killed:{killed}", 1 - killed
+    finish(start("-m", "tests.failing_script", "bucketddp", str(tmp_path), place))
+    said = (tmp_path / f"{place} at rank {other}").read_text()
+    cause = "rank 1 has ended with signal SIGKILL" if killed else "the process that serves the store, rank 0's or"
+    assert f"{other} stops because {cause}" in said, said
+    assert "terminate called" not in said
+    failed = float((tmp_path / "failed").read_text())
+    for moment in ("on_exception", "finally"):  # Lightning's own observer kills rank 0 within five seconds
+        assert float((tmp_path / f"{moment} at rank {other}").read_text()) - failed < 5, moment
+
+
+@pytest.mark.parametrize("make", [pl.Trainer, Fabric])
+@pytest.mark.parametrize("listens", [True, False])
+def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make: Any, listens: bool) -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    observer, done, told = subprocess_script._ChildProcessObserver, threading.Event(), []
+
+    def tell(*words: object) -> bool:
+        told.append(words)
+        if listens:
+            done.set()
+        return listens
+
+    with (
+        patch.dict(os.environ),
+        patch.object(launchers, "tell_end_of_rank", tell),
+        patch.object(subprocess_script, "time", Mock(sleep=lambda seconds: ended.wait(20))),
+        patch.object(observer, "_terminate_all", Mock(side_effect=done.set)) as killed,
+    ):
+        launcher = make(strategy="bucketddp", accelerator="cpu", devices=2).strategy.launcher
+        launcher._call_children_scripts = lambda: launcher.procs.append(ended)
+        assert launcher.launch(done.wait, 20)
+        launcher.procs.clear()  # the observer has nothing left to look for
+        for thread in threading.enumerate():
+            if isinstance(thread, observer):
+                thread.join(20)
+    assert told[0] == (1, "has ended with exit code 3; its output tells why")
+    assert killed.called is not listens
 
 
 class Killed(Regression):

@@ -1,0 +1,68 @@
+"""Records in the store, as JSON. Whoever reaches its port may write there: records are checked, and run nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+def encode(value: object) -> str:
+    """Dataclasses, named tuples, numbers, strings and sequences of them as JSON."""
+    return json.dumps(value, default=asdict)
+
+
+def decode(text: str | bytes, kind: Any, otherwise: _T) -> _T:
+    """Read what :func:`encode` has written of a value of one kind.
+
+    Args:
+        text: The JSON.
+        kind: A dataclass, a named tuple, a type such as ``int``, or a generic such as ``Sequence[int]``.
+        otherwise: Returned, after a warning, if the text is something else.
+    """
+    try:
+        return _checked(json.loads(text), kind)
+    except (ValueError, TypeError, RecursionError) as error:
+        _log.warning("expected a record of %s in the store, found something else, which is ignored: %s", kind, error)
+        return otherwise
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    """A value of JSON as one of ``kind``.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Sequence, tuple, dict):
+        return _checked_generic(value, origin, args)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if value.keys() == hints.keys():
+            return cast(Any, kind)(**{name: _checked(value[name], hint) for name, hint in hints.items()})
+    elif isinstance(fields := getattr(kind, "_fields", None), tuple) and isinstance(value, list):
+        hints = get_type_hints(kind)
+        return kind(*(_checked(part, hints[name]) for part, name in zip(value, fields, strict=True)))
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"{str(value)[:200]!r} is no {kind}")
+
+
+def _checked_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> Any:
+    if origin is UnionType:
+        return _checked(value, next((each for each in args if type(value) is each), args[0]))
+    if origin is dict and isinstance(value, dict):
+        return {_checked(key, args[0]): _checked(each, args[1]) for key, each in value.items()}
+    if not isinstance(value, list):
+        raise ValueError(f"{str(value)[:200]!r} is no {origin}")
+    kinds = args if origin is tuple else args * len(value)
+    return tuple(_checked(each, kind) for each, kind in zip(value, kinds, strict=True))

@@ -1,0 +1,85 @@
+"""What Lightning's launchers do about a rank that ends with an error: here the other ranks hear of it, and raise."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _FabricScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from typing_extensions import override
+
+from lightning_bucketddp.peers.abort_listener import tell_end_of_rank
+
+_LOOK_SECONDS = 0.2
+
+
+class _TellsOfEndedRanks:
+    """A launcher of scripts that tells all ranks when a rank has ended that it has started.
+
+    Lightning kills this process then, within five seconds: it raises no error, and runs no ``finally``.
+    """
+
+    procs: list[subprocess.Popen[Any]]
+    num_processes: int
+    cluster_environment: Any
+    _told = False
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start the other ranks of this machine, and call a function."""
+        return super().launch(partial(self._observed, function), *args, **kwargs)  # type: ignore[misc]  # a launcher's
+
+    def _observed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver) and thread._child_processes is self.procs:
+                # Private; a test notices if it is gone. The thread calls this at each look.
+                thread._run = partial(self._look, thread._terminate_all)  # type: ignore[method-assign]
+                thread._sleep_period = _LOOK_SECONDS  # type: ignore[assignment]
+        return function(*args, **kwargs)
+
+    def _look(self, end_all: Callable[[], None]) -> bool:
+        """Look for ranks that have ended with an error. Return whether there is nothing more to look for."""
+        codes = [process.poll() for process in self.procs]
+        for local_rank, code in enumerate(codes, 1):
+            if code:
+                rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+                if tell_end_of_rank(rank, f"has ended with {_in_words(code)}; its output tells why"):
+                    self._told = True
+                elif not self._told:  # else the group has ended since
+                    end_all()  # this rank waits in `init_process_group`
+                    return True
+        return all(code == 0 for code in codes)
+
+
+def _in_words(code: int) -> str:
+    """An exit code of ``subprocess`` in words."""
+    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+
+
+class ScriptLauncher(_TellsOfEndedRanks, _SubprocessScriptLauncher):
+    """The Trainer's launcher of scripts. All ranks hear when one of them ends with an error."""
+
+
+class FabricScriptLauncher(_TellsOfEndedRanks, _FabricScriptLauncher):
+    """Fabric's launcher of scripts. All ranks hear when one of them ends with an error."""
+
+
+class TellingLauncher(_MultiProcessingLauncher):
+    """Calls the strategy's ``on_exception`` in the processes that it starts, which Lightning does in the main one."""
+
+    @override
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        pid = os.getpid()
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            if os.getpid() != pid:  # a child that user code forked
+                raise
+            self._strategy.on_exception(error)
+            if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
+                raise SystemExit(1) from error
+            raise
