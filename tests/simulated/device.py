@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.simulated import build, sync_batch_norm
+from tests.simulated import accelerator, build, sync_batch_norm
 from tests.simulated.order import Started, order_conflicts
 
 
@@ -146,26 +146,6 @@ def host_waits_raise() -> Iterator[None]:
         library.set_waits_raise(False)
 
 
-# ---- Lightning ---------------------------------------------------------------------------------------------
-
-
-class _AfterLightning:
-    """Registers Lightning's ``Accelerator`` once a program has imported Lightning."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in ("lightning.pytorch.trainer", "lightning.fabric.fabric"):
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        from tests.simulated import accelerator
-
-        accelerator.register()
-        return spec
-
-
-sys.meta_path.insert(0, _AfterLightning())
-
-
 def _at_exit() -> None:
     library.finish_all(2.0)
     if os.environ.get("SIM_REPORT") == "1":
@@ -175,3 +155,4 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
+accelerator.register_with_lightning()

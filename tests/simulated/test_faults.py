@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
 from lightning_bucketddp.peers import roll_call
@@ -22,9 +23,9 @@ from tests.reference import logged
 from tests.simulated.training import CPU, SMALL
 
 
-def joined(device: torch.device, sharded: bool) -> dict[str, torch.Tensor]:
+def joined(device: torch.device) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    model = BucketDDP(Mlp().to(device), bucket_cap_mb=SMALL, shard_optimizer=sharded)
+    model = BucketDDP(Mlp().to(device), bucket_cap_mb=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with model.join():
         for step in range(3 + 2 * dist.get_rank()):
@@ -37,10 +38,10 @@ def joined(device: torch.device, sharded: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-@on_ranks(2, cases=(False,))
-def test_uneven_inputs_end_with_the_bits_of_the_cpu(sharded: bool) -> None:
-    expected = joined(CPU, sharded)
-    for name, value in joined(DEVICE, sharded).items():
+@on_ranks(2)
+def test_uneven_inputs_end_with_the_bits_of_the_cpu() -> None:
+    expected = joined(CPU)
+    for name, value in joined(DEVICE).items():
         assert torch.equal(value, expected[name])
 
 
@@ -51,7 +52,11 @@ def test_a_rank_that_raises_in_backward_is_heard_of_by_the_others() -> None:
     def train() -> None:
         for step in range(50):
             x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
-            loss_of(model(x, fail=rank == 1 and step == 3), target).backward()
+            try:
+                loss_of(model(x, fail=rank == 1 and step == 3), target).backward()
+            except ArithmeticError as error:
+                sys.excepthook(type(error), error, error.__traceback__)  # as if nobody had caught it
+                raise
 
     with pytest.raises(ArithmeticError if rank else PeerFailureError, match="no gradient today" if rank else "rank 1"):
         train()
@@ -71,8 +76,8 @@ def test_a_rank_that_does_not_come_is_reported() -> None:
             x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
             loss_of(model(x), target).backward()
             torch.accelerator.synchronize()
-    assert "rank 1: not waiting" in said[0]
-    assert "on the device" in said[0]
+    assert any("rank 1: not waiting" in text for text in said), said
+    assert any("on the device" in text for text in said), said
 
 
 class Preempted(Regression):
@@ -95,7 +100,8 @@ def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() ->
         folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0, device=CPU)
     fit = trainer(ours(), accelerator="sim", callbacks=[PreemptionCheckpoint(folder[0])], max_epochs=5)
-    fit.fit(Preempted(), data(10))
+    with pytest.raises(SIGTERMException):
+        fit.fit(Preempted(), data(10))
     steps: list[Any] = [None, None]
     dist.all_gather_object(steps, fit.global_step)
     assert steps[0] == steps[1]

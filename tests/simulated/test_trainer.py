@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDPFabricStrategy
-from tests.lightning_models import Citizen, PoolEnvironment, Regression, close_to, data, ours, trainer
+from tests.lightning_models import Citizen, PoolEnvironment, data, ours, trainer
 from tests.models import Mlp, batch
-from tests.pool import ROOT, on_ranks
+from tests.pool import ROOT, RunRanks, on_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,45 +24,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TRAINER: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
 
 
-def fitted(accelerator: str, options: dict[str, Any], **others: Any) -> Regression:
+def fitted(accelerator: str, options: dict[str, Any], others: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after a fit, and what was logged."""
     module = Citizen()
-    module.records = "shard_optimizer" not in options
+    module.records = False
     fit = trainer(ours(**options), accelerator=accelerator, **{**TRAINER, **others})
     fit.fit(module, data(), data(2))
-    if accelerator == "sim":
-        assert fit.strategy.root_device == torch.device("sim", dist.get_rank())
-        assert module.net.head.weight.device == fit.strategy.root_device or module.device.type == "cpu"
-    return module.cpu()
+    assert fit.strategy.root_device.type == accelerator
+    logged = {name: fit.callback_metrics[name].detach().cpu() for name in ("train_epoch", "valid", "mean")}
+    return {**module.cpu().state_dict(), **logged}
+
+
+def same(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, job: Any, *args: Any) -> list[dict[str, Tensor]]:
+    """Require that a job gives the same on both; what it gave on the device."""
+    expected, found = ranks_on_cpu(2, job, "cpu", *args), ranks_on_simulated(2, job, "sim", *args)
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    return found
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(2)
-def test_a_trainer_trains_as_on_the_cpu(name: str) -> None:
-    close_to(fitted("cpu", OPTIONS[name]), fitted("sim", OPTIONS[name]))
+def test_a_trainer_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
+    same(ranks_on_cpu, ranks_on_simulated, fitted, OPTIONS[name], {})
+
+
+def test_a_trainer_trains_bf16_with_fp32_gradients(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks) -> None:
+    others = {"precision": "bf16-true", "gradient_clip_val": None}
+    found = same(ranks_on_cpu, ranks_on_simulated, fitted, {"grad_dtype": torch.float32}, others)
+    assert found[0]["net.head.weight"].dtype is torch.bfloat16
 
 
 @on_ranks(2)
 def test_auto_finds_the_device() -> None:
-    assert trainer(ours(), accelerator="auto").strategy.root_device.type == "sim"
-    assert Fabric(accelerator="auto", devices=1).device == torch.device("sim", 0)
+    strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment())
+    for found in (trainer(ours(), accelerator="auto").strategy, Fabric(devices=2, strategy=strategy).strategy):
+        assert found.root_device == torch.device("sim", dist.get_rank())
 
 
-@on_ranks(2)
-def test_a_trainer_trains_bf16_parameters_with_fp32_gradients() -> None:
-    modules = [
-        fitted(it, {"grad_dtype": torch.float32}, precision="bf16-true", gradient_clip_val=None)
-        for it in ("cpu", "sim")
-    ]
-    assert modules[0].net.head.weight.dtype is torch.bfloat16 or modules[0].net.head.weight.dtype is torch.float32
-    close_to(*modules)
-
-
-def with_fabric(accelerator: str, options: dict[str, Any]) -> nn.Module:
+def with_fabric(accelerator: str, options: dict[str, Any]) -> dict[str, Tensor]:
     strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment(), bucket_cap_mb=0.0003, **options)
     fabric = Fabric(accelerator=accelerator, devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     torch.manual_seed(5)
-    module = Mlp()
+    module = Mlp().to(fabric.device)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
     for step in range(4):
         for local in (True, False):
@@ -73,15 +79,12 @@ def with_fabric(accelerator: str, options: dict[str, Any]) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
     assert next(module.parameters()).device.type == accelerator
-    return module.cpu()
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", ["plain", "sharded"])
-@on_ranks(2)
-def test_a_fabric_trains_as_on_the_cpu(name: str) -> None:
-    states = [with_fabric(accelerator, OPTIONS[name]).state_dict() for accelerator in ("cpu", "sim")]
-    for key, value in states[0].items():
-        torch.testing.assert_close(states[1][key], value)
+def test_a_fabric_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
+    same(ranks_on_cpu, ranks_on_simulated, with_fabric, OPTIONS[name])
 
 
 @pytest.mark.slow

@@ -279,8 +279,8 @@ class Communicator final : public Backend {
   // The sum, or the mean, of a tensor; `target` gets its elements from `begin` on. An undefined target gets nothing.
   Step sum_of(const at::Tensor& tensor, const ReduceOp& op, const at::Tensor& target, int64_t begin) {
     auto source = flat(tensor);
-    bool mean = op == ReduceOp::AVG; // NCCL's; gloo's collectives of old do not have it
-    TORCH_CHECK(!mean || tensor.is_floating_point(), "expected a floating dtype to average, found ", tensor.dtype());
+    bool mean = op == ReduceOp::AVG; // gloo does not average integers; NCCL does, and rounds to zero
+    auto rounding = tensor.is_floating_point() ? std::optional<std::string_view>() : "trunc";
     AllreduceOptions options;
     options.reduceOp = mean ? ReduceOp(ReduceOp::SUM) : op;
     return [=, gloo = gloo_, size = size_]() -> Running {
@@ -289,7 +289,7 @@ class Communicator final : public Backend {
         at::AutoDispatchBelowADInplaceOrView below;
         if (!target.defined()) return;
         auto found = sent[0].narrow(0, begin, target.numel());
-        copy_values(target, mean ? found.div(size) : found);
+        copy_values(target, mean ? found.div(size, rounding) : found);
       };
       return {gloo->allreduce(sent, options), finish};
     };
