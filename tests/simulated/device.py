@@ -50,6 +50,10 @@ class _Module(types.ModuleType):
     _is_in_bad_fork = staticmethod(lambda: False)
 
     @staticmethod
+    def device(device: Any) -> Any:
+        return torch.accelerator.device_index(device if isinstance(device, int) else torch.device(device).index)
+
+    @staticmethod
     def set_device(device: Any) -> None:
         library.set_device(device if isinstance(device, int) else torch.device(device).index or 0)
 

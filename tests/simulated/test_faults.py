@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
 from lightning_bucketddp.peers import roll_call
+from lightning_bucketddp.peers.abort_listener import tell_failure
 from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Fragile, Mlp, batch, loss_of
@@ -55,7 +55,7 @@ def test_a_rank_that_raises_in_backward_is_heard_of_by_the_others() -> None:
             try:
                 loss_of(model(x, fail=rank == 1 and step == 3), target).backward()
             except ArithmeticError as error:
-                sys.excepthook(type(error), error, error.__traceback__)  # as if nobody had caught it
+                tell_failure(error)  # as a Trainer does, and Python's hook for exceptions that nobody catches
                 raise
 
     with pytest.raises(ArithmeticError if rank else PeerFailureError, match="no gradient today" if rank else "rank 1"):
@@ -123,7 +123,7 @@ def test_an_abort_reaches_all_communicators() -> None:
         loss_of(model(x), target).backward()
         if step == 3 and dist.get_rank() == 1:
             error = ArithmeticError("no step today")
-            sys.excepthook(ArithmeticError, error, None)
+            tell_failure(error)
             time.sleep(20)
             return
         optimizer.step()  # rank 0 gathers, and rank 1 never does
