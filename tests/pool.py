@@ -28,6 +28,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RunRanks = Callable[..., list[Any]]
 TIMEOUT = timedelta(seconds=40)  # of collectives
+DEVICE_BACKEND = "TESTS_WITH_DEVICE_BACKEND"
+"""A variable that is set where process groups send the accelerator's tensors by its own backend."""
 
 
 class RankError(AssertionError):
@@ -35,10 +37,14 @@ class RankError(AssertionError):
 
 
 class Nursery:
-    """A process that has imported what takes long, and forks workers."""
+    """A process that has imported what takes long, and forks workers.
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    Args:
+        variables: Of its environment, besides this process's.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(variables or {})}
         command = [sys.executable, "-m", "tests.pool"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
@@ -158,6 +164,19 @@ def close_wrappers() -> None:
         wrapper.close()
 
 
+def _backend(rank: int, world_size: int) -> str:
+    """The backend of a job's default group. Ranks have a device each if there are enough; they share simulated ones."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count()
+    if device is None or DEVICE_BACKEND not in os.environ or (count < world_size and device.type != "sim"):
+        return "gloo"
+    torch.accelerator.set_device_index(rank % count)
+    return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+
+
 def _serve(rank: int, world_size: int, address: str) -> None:
     import torch
     import torch.distributed as dist
@@ -165,6 +184,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
     torch.set_num_threads(1)
     connection = Client(address, "AF_UNIX", authkey=b"pool")
     connection.send(rank)
+    backend, simulated = _backend(rank, world_size), sys.modules.get("tests.simulated.device")
     while True:
         try:
             module, name, args, folder, fresh, bare = pickle.loads(connection.recv_bytes())
@@ -175,10 +195,14 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             for part in name.split("."):
                 job = getattr(job, part)
             torch.manual_seed(0)
+            if simulated:
+                simulated.clear()
             if not bare:
                 store = f"file://{folder}/store"
-                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+                dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
             answer = (True, job(*args))
+            if simulated:
+                simulated.check_this_rank() if fresh else simulated.check_ranks()
             if not fresh:
                 close_wrappers()
                 dist.barrier()

@@ -4,7 +4,10 @@ Three settings, of which tests take those that concern them:
 
     alone          one rank with the accelerator's own backend, which has nothing to send
     sending        the same rank, made to start its collectives as it would among others
-    two ranks      two gloo ranks that share the device; the host waits for gloo
+    two ranks      two ranks that send by the accelerator's own backend, on a device each; where there is one device
+                   alone, two gloo ranks that share it, and the host waits for gloo
+
+They run on the simulated accelerator where there is no other (``tests/simulated``).
 """
 
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
+from tests.accelerator import BACKEND, DEVICE, host_waits_raise, on_stream, sleep
 from tests.hooks import WAYS, options_for
 from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
@@ -27,24 +31,18 @@ from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
 from tests.pool import RunRanks, on_ranks
 from tests.reference import assert_grads, copying, grads, local_if
 
+pytestmark = pytest.mark.gpu
 
-def _sends(backend: str, device: torch.device) -> bool:
-    return device.type in dist.Backend.backend_capability.get(backend, ())
-
-
-# The jobs run on the CPU too, should one want to look for slips there.
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-BACKEND = dist.Backend.default_device_backend_map.get(DEVICE.type, "")  # the device's own
-
-SENDS = DEVICE.type != "cpu" and _sends(BACKEND, DEVICE)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SENDS, reason="needs an accelerator, found none")]
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, found none")
-gloo = pytest.mark.skipif(not _sends("gloo", DEVICE), reason=f"needs gloo to send tensors of {DEVICE}")
+# torch.accelerator does not tell which devices gloo sends; one real accelerator alone is shared by two gloo ranks.
+SHARED = DEVICE.type not in ("cpu", "sim") and torch.accelerator.device_count() < 2
+gloo = pytest.mark.skipif(
+    SHARED and DEVICE.type not in dist.Backend.backend_capability["gloo"],
+    reason=f"needs two devices, or gloo to send tensors of {DEVICE}",
+)
 
 ALONE, SENDING, TWO = "alone", "sending", "two ranks"
 RANKS = {ALONE: 1, SENDING: 1, TWO: 2}
 SMALL_CAP = 0.0005  # MiB: several buckets in the smallest model
-LONG = 150_000_000  # cycles of a kernel: about a tenth of a second
 STEPS = ((False, True), (False, True), (True, True), (False, False), (False, True))
 """Whether passes are local, and begin with cleared gradients."""
 TAKES = [("left", "right"), ("left", "left"), ("none", "both"), ("both", "both"), ("right", "none")]
@@ -66,11 +64,6 @@ def wrap(setting: str, module: nn.Module, **options: Any) -> tuple[BucketDDP, li
 
 def on_device(step: int, rank: int) -> list[Tensor]:
     return [tensor.to(DEVICE) for tensor in batch(step, rank)]
-
-
-def synchronise() -> None:
-    if SENDS:
-        torch.accelerator.synchronize()
 
 
 def alike(
@@ -100,16 +93,16 @@ def alike(
             model.zero_grad()
         everyone = [on_device(step, other) for other in range(dist.get_world_size())]
         given = [[inputs] if takes is None else [inputs, takes[step][r]] for r, (inputs, _) in enumerate(everyone)]
-        synchronise()
+        torch.accelerator.synchronize()
         with local_if(net, local):
             if "device_ids" in options:  # forward moves its inputs
                 given[rank][0] = given[rank][0].cpu()
-            with torch.cuda.stream(streams[0]):
+            with on_stream(streams[0]):
                 loss = loss_of(net(*given[rank]), everyone[rank][1])
-            with torch.cuda.stream(streams[1]):
+            with on_stream(streams[1]):
                 loss.backward()
                 found = grads(net.module)
-        synchronise()
+        torch.accelerator.synchronize()
         if takes is None:
             inputs, targets = (torch.cat(parts) for parts in zip(*everyone, strict=True))
             loss_of(plain(inputs), targets).backward()
@@ -132,7 +125,7 @@ def built(model: str) -> Callable[[], nn.Module]:
 
 
 def parity(setting: str) -> None:
-    ids = {} if DEVICE.type == "cpu" else {"device_ids": [0]}
+    ids = {"device_ids": [torch.accelerator.current_device_index()]}
     for model in ("mlp", "shared_weights", "mixed_dtypes", "checkpoint_reentrant"):
         early = alike(setting, built(model), **ids)
         assert early > 0 or model == "shared_weights", f"{model}: no bucket was launched early"  # it has one bucket
@@ -141,7 +134,7 @@ def parity(setting: str) -> None:
     if setting == TWO:
         for way in WAYS:
             alike(setting, built("mlp"), **options_for(way))
-        if DEVICE.type == "cuda":
+        if not SHARED:  # torch's SyncBatchNorm sends the device's tensors by its own backend alone
             alike(setting, lambda: convert_sync_batchnorm(ConvBatchNorm().to(DEVICE)))
 
 
@@ -176,6 +169,7 @@ def test_a_trainer_trains_as_on_a_single_device(precision: Any) -> None:
         close_to(trained[0], Regression())
 
 
+waits = pytest.mark.xfail(strict=True, reason="tokens are copied from pageable memory, for which the host waits")
 OPTIONS: dict[str, dict[str, Any]] = {
     "find_unused_parameters": {"find_unused_parameters": True},
     "tokens": {"gradient_divide_by": "tokens"},
@@ -185,8 +179,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@cuda
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [pytest.param(name, marks=waits) if name == "tokens" else name for name in OPTIONS])
 @pytest.mark.parametrize("setting", [ALONE, SENDING])
 @on_ranks(1)
 def test_no_pass_makes_the_host_wait(setting: str, options: str) -> None:
@@ -211,21 +204,18 @@ def test_no_pass_makes_the_host_wait(setting: str, options: str) -> None:
     for kind in kinds * 2:  # what is learned in the first passes is learned by waiting
         run_pass(*kind)
     sent_before = len(sent)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_waits_raise():
         losses = [run_pass(*kind) for kind in kinds]
         with pytest.raises(RuntimeError, match="synchronizing"):
             losses[0].item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert (len(sent) > sent_before) == (setting == SENDING)
 
     for _ in range(3):  # only the last one counts: in the others the allocators may still be asking for memory
         busy = []
         for kind in kinds:
-            torch.cuda.synchronize()
-            torch.cuda._sleep(LONG)
-            slept = torch.cuda.Event()
+            torch.accelerator.synchronize()
+            sleep()
+            slept = torch.Event(DEVICE)
             slept.record()
             loss = run_pass(*kind)
             busy.append(not slept.query())
@@ -246,7 +236,7 @@ class Delay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        torch.cuda._sleep(LONG)
+        sleep()
         return grad.clone()
 
 
@@ -266,40 +256,42 @@ class TwoStreams(nn.Module):
         self.main = nn.Parameter(torch.linspace(1, 2, SIZE, device=DEVICE))
         self.side = nn.Parameter(torch.linspace(2, 3, SIZE, device=DEVICE))
         self.late, self.first = late, first
-        self.stream = torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # a node works on the stream on which it was made
+        self.stream = torch.Stream(DEVICE)
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with on_stream(self.stream):  # a node works on the stream on which it was made
             self.node = self.side.expand_as(self.side).grad_fn.next_functions[0][0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, take: str = "") -> Tensor:
         x = x.flatten().repeat(SIZE // x.numel())
         x.record_stream(self.stream)
-        caller = torch.cuda.current_stream()
+        caller = torch.accelerator.current_stream()
         self.stream.wait_stream(caller)
         outputs = {}
         for which in ("main", "side") if self.first == "side" else ("side", "main"):  # backward begins with the last
-            with torch.cuda.stream(self.stream if which == "side" else caller):
+            with on_stream(self.stream if which == "side" else caller):
                 product = x * getattr(self, which)
                 outputs[which] = Delay.apply(product) if which == self.late else product
         caller.wait_stream(self.stream)
+        outputs["side"].record_stream(caller)
         return (outputs["main"] + outputs["side"]).view(-1, 4, SIZE // 16).sum(2)
 
 
 def streams_by_setting(setting: str) -> None:
     for late, first in product(("main", "side"), repeat=2):
-        alike(setting, partial(TwoStreams, late, first), bucket_cap_mb=25 if late == first else 0.25)  # or two buckets
-    side = torch.cuda.Stream()
+        cap = 25 if late == first else 0.25  # or two buckets
+        # Its output has one size: so the reference takes one rank's batch after the other.
+        takes = [("", "")] * len(STEPS) if setting == TWO else None
+        alike(setting, partial(TwoStreams, late, first), takes, bucket_cap_mb=cap)
+    side = torch.Stream(DEVICE)
     for forward in (None, side):
         alike(setting, lambda: nn.Sequential(Mlp(), Late()).to(DEVICE), streams=(forward, side))
 
 
-@cuda
 @settings
 def test_launches_and_the_caller_wait_for_the_streams_of_gradients(run_ranks: RunRanks, setting: str) -> None:
     run_ranks(RANKS[setting], streams_by_setting, setting)
 
 
-@cuda
 @on_ranks(1)
 def test_memory_is_not_used_again_before_a_gradient_was_packed() -> None:
     """The side stream's gradient is packed by the main stream, which is late; the side stream goes on at once."""
@@ -308,17 +300,17 @@ def test_memory_is_not_used_again_before_a_gradient_was_packed() -> None:
     streams: set[int] = set()
     storage = reducer_of(net).storage
     ready = storage.gradient_ready
-    storage.gradient_ready = lambda slot: (streams.add(torch.cuda.current_stream().stream_id), ready(slot))
+    storage.gradient_ready = lambda slot: (streams.add(torch.accelerator.current_stream().stream_id), ready(slot))
     x = torch.ones(SIZE, device=DEVICE)
     for local in (False, True) * 3:
         net.zero_grad()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         with local_if(net, local):
             net(x).sum().backward()
-        with torch.cuda.stream(module.stream):
+        with on_stream(module.stream):
             others = [torch.full_like(x, 1e6) for _ in range(16)]
         found = [param.grad.clone() for param in module.parameters()]
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         for grad in found:
             torch.testing.assert_close(grad, x)
         del others

@@ -1,0 +1,1 @@
+"""A simulated accelerator, ``torch.device("sim")``, and tests on it; see ``docs/simulated-accelerator.md``."""

@@ -1,0 +1,130 @@
+"""Ranks run out of data, do not come, raise or are preempted while the device has collectives to do."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
+from lightning_bucketddp.peers import roll_call
+from lightning_bucketddp.peers.abort_listener import tell_failure
+from tests.accelerator import DEVICE, simulated
+from tests.lightning_models import Regression, data, ours, trainer
+from tests.models import Fragile, Mlp, batch, loss_of
+from tests.pool import on_ranks
+from tests.reference import logged
+from tests.simulated.training import CPU, SMALL
+
+
+def joined(device: torch.device) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = BucketDDP(Mlp().to(device), bucket_cap_mb=SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with model.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            x, target = (tensor.to(device) for tensor in batch(step, dist.get_rank()))
+            loss_of(model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: value.detach().cpu() for name, value in model.module.state_dict().items()}
+    model.close()
+    return state
+
+
+@on_ranks(2)
+def test_uneven_inputs_end_with_the_bits_of_the_cpu() -> None:
+    expected = joined(CPU)
+    for name, value in joined(DEVICE).items():
+        assert torch.equal(value, expected[name])
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_raises_in_backward_is_heard_of_by_the_others() -> None:
+    model, rank, began = BucketDDP(Fragile().to(DEVICE), bucket_cap_mb=SMALL), dist.get_rank(), time.monotonic()
+
+    def train() -> None:
+        for step in range(50):
+            x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
+            try:
+                loss_of(model(x, fail=rank == 1 and step == 3), target).backward()
+            except ArithmeticError as error:
+                tell_failure(error)  # as a Trainer does, and Python's hook for exceptions that nobody catches
+                raise
+
+    with pytest.raises(ArithmeticError if rank else PeerFailureError, match="no gradient today" if rank else "rank 1"):
+        train()
+    assert time.monotonic() - began < 30
+    simulated().clear()  # collectives of the pass are left under way
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_reported() -> None:
+    """The host does not wait for it. It knows what the device waits for."""
+    model, rank = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, report_after=0.3), dist.get_rank()
+    deadline = time.monotonic() + 20
+    with patch.object(roll_call, "ANSWER_SECONDS", 1), logged("lightning_bucketddp.peers") as said:
+        for step in range(5):
+            while step == 4 and rank == 1 and not said and time.monotonic() < deadline:
+                time.sleep(0.02)
+            x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
+            loss_of(model(x), target).backward()
+            torch.accelerator.synchronize()
+    assert any("rank 1: not waiting" in text for text in said), said
+    assert any("on the device" in text for text in said), said
+
+
+class Preempted(Regression):
+    """Rank 1 gets a signal in its third step."""
+
+    records = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() -> None:
+    folder: list[Any] = [None]
+    if dist.get_rank() == 0:
+        import tempfile
+
+        folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0, device=CPU)
+    fit = trainer(ours(), accelerator="sim", callbacks=[PreemptionCheckpoint(folder[0])], max_epochs=5)
+    with pytest.raises(SIGTERMException):
+        fit.fit(Preempted(), data(10))
+    steps: list[Any] = [None, None]
+    dist.all_gather_object(steps, fit.global_step)
+    assert steps[0] == steps[1]
+    assert 3 <= steps[0] < 10, "in which step it came"
+    (saved,) = Path(folder[0]).rglob("*.ckpt")
+    assert torch.load(saved, weights_only=False)["global_step"] == steps[0]
+
+
+@pytest.mark.slow  # it waits until nobody answers
+@pytest.mark.xfail(
+    strict=True, reason="an abort reaches the main communicator alone: that of the lazy all-gather waits on"
+)
+@on_ranks(2, fresh=True, timeout=25)
+def test_an_abort_reaches_all_communicators() -> None:
+    model = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+        loss_of(model(x), target).backward()
+        if step == 3 and dist.get_rank() == 1:
+            error = ArithmeticError("no step today")
+            tell_failure(error)
+            time.sleep(20)
+            return
+        optimizer.step()  # rank 0 gathers, and rank 1 never does
+    torch.accelerator.synchronize()

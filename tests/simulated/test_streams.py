@@ -1,0 +1,136 @@
+"""Programs with streams of their own, on two ranks; with torch's DDP in the wrapper's place they are clean as well.
+
+Faults of the package that are known stand here as strict expected failures, with the reason.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from tests.accelerator import DEVICE, on_stream, simulated
+from tests.pool import on_ranks
+from tests.simulated.training import CPU, Case, TwoStreams, compare
+
+BF16 = torch.bfloat16
+
+
+class Averages:
+    """Moving averages of the parameters, worked out on a stream of their own after each step."""
+
+    def __init__(self) -> None:
+        self.stream = torch.Stream(DEVICE)
+        self.of: dict[nn.Module, list[Tensor]] = {}
+
+    def after_backward(self, wrapper: Any, module: nn.Module, device: torch.device) -> None:
+        if device != CPU:  # it has read the parameters that are about to change
+            torch.accelerator.current_stream().wait_stream(self.stream)
+
+    def after_step(self, wrapper: Any, module: nn.Module, device: torch.device) -> None:
+        params = [param.detach() for param in module.parameters()]
+        if device != CPU:
+            self.stream.wait_stream(torch.accelerator.current_stream())
+        with torch.no_grad(), on_stream(None if device == CPU else self.stream):
+            if module in self.of:
+                torch._foreach_lerp_(self.of[module], params, 0.1)
+            else:
+                self.of[module] = [param.clone() for param in params]
+
+
+def averaging(options: dict[str, Any], with_ddp: bool = False) -> None:
+    averages = Averages()
+    hooks = {"after_backward": averages.after_backward, "after_step": averages.after_step}
+    compare(Case(options, with_ddp=with_ddp, **hooks))
+    expected, found = averages.of.values()
+    torch.accelerator.synchronize()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other.cpu())
+
+
+@on_ranks(2, cases={"ddp": [{}, True], "plain": [{}, False]})
+def test_a_second_stream_reads_parameters_after_the_step(options: dict[str, Any], with_ddp: bool) -> None:
+    averaging(options, with_ddp)
+
+
+@pytest.mark.xfail(strict=True, reason="lazy all-gather: only the first stream that uses a parameter waits for it")
+@on_ranks(2)
+def test_a_second_stream_reads_lazily_gathered_parameters() -> None:
+    averaging({"shard_optimizer": True})
+
+
+TWO: dict[str, Case] = {
+    "ddp": Case(with_ddp=True),
+    "plain": Case(),
+    "one bucket": Case({"bucket_cap_mb": 25}),
+    "bf16 hook": Case({"comm_hook": "bf16"}),
+    "begins later": Case(),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+@on_ranks(2)
+def test_gradients_of_two_streams_are_reduced(name: str) -> None:
+    case = replace(TWO[name], model=lambda: TwoStreams(begins=4 if "later" in name else 0))
+    compare(case)
+
+
+SENT = "the memory that was sent is freed without record_stream where a bucket was launched on a side stream"
+MEAN = "the mean of a reduce-scatter is freed without record_stream where its bucket was launched on a side stream"
+LAZY = "lazy all-gather: only the first stream that uses a bucket's parameters waits for it"
+FAULTS: dict[str, tuple[Case, str]] = {
+    "wire": (Case({"wire_dtype": BF16}), SENT),
+    "sharded wire": (Case({"wire_dtype": BF16, "shard_optimizer": True}), SENT),
+    "sharded": (Case({"shard_optimizer": True}), MEAN),
+    "sharded, one bucket": (Case({"shard_optimizer": True, "bucket_cap_mb": 25}), LAZY),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (_, why) in FAULTS.items()]
+)
+@on_ranks(2)
+def test_gradients_of_two_streams_are_reduced_in_stages(name: str) -> None:
+    compare(replace(FAULTS[name][0], model=TwoStreams))
+
+
+class UsedLater(TwoStreams):
+    """As the base, with a layer that is first used when the stream begins, on that stream."""
+
+    def __init__(self) -> None:
+        super().__init__(begins=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls < self.begins:
+            self.calls += 1
+            return self.head(torch.tanh(self.main(x)))
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_parameter_is_first_used_in_a_later_pass_on_a_stream_that_is_new() -> None:
+    compare(Case({"find_unused_parameters": True}, model=UsedLater), allowed_waits=["synchronize an event"])
+
+
+def powersgd(with_ddp: bool) -> int:
+    """How many pairs of accesses are unordered with torch's hook, trained until its factors are reduced."""
+
+    def use(wrapper: Any) -> None:
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+        wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    from tests.simulated.training import train
+
+    simulated().clear()
+    train(Case({"bucket_cap_mb": 25}, with_ddp=with_ddp, prepare=use, model=TwoStreams), DEVICE)
+    torch.accelerator.synchronize()
+    found = [text for text in simulated().unordered_accesses() if "powerSGD_hook.py" in text]
+    simulated().clear()
+    return len(found)
+
+
+@on_ranks(2)
+def test_powersgd_of_torch_frees_memory_too_early_with_torchs_ddp_as_well() -> None:
+    assert powersgd(with_ddp=True) > 0

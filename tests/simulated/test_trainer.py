@@ -1,0 +1,104 @@
+"""A Trainer and a Fabric train on the simulated device as on the CPU."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_bucketddp import BucketDDPFabricStrategy
+from tests.lightning_models import Citizen, PoolEnvironment, data, ours, trainer
+from tests.models import Mlp, batch
+from tests.pool import ROOT, RunRanks, on_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sharded": {"shard_optimizer": True},
+    "wire": {"wire_dtype": "bf16"},
+    "hook": {"comm_hook": "bf16"},
+}
+TRAINER: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
+
+
+class Logging(Citizen):
+    records = False
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Log no norms: those of sharded gradients are refused."""
+
+
+def fitted(accelerator: str, options: dict[str, Any], others: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights after a fit, and what was logged."""
+    module = Logging()
+    fit = trainer(ours(**options), accelerator=accelerator, **{**TRAINER, **others})
+    fit.fit(module, data(), data(2))
+    assert fit.strategy.root_device.type == accelerator
+    logged = {name: fit.callback_metrics[name].detach().cpu() for name in ("train_epoch", "valid", "mean")}
+    return {**module.cpu().state_dict(), **logged}
+
+
+def same(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, job: Any, *args: Any) -> list[dict[str, Tensor]]:
+    """Require that a job gives the same on both; what it gave on the device."""
+    expected, found = ranks_on_cpu(2, job, "cpu", *args), ranks_on_simulated(2, job, "sim", *args)
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_trainer_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
+    same(ranks_on_cpu, ranks_on_simulated, fitted, OPTIONS[name], {})
+
+
+def test_a_trainer_trains_bf16_with_fp32_gradients(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks) -> None:
+    others = {"precision": "bf16-true", "gradient_clip_val": None}
+    found = same(ranks_on_cpu, ranks_on_simulated, fitted, {"grad_dtype": torch.float32}, others)
+    assert found[0]["net.head.weight"].dtype is torch.bfloat16
+
+
+@on_ranks(2)
+def test_auto_finds_the_device() -> None:
+    strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment())
+    for found in (trainer(ours(), accelerator="auto").strategy, Fabric(devices=2, strategy=strategy).strategy):
+        assert found.root_device == torch.device("sim", dist.get_rank())
+
+
+def with_fabric(accelerator: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    strategy = BucketDDPFabricStrategy(cluster_environment=PoolEnvironment(), bucket_cap_mb=0.0003, **options)
+    fabric = Fabric(accelerator=accelerator, devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(5)
+    module = Mlp().to(fabric.device)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    for step in range(4):
+        for local in (True, False):
+            x, target = (tensor.to(fabric.device) for tensor in batch(10 * step + local, dist.get_rank()))
+            with fabric.no_backward_sync(model, enabled=local):
+                fabric.backward(nn.functional.mse_loss(model(x), target))
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert next(module.parameters()).device.type == accelerator
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_a_fabric_trains_as_on_the_cpu(ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str) -> None:
+    same(ranks_on_cpu, ranks_on_simulated, with_fabric, OPTIONS[name])
+
+
+@pytest.mark.slow
+def test_the_digits_example_trains_on_two_devices() -> None:
+    """As a user starts it: Lightning starts the second rank itself."""
+    command = [sys.executable, "-m", "tests.simulated", "examples/finetune_digits.py", "--epochs", "2"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "strategy bucketddp, 2 ranks on sim" in ended.stdout
+    assert "every rank holds the same model" in ended.stdout
+    assert ended.stderr.count("0 pair(s) of accesses that nothing orders") == 2, ended.stderr[-3000:]
