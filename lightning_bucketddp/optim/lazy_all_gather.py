@@ -41,11 +41,11 @@ class AwaitedParameter(nn.Parameter):
 
     Attributes:
         kind: The class that the parameter gets back.
-        wait_for_values: Waits for the parameter and for the rest of its bucket.
+        arrival: The collective that brings the values of its bucket.
     """
 
     kind: type[nn.Parameter]
-    wait_for_values: Callable[[], None]
+    arrival: Arrival
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a parameter of the original class, for code like ``type(param)(data)``."""
@@ -60,19 +60,21 @@ class AwaitedParameter(nn.Parameter):
         if _needs_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():  # torch's documentation names it, for this
                 return func(*args, **kwargs or {})
-        _wait_for_all(args, kwargs)
+        if _wait_for_all(args, kwargs):  # other streams have to wait still
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
     # nn.Parameter copies itself without asking __torch_function__.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Wait, and copy."""
-        _wait_for_all(self)
+        self.arrival.wait()
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Wait, and pickle."""
-        _wait_for_all(self)
+        self.arrival.wait()
         return self.__reduce_ex__(protocol)
 
 
@@ -84,15 +86,18 @@ def _needs_no_values(func: Any) -> bool:
     return name in _CALLS_WITHOUT_VALUES
 
 
-def _wait_for_all(*values: Any) -> None:
-    """Wait for all parameters in ``values`` and in containers among them."""
+def _wait_for_all(*values: Any) -> bool:
+    """Wait for all parameters in ``values`` and in containers among them. Return whether some keep their class."""
+    awaited = False
     for value in values:
         if isinstance(value, AwaitedParameter):
-            value.wait_for_values()
+            value.arrival.wait_here()
+            awaited |= isinstance(value, AwaitedParameter)
         elif isinstance(value, Mapping):
-            _wait_for_all(*value.values())
+            awaited |= _wait_for_all(*value.values())
         elif isinstance(value, list | tuple | set | frozenset):
-            _wait_for_all(*value)
+            awaited |= _wait_for_all(*value)
+    return awaited
 
 
 @cache
@@ -128,7 +133,7 @@ class Arrival:
                 self.wait()
                 return
             self._late.append(param)
-            self._late[-1].wait_for_values = self.wait_here  # nowhere else: a module that is dropped now is collected
+            self._late[-1].arrival = self  # nowhere else: a module that is dropped now is collected
 
     def wait_here(self) -> None:
         """Let the current stream wait. Every stream does that, until the device says that the values are there."""
@@ -149,7 +154,7 @@ class Arrival:
         """Give the parameters their classes back, whether or not they have arrived."""
         for param in self._late:
             param.__class__ = type(param).kind
-            del param.wait_for_values
+            del param.arrival
         self._late.clear()
         self._arrived()
 
@@ -206,7 +211,7 @@ class ModulesWait:
         if self._arrivals:
             for param in _params_inside(module, called):
                 if isinstance(param, AwaitedParameter):
-                    param.wait_for_values()
+                    param.arrival.wait_here()
         if self._trains is not None:
             self._called[self._trains].add(module)
         elif not self._arrivals:
