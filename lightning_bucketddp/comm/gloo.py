@@ -6,6 +6,7 @@ takes longer than its all-reduce. Its one thread per device reads a message to i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import starmap
 
@@ -46,6 +47,10 @@ def collectives_of(process_group: dist.ProcessGroup | None, device: torch.device
 
 class GlooCollectives(Collectives):
     """Collectives of a group with gloo as its backend."""
+
+    def end_parts_with(self, owner: object) -> None:
+        """Destroy the parts with ``owner``: nobody waits for that, and gloo's threads would stay."""
+        weakref.finalize(owner, self.end_parts).atexit = False
 
     def averages(self, dtype: torch.dtype) -> bool:
         """Whether gloo is to divide. For the exact dtypes it would, in a second walk through memory: packing does."""

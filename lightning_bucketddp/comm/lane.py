@@ -137,6 +137,12 @@ class _StreamWork(Work):
             self._event = None
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Let the host wait until an accelerator has finished. Nobody waits for a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class Streams:
     """The streams on which an accelerator made the gradients of a pass."""
 

@@ -21,6 +21,7 @@ from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.gloo import collectives_of
 from lightning_bucketddp.comm.hooks import choose_hook
+from lightning_bucketddp.comm.lane import wait_for_device
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
@@ -110,11 +111,16 @@ class Runtime:
         release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
-        if device.type == "cpu":  # an accelerator's groups end on all ranks at the same time, and so in close() alone
-            weakref.finalize(self, collectives.end_parts).atexit = False
+        collectives.end_parts_with(self)
+        self._device = device
 
     def close(self) -> None:
-        """Give the module back. Sends nothing."""
+        """Give the module back. Sends nothing.
+
+        An accelerator has finished by then: streams of the user's may still read memory that is freed here.
+        """
+        if not self.passes.peers.message:  # else it may wait for ranks that do not come
+            wait_for_device(self._device)
         self._release()
         self.optimizers.close()
         self.collectives.end_parts()

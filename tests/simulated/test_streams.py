@@ -1,7 +1,4 @@
-"""Programs with streams of their own, on two ranks; with torch's DDP in the wrapper's place they are clean as well.
-
-Faults of the package that are known stand here as strict expected failures, with the reason.
-"""
+"""Programs with streams of their own, on two ranks; with torch's DDP in the wrapper's place they are clean as well."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +52,6 @@ def test_a_second_stream_reads_parameters_after_the_step(options: dict[str, Any]
     averaging(options, with_ddp)
 
 
-@pytest.mark.xfail(strict=True, reason="lazy all-gather: only the first stream that uses a parameter waits for it")
 @on_ranks(2)
 def test_a_second_stream_reads_lazily_gathered_parameters() -> None:
     averaging({"shard_optimizer": True})
@@ -77,23 +73,18 @@ def test_gradients_of_two_streams_are_reduced(name: str) -> None:
     compare(case)
 
 
-SENT = "the memory that was sent is freed without record_stream where a bucket was launched on a side stream"
-MEAN = "the mean of a reduce-scatter is freed without record_stream where its bucket was launched on a side stream"
-LAZY = "lazy all-gather: only the first stream that uses a bucket's parameters waits for it"
-FAULTS: dict[str, tuple[Case, str]] = {
-    "wire": (Case({"wire_dtype": BF16}), SENT),
-    "sharded wire": (Case({"wire_dtype": BF16, "shard_optimizer": True}), SENT),
-    "sharded": (Case({"shard_optimizer": True}), MEAN),
-    "sharded, one bucket": (Case({"shard_optimizer": True, "bucket_cap_mb": 25}), LAZY),
+IN_STAGES: dict[str, Case] = {
+    "wire": Case({"wire_dtype": BF16}),
+    "sharded wire": Case({"wire_dtype": BF16, "shard_optimizer": True}),
+    "sharded": Case({"shard_optimizer": True}),
+    "sharded, one bucket": Case({"shard_optimizer": True, "bucket_cap_mb": 25}),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (_, why) in FAULTS.items()]
-)
+@pytest.mark.parametrize("name", IN_STAGES)
 @on_ranks(2)
 def test_gradients_of_two_streams_are_reduced_in_stages(name: str) -> None:
-    compare(replace(FAULTS[name][0], model=TwoStreams))
+    compare(replace(IN_STAGES[name], model=TwoStreams))
 
 
 class UsedLater(TwoStreams):

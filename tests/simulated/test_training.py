@@ -76,7 +76,6 @@ def test_looking_for_bad_gradients_waits_once_a_bucket() -> None:
     compare(Case({"max_abs_grad": 1e3, "bucket_cap_mb": 25}), allowed_waits=["copy to the host"])
 
 
-@pytest.mark.xfail(strict=True, reason="tokens are copied from pageable memory, which makes the host wait in each pass")
 @on_ranks(2)
 def test_counting_tokens_makes_nobody_wait() -> None:
     compare(Case({"gradient_divide_by": "tokens"}))
@@ -95,9 +94,6 @@ def test_sync_batchnorm_normalises_over_all_ranks() -> None:
     compare(Case(model=lambda: convert_sync_batchnorm(Pictures(norm)), tolerance=1e-5))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="second stages of shard groups all start when backward has ended: none is hidden"
-)
 @on_ranks(4)
 def test_second_stages_of_shard_groups_start_during_backward() -> None:
     model = BucketDDP(Mlp(depth=6).to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True, shard_group_size=2)

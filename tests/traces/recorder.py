@@ -118,7 +118,7 @@ class Roles:
         if not found:
             return ""
         _, _, at, index = min(found)
-        self._buckets_since_control = self._control_in.get(at, label) == label
+        self._buckets_since_control |= self._control_in.get(at, label) == label
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
         self._next_bucket[key], self._last_wrapper = index + 1, at
         return f"bucket {index}{self._of_wrapper(at)}"

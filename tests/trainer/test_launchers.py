@@ -169,7 +169,8 @@ def test_a_killed_rank_of_lightnings_launcher_is_an_error_on_the_other(tmp_path:
 @pytest.mark.parametrize("make", [pl.Trainer, Fabric])
 @pytest.mark.parametrize("listens", [True, False])
 def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make: Any, listens: bool) -> None:
-    ended = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    code = "import sys; sys.stdin.read(); raise SystemExit(3)"
+    ended = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE)
     observer, done, told = subprocess_script._ChildProcessObserver, threading.Event(), []
 
     def tell(*words: object) -> bool:
@@ -186,7 +187,7 @@ def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make
     ):
         launcher = make(strategy="bucketddp", accelerator="cpu", devices=2).strategy.launcher
         launcher._call_children_scripts = lambda: launcher.procs.append(ended)
-        assert launcher.launch(done.wait, 20)
+        assert launcher.launch(lambda: (ended.stdin.close(), done.wait(20))[1])  # it ends when the ranks run
         launcher.procs.clear()  # the observer has nothing left to look for
         for thread in threading.enumerate():
             if isinstance(thread, observer):
