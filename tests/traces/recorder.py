@@ -40,9 +40,7 @@ _METHODS = {
     "barrier": ["barrier", "monitored_barrier"],
 }
 _IN_PLACE = ("all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "send", "recv")
-# What ranks tell one another after a pass is expected in int64 vectors with at least a number for each slot. Their
-# lengths are not recorded: what they hold may change where the order of collectives does not.
-_MOST_PER_SLOT, _MOST_BESIDE = 4, 32
+# Their lengths are not recorded: what they hold may change where the order of collectives does not.
 LENGTH_UNKNOWN = ("control", "order")
 
 
@@ -52,8 +50,8 @@ class Roles:
     def __init__(self) -> None:
         self.modules: list[weakref.ref[nn.Module]] = []  # that are wrapped, or are about to be
         self.wrappers: list[weakref.ref[BucketDDP]] = []  # whose layout is known
-        self._last_wrapper, self._buckets_since_control = 0, True
-        self._control_in: dict[int, str] = {}  # a wrapper's group; a thread may launch buckets in another one later
+        self._last_wrapper = 0
+        self._after_control = False  # for vectors of a length that both have
         self._next_bucket: dict[tuple[int, Layout, str, str], int] = {}
 
     def of(self, operation: str, group: dist.ProcessGroup, label: str, sent: list[Tensor]) -> str:
@@ -65,14 +63,15 @@ class Roles:
             operation, numel = "all_reduce" if dtype is torch.int64 else "all_gather", numel // group.size()
         if operation == "all_reduce" and dtype is torch.int64:
             slots = [(at, len(it.layout.slots)) for at, it in self._open()]
-            ended = [at for at, count in slots if count < numel <= _MOST_PER_SLOT * count + _MOST_BESIDE]
+            ended = [at for at, count in slots if numel in (HEADER + count, 3 * count)]
             if ended:
                 # Threads may still start stages of the same pass in groups of their own.
                 due = self._next_bucket.items()
                 self._next_bucket = {key: at for key, at in due if key[0] not in ended or key[3] != label}
-                self._control_in.update(dict.fromkeys(ended, label))
-                first, self._buckets_since_control = self._buckets_since_control, False
-                return "control" if first else "order"
+                is_control = any(numel == HEADER + count for _, count in slots)
+                is_order = any(numel == 3 * count for _, count in slots)
+                self._after_control = is_control and not (is_order and self._after_control)
+                return "control" if self._after_control else "order"
         elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel)):
             return bucket
         if operation in ("broadcast", "all_reduce") and numel > 1:  # a single number may be anything
@@ -107,8 +106,7 @@ class Roles:
                     continue  # gradients are gathered in less precision only
                 elif bucket is last and numel in with_control:
                     self._next_bucket[key] = 0
-                    self._buckets_since_control, self._last_wrapper = False, at
-                    self._control_in[at] = label
+                    self._last_wrapper, self._after_control = at, True
                     return f"bucket {index} and control{self._of_wrapper(at)}"
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
                     continue  # shards are reduced across their groups only
@@ -118,9 +116,8 @@ class Roles:
         if not found:
             return ""
         _, _, at, index = min(found)
-        self._buckets_since_control |= self._control_in.get(at, label) == label
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
-        self._next_bucket[key], self._last_wrapper = index + 1, at
+        self._next_bucket[key], self._last_wrapper, self._after_control = index + 1, at, False
         return f"bucket {index}{self._of_wrapper(at)}"
 
     def _of_wrapper(self, at: int) -> str:
