@@ -62,6 +62,7 @@ def test_the_host_runs_ahead() -> None:
 def test_a_model_trains_to_the_bits_of_the_cpu(make: Callable[[], nn.Module], tolerance: float) -> None:
     nets = [make()]
     nets.append(copy.deepcopy(nets[0]).to(DEVICE))
+    outputs: list[Tensor] = []
     for net, device in zip(nets, ("cpu", DEVICE), strict=True):
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for step in range(4):
@@ -69,6 +70,9 @@ def test_a_model_trains_to_the_bits_of_the_cpu(make: Callable[[], nn.Module], to
             loss_of(net(x), target).backward()
             optimizer.step()
             optimizer.zero_grad()
+        with torch.no_grad():
+            outputs.append(net.eval()(batch(9, 0)[0].to(device)).cpu())
+    torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
     for expected, found in zip(nets[0].state_dict().values(), nets[1].state_dict().values(), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
     assert not simulated().library.operators_not_queued()

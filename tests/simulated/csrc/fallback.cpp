@@ -237,7 +237,8 @@ class Call {
       for (size_t r = 0; r < targets.size(); r++) {
         if (targets[r].empty()) continue;
         auto values = tensors_in(results[r]);
-        for (size_t i = 0; i < values.size(); i++) copy_values(targets[r][i], values[i]);
+        for (size_t i = 0; i < values.size(); i++) // the CPU's batch normalisation gives no statistics in evaluation
+          if (values[i].numel()) copy_values(targets[r][i], values[i]);
       }
     });
   }
