@@ -1,0 +1,114 @@
+"""Each wait that orders streams or memory is needed: left out, it is found.
+
+Not here: the wait for a hook's future (``comm/hooks.py``), which the CPU needs too, where its result is not there yet.
+The host's wait for a copy (``comm/host_copy.py``), without which it reads memory that nobody has written. ``close()``,
+which waits for the device before it frees memory (averages on a second stream in ``test_streams.py``).
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_bucketddp.comm import lane, work
+from lightning_bucketddp.comm.lane import StreamLane, Streams
+from lightning_bucketddp.comm.work import Stage, Stages
+from lightning_bucketddp.optim.lazy_all_gather import Arrival
+from lightning_bucketddp.peers.agreement import RankMismatchError
+from tests.accelerator import simulated
+from tests.pool import on_ranks
+from tests.simulated.training import Case, Pictures, TwoStreams, compare
+
+BF16 = torch.bfloat16
+
+
+class Unawaited:
+    """A handle that nobody waits for."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def is_completed(self) -> bool:
+        return self.handle.is_completed()
+
+    def wait(self, *timeout: Any) -> None: ...
+
+
+def in_lane(change: Callable[[Stage], Stage]) -> AbstractContextManager[object]:
+    """Let the lane for accelerators see other stages."""
+    run = StreamLane.run
+
+    def changed(self: StreamLane, stages: Stages, common: bool = False) -> work.Work:
+        return run(self, map(change, stages), common)
+
+    return patch.object(StreamLane, "run", changed)
+
+
+def without_wait_stream(self: Streams, grads: Any) -> None:
+    for stream in self._streams:
+        for grad in grads:
+            grad.record_stream(torch.accelerator.current_stream(stream.device))
+
+
+def without_record_stream(self: Streams, grads: Any) -> None:
+    for stream in self._streams:
+        current = torch.accelerator.current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
+
+
+def first_stream_alone(self: Arrival) -> None:
+    if self._wait is not None:
+        self._wait()
+        self._wait = None
+    self.forget()
+
+
+def wait_on_host_alone(handle: Any, poll: Any, wait: Any = work.wait_for) -> None:
+    if poll is not None:
+        wait(handle, poll)
+
+
+MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = {
+    "gradients of other streams, wait": (
+        lambda: patch.object(Streams, "wait_for", without_wait_stream),
+        Case({"bucket_cap_mb": 25}, model=TwoStreams),
+    ),
+    "gradients of other streams, memory": (
+        lambda: patch.object(Streams, "wait_for", without_record_stream),
+        Case({"bucket_cap_mb": 25}, model=TwoStreams),
+    ),
+    "memory of first stages": (lambda: in_lane(lambda stage: Stage(stage.handle)), Case({"wire_dtype": BF16})),
+    "side stream waits for the collective": (
+        lambda: in_lane(lambda stage: Stage(Unawaited(stage.handle), stage.memory)),
+        Case(),
+    ),
+    "current stream waits for the side stream": (
+        lambda: patch.object(lane._StreamWork, "wait", lambda self, poll=None: None),
+        Case(),
+    ),
+    "current stream waits for a collective": (
+        lambda: patch.object(work, "wait_for", wait_on_host_alone),
+        Case({"module_buffers": "mean"}, model=Pictures),
+    ),
+    "every stream awaits parameters": (
+        lambda: patch.object(Arrival, "wait_here", first_stream_alone),
+        Case({"shard_optimizer": True, "bucket_cap_mb": 25}, model=TwoStreams),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@on_ranks(2, fresh=True)
+def test_a_wait_that_is_left_out_is_found(name: str) -> None:
+    """By the checker, by the weights, or by the control vector, whose sum is then no sum."""
+    mutate, case = MUTANTS[name]
+    with mutate(), pytest.raises((AssertionError, RankMismatchError)) as caught:
+        compare(case)
+    assert re.search(r"nothing orders|not close|ranks met in pass", str(caught.value))
+    torch.accelerator.synchronize()
+    simulated().clear()
