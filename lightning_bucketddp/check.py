@@ -109,7 +109,7 @@ class Layer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the layer's output to its input."""
