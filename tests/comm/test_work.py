@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,6 +12,7 @@ import pytest
 from lightning_bucketddp.comm import work
 from lightning_bucketddp.comm.stage_thread import StageThread
 from lightning_bucketddp.comm.work import Work
+from tests.reference import eventually
 
 
 class Handle:
@@ -135,18 +135,12 @@ def test_a_wait_polls_on_the_host_alone(chain: Chain, monkeypatch: pytest.Monkey
         soon.wait(give_up)  # stays awake until then
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
-
-
 def test_the_thread_starts_stages_in_order_and_ends_them(chain: Chain) -> None:
     stages = StageThread()
     taken = [stages.take(it) for it in (chain.of("a1", "a2"), chain.of("b1", "b2"), chain.start("c"))]
     chain.complete("b1")
-    time.sleep(0.05)
+    eventually(lambda: chain.names() == ["a1", "b1", "c"])
+    time.sleep(0.05)  # in which b2 would start
     assert chain.names() == ["a1", "b1", "c"], "b waits for its turn"
     chain.complete("a1", "a2")
     eventually(lambda: "finished a2" in chain.log and "started b2" in chain.log)
