@@ -93,7 +93,7 @@ def assert_trained(output: str, errors: str = "", lr: float = 0.1, fits: int = 1
 
 
 def run(*command: str, check: bool = True) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert not check or result.returncode == 0, f"{command}: {result.stderr}"
     return result.stdout
 

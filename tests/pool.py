@@ -86,7 +86,7 @@ class WorkerPool:
         self,
         job: Callable[..., Any],
         *args: Any,
-        timeout: float = 90,
+        timeout: float = 180,
         fresh: bool = False,
         may_exit: Collection[int] = (),
         bare: bool = False,

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.peers.status import Phase, Status
 from lightning_bucketddp.replicas.forward import ReplicatedForward
 from tests.models import Mlp, batch, loss_of
+from tests.pool import TIMEOUT
 
 TINY = 0.0003
 """MiB; makes several buckets of the small test models."""
@@ -118,11 +120,41 @@ def run_backward(ours: BucketDDP, loss: Tensor, guarded: bool, **options: Any) -
 
 
 @contextmanager
-def raises_soon(*errors: type[BaseException], match: str | None = None, within: float = 8) -> Iterator[Any]:
+def raises_soon(*errors: type[BaseException], match: str | None = None) -> Iterator[Any]:
+    """``pytest.raises``; not by the timeout of the collectives. A busy machine may take its time all the same."""
     begin = time.monotonic()
     with pytest.raises(errors, match=match) as error:
         yield error
-    assert time.monotonic() - begin < within
+    assert time.monotonic() - begin < 0.8 * TIMEOUT.total_seconds()
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for a state."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def group_store() -> dist.Store:
+    """Where the ranks of a job leave each other notes."""
+    return dist.PrefixStore("of the test", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
+
+
+@contextmanager
+def telling_of_waits(tell: Callable[[], object], phase: Phase = Phase.PASS) -> Iterator[None]:
+    """In this context this rank calls ``tell`` whenever it has begun to wait in a pass, or in another phase."""
+    waiting = Status.waiting
+
+    @contextmanager
+    def telling(status: Status, what: Any, kind: Phase) -> Iterator[None]:
+        with waiting(status, what, kind):
+            if kind is phase:
+                tell()
+            yield
+
+    with patch.object(Status, "waiting", telling):
+        yield
 
 
 def several_machines() -> AbstractContextManager[object]:

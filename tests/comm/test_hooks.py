@@ -267,7 +267,7 @@ def test_a_hook_with_other_annotations_is_called(hook: Any) -> None:
     assert ours.passes == 1
 
 
-@on_ranks(3, timeout=30)
+@on_ranks(3)
 def test_ranks_with_different_hooks_are_told_both() -> None:
     last = dist.get_rank() == 2
     state = PowerSGDState(None, matrix_approximation_rank=3 if last else 2)

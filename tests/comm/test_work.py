@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from unittest.mock import Mock, patch
 
@@ -12,6 +11,7 @@ import pytest
 from lightning_bucketddp.comm import work
 from lightning_bucketddp.comm.lane import Lane, ThreadLane
 from lightning_bucketddp.comm.work import DirectWork, Stage, Stages, Work
+from tests.reference import eventually
 
 
 class Handle:
@@ -76,13 +76,6 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
 def threads(reductions: Reductions, starts_here: bool = False) -> Lane:
     reductions.lanes.append(ThreadLane(reductions.left_behind, starts_here))  # ends when it is dropped
     return reductions.lanes[-1]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
 
 
 def test_a_wait_runs_all_stages_once(reductions: Reductions) -> None:

@@ -78,7 +78,7 @@ def test_one_rank_that_raises_is_an_error_on_all(way: str, guarded: bool, step: 
     for before in range(step):
         ours.zero_grad()
         backward(ours, before, guarded=guarded)
-    with raises_soon(ArithmeticError, PeerFailureError, within=15 if rank == 1 else 8) as error:
+    with raises_soon(ArithmeticError, PeerFailureError) as error:
         backward(ours, step, guarded=guarded, fail=rank == 1)
     # Nobody may go on by mistake, least of all the rank that failed.
     with pytest.raises(PeerFailureError, match="rank 1"):
@@ -100,7 +100,7 @@ IN_THE_SECOND_PASS = {
 }
 
 
-@on_ranks(2, cases=IN_THE_SECOND_PASS.items(), fresh=True, may_exit=[1], timeout=30)
+@on_ranks(2, cases=IN_THE_SECOND_PASS.items(), fresh=True, may_exit=[1])
 def test_a_rank_that_waits_hears_of_a_failure(what: str, words: list[str]) -> None:
     """Rank 1 fails around the second pass; rank 0 hears of it there."""
     ours = BucketDDP(Mlp(), bucket_cap_mb=TINY)

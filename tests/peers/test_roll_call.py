@@ -42,7 +42,7 @@ class Garbage:
         threading.Thread(target=int).start()
 
 
-@on_ranks(1, timeout=30)
+@on_ranks(1)
 def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
     roll_call, before = RollCall(HashStore(), 0, 1, 60), gc.get_threshold()
     for number in range(400):

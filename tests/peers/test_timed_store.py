@@ -19,13 +19,13 @@ class Stopping(HashStore):
         self.runs.set()
 
     def check(self, keys: list[str]) -> bool:
-        self.runs.wait(20)
+        self.runs.wait(60)
         return super().check(keys)
 
 
 def test_a_request_raises_if_the_server_is_stopped() -> None:
     server = Stopping()
-    store = TimedStore(server, 0.2)
+    store = TimedStore(server, 1)
     store.set("key", "value")
     assert store.check(["key"])
     assert store.get("key") == b"value"
@@ -36,7 +36,7 @@ def test_a_request_raises_if_the_server_is_stopped() -> None:
     for _ in range(20):
         with pytest.raises(RuntimeError, match=r"the process that serves the store, .*, does not answer"):
             store.check(["key"])
-    assert 0.2 <= time.monotonic() - began < 2, "the first waits, the others raise at once"
+    assert 1 <= time.monotonic() - began < 15, "the first waits, the others raise at once"
     server.runs.set()
     store._late.acquire(timeout=20)
     store._late.release()

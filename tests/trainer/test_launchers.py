@@ -138,7 +138,7 @@ def test_a_failure_ends_the_others_who_say_why(run_ranks: RunRanks, tmp_path: Pa
     (output,) = run_ranks(1, run_script, *arguments, bare=True)
     ended = dict(re.findall(r"^(.+) ended after ([\d.]+) s$", output, re.MULTILINE))
     for place in places:
-        assert float(ended[place]) < 15, place
+        assert float(ended[place]) < 60, place
         assert_told(tmp_path, place)
 
 
@@ -146,7 +146,7 @@ def test_a_failure_ends_the_others_who_say_why(run_ranks: RunRanks, tmp_path: Pa
 def test_popen_and_torchrun_end_the_ranks_of_a_failed_one(run_ranks: RunRanks, tmp_path: Path) -> None:
     finish(start("-m", "tests.failing_script", "bucketddp", str(tmp_path), "on_train_batch_end:0"))
     assert_told(tmp_path, "on_train_batch_end:0")
-    assert time.time() - float((tmp_path / "failed").read_text()) < 20
+    assert time.time() - float((tmp_path / "failed").read_text()) < 60
     elastic = (run_elastic, 0, failing_script.train, "bucketddp", tmp_path, "on_train_epoch_end", 1)
     assert run_ranks(1, *elastic, bare=True) == [False]
     assert_told(tmp_path, "on_train_epoch_end:1")

@@ -1,9 +1,6 @@
 """``CommunicationMonitor``: what it logs, whom it names, and what it sends."""
 
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +11,10 @@ from torch import Tensor
 
 from lightning_bucketddp import CommunicationMonitor
 from lightning_bucketddp.peers import status
-from lightning_bucketddp.peers.status import Phase, Status
 from lightning_bucketddp.trainer import monitor
 from tests.lightning_models import Memory, Regression, data, ddp, ours, trainer
 from tests.pool import on_ranks
+from tests.reference import eventually, group_store, telling_of_waits
 from tests.traces.recorder import recording
 
 PREFIX = "CommunicationMonitor/"
@@ -31,7 +28,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.store = dist.PrefixStore("clock", dist.group.WORLD.get_group_store())
+        self.store = group_store()
         self.own = 0.0
 
     def perf_counter(self) -> float:
@@ -51,10 +48,7 @@ class Slow(Regression):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         self.steps += 1
         if self.is_slow:
-            deadline = time.monotonic() + 60
-            while not self.clock.store.add(f"waits in {self.steps}", 0):
-                assert time.monotonic() < deadline, "the other rank did not come"
-                time.sleep(0.002)
+            eventually(lambda: self.clock.store.add(f"waits in {self.steps}", 0))
             self.clock.store.add("ms", STEP_MS)
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -63,16 +57,10 @@ class Slow(Regression):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.clock.own += 5 * STEP_MS / 1e3
 
-    @contextmanager
-    def waiting(self, status: Status, what: Any, phase: Phase) -> Iterator[None]:
-        """Replaces ``Status.waiting``: says that this rank waits."""
-        with WAITING(status, what, phase):
-            if phase is Phase.PASS and not self.is_slow:
-                self.clock.store.add(f"waits in {self.steps}", 1)
-            yield
-
-
-WAITING = Status.waiting
+    def waits(self) -> None:
+        """This rank waits in a pass."""
+        if not self.is_slow:
+            self.clock.store.add(f"waits in {self.steps}", 1)
 
 
 def of_monitor(memory: Memory) -> list[tuple[int | None, dict[str, float]]]:
@@ -99,7 +87,7 @@ def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], 
         patch.object(monitor, "SLOW_STEPS", 10),
         patch.object(monitor, "time", clock),
         patch.object(status, "time", clock),
-        patch.object(Status, "waiting", lambda *given: module.waiting(*given)),
+        telling_of_waits(module.waits),
     ):
         warnings.simplefilter("always")
         runs = trainer(ours(**options), callbacks=[CommunicationMonitor(5)], max_epochs=2, **settings)

@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDP, PreemptionCheckpoint
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
+from lightning_bucketddp.peers.abort_listener import listen
 from tests.lightning_models import PoolEnvironment, ddp, ours, trainer
 from tests.pool import ROOT, RunRanks, on_ranks
+from tests.reference import eventually
 
 Options = dict[str, Any]
 BATCHES, MANY = 6, 9
@@ -305,7 +308,9 @@ class Ends(Preempted):
                 time.sleep(1.1)
                 os.kill(os.getpid(), signal.SIGUSR1)
             if self.how == "absent":
-                time.sleep(4 * self.global_rank)
+                if self.global_rank == 1:
+                    listener = listen(Collectives(None))
+                    eventually(lambda: listener.failure)
                 os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
 
