@@ -166,7 +166,7 @@ def again(**options: Any) -> list[int]:
 
 def stopped_for_good(folder: Path, place: str) -> str:
     """Rank 1 stops at some place. Return rank 0's error, with its notes."""
-    soon = timedelta(seconds=5)
+    soon = timedelta(seconds=3)
     pids = again(init_method=f"file://{folder}/store", timeout=soon)
     model, stop = Regression(), stop_process if dist.get_rank() == 1 else lambda *_: None
     if place == "pass":
