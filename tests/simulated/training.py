@@ -151,6 +151,8 @@ def train(case: Case, device: torch.device) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         case.after_step(wrapper, module, device)
+    if device != CPU:  # other streams may still read what is freed here
+        torch.accelerator.synchronize()
     state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
     if not case.with_ddp:
         wrapper.close()
