@@ -23,7 +23,7 @@ class HostCopy:
         self._event: torch.Event | None = None
         if self.waits:
             self._event = torch.Event(tensor.device)
-            self._event.record()
+            self._event.record(torch.accelerator.current_stream(tensor.device))  # autograd may be on another device
 
     def arrived(self) -> bool:
         """Whether :meth:`read` would return without waiting."""

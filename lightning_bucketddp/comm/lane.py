@@ -121,19 +121,21 @@ class StreamLane:
                 stage = next(stages, None)
             event = torch.Event(self._device)
             event.record()
-        return _StreamWork(event)
+        return _StreamWork(event, self._device)
 
 
 class _StreamWork(Work):
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event: torch.Event | None = event
+        self._device = device
 
     def done(self) -> bool:
         return self._event is None
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
         if self._event is not None:
-            self._event.wait()  # the current stream waits
+            # The current stream of the gradients' device waits: backward may end in another device's thread.
+            self._event.wait(torch.accelerator.current_stream(self._device))
             self._event = None
 
 

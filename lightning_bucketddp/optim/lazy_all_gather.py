@@ -143,7 +143,7 @@ class Arrival:
         if self._event is None or self._event.query():
             self.forget()
         else:
-            self._event.wait()
+            self._event.wait(torch.accelerator.current_stream(self._event.device))
 
     def wait(self) -> None:
         """Let the current stream wait, and give the parameters their classes back. No other stream waits then."""

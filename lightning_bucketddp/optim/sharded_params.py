@@ -205,7 +205,7 @@ class ShardedParams(Parts):
         if device.type == "cpu":  # the host has waited, and with it everybody
             return None
         event = torch.Event(device)
-        event.record()
+        event.record(torch.accelerator.current_stream(device))
         return event
 
     @property

@@ -184,6 +184,8 @@ class ControlExchange:
         """
         self._work.wait(poll)
         self._copy = HostCopy(self._vector)
+        if not self._copy.waits:
+            self._vector = self._copy.read()  # the vector may lie in the memory of a bucket, which is not to be kept
 
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
@@ -197,9 +199,7 @@ class ControlExchange:
 
     def read(self) -> Control:
         """The sum; waits until it has come to the host."""
-        if self._copy is not None:
-            self._vector = self._copy.read()  # the copy alone: the vector may lie in the memory of a bucket
-        return Control(self._vector, self._world_size)
+        return Control(self._vector if self._copy is None else self._copy.read(), self._world_size)
 
 
 class ControlChannel:

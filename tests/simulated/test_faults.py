@@ -111,9 +111,6 @@ def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() ->
 
 
 @pytest.mark.slow  # it waits until nobody answers
-@pytest.mark.xfail(
-    strict=True, reason="an abort reaches the main communicator alone: that of the lazy all-gather waits on"
-)
 @on_ranks(2, fresh=True, timeout=25)
 def test_an_abort_reaches_all_communicators() -> None:
     model = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True)

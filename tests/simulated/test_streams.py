@@ -130,7 +130,6 @@ def test_powersgd_of_torch_frees_memory_too_early_with_torchs_ddp_as_well() -> N
     assert powersgd(with_ddp=True) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the event behind the control vector's copy is recorded on the current device")
 @on_ranks(2)
 def test_backward_ends_on_another_device_than_that_of_the_parameters() -> None:
     """There the inputs are. So autograd's thread of that device ends the pass."""
