@@ -123,7 +123,9 @@ class Runtime:
             wait_for_device(self._device)
         self._release()
         self.optimizers.close()
-        self.collectives.end_parts()
+        groups = self.passes.wrapped.context.groups
+        if groups is None or groups.across is None:  # else the whole state of optimizers is still gathered in them
+            self.collectives.end_parts()
         end_signals.release()
 
     def forward_begins(self, wrapper: Joinable, trains: bool, replicated: bool) -> None:
