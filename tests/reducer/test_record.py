@@ -135,12 +135,14 @@ def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], coll
     ours, record = of_mlp(**options)
     output = ours(inputs_of(3))
     last = ours.module.get_parameter(record.buckets[-1].parameters[0])
-    first, store = reducer_of(ours).buckets.all[0], group_store()
+    store = group_store()
 
     def wait(_: torch.Tensor) -> None:  # until the collective of the first bucket has ended
         store.add("in the last hook", 1)
         eventually(lambda: store.add("in the last hook", 0) == dist.get_world_size())
-        eventually(lambda: first.work is not None and first.work.known_done())
+        this_pass = reducer_of(ours).this_pass
+        assert this_pass is not None
+        eventually(lambda: this_pass.buckets[0].launched and this_pass.buckets[0].work.done())
         time.sleep(0.05)
 
     handle = last.register_hook(wait)
