@@ -63,7 +63,7 @@ class PassTimes(Participant):
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     # -- steps ---------------------------------------------------------------------------------------

@@ -140,12 +140,17 @@ def train(case: Case, device: torch.device) -> Trained:
         wrapper = BucketDDP(module, **{"bucket_cap_mb": SMALL, **case.options})
     case.prepare(wrapper)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    passes = case.local_passes + 1
+    # Copied first: they make the host wait, and what it has waited for is ordered, whatever the wrapper leaves out.
+    given = [batch(number, dist.get_rank()) for number in range(STEPS * passes)]
+    batches = [[tensor.to(device, case.dtype) for tensor in one] for one in given]
+    tokens = torch.tensor(len(given[0][0]), device=device)
     waits = []
     for step in range(STEPS):
         case.before_step(module, step)
-        for index in range(case.local_passes + 1):
-            x, target = (tensor.to(device, case.dtype) for tensor in batch(10 * step + index, dist.get_rank()))
-            local, tokens = index < case.local_passes, torch.tensor(len(x), device=device)
+        for index in range(passes):
+            x, target = batches[step * passes + index]
+            local = index < case.local_passes
             waits.append(waits_in(partial(run_pass, wrapper, x, target, local, tokens, case), device))
         case.after_backward(wrapper, module, device)
         optimizer.step()

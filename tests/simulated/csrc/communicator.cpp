@@ -55,7 +55,9 @@ struct CommunicatorWork final : Work {
   Event over;
   std::shared_ptr<Outcome> outcome = std::make_shared<Outcome>();
   Tensors outputs;
-  Tensors kept; // until somebody waits, or the next start finds it over (TORCH_NCCL_AVOID_RECORD_STREAMS)
+  // Until somebody waits, or the next start finds it over (TORCH_NCCL_AVOID_RECORD_STREAMS). The group shares this, and
+  // nothing else of the work: what a program drops after it has waited is free.
+  std::shared_ptr<Tensors> kept = std::make_shared<Tensors>();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   bool host_waits = false;
 
@@ -73,7 +75,7 @@ struct CommunicatorWork final : Work {
     auto* stream = current_stream(device);
     simulated::wait(stream, over);
     if (host_waits) simulated::synchronize(over);
-    kept.clear();
+    kept->clear();
     return true;
   }
   Tensors result() override {
@@ -384,9 +386,8 @@ class Communicator final : public Backend {
     work->outputs = collective.out;
     work->host_waits = host_waits;
     if (collective.async) {
-      work->kept = collective.in;
-      work->kept.insert(work->kept.end(), collective.out.begin(), collective.out.end());
-      under_way_.push_back(work);
+      *work->kept = collective.in;
+      work->kept->insert(work->kept->end(), collective.out.begin(), collective.out.end());
     }
     Ranges reads, writes;
     for (auto& tensor : collective.in) reads.push_back(range_of(tensor));
@@ -402,6 +403,7 @@ class Communicator final : public Backend {
     };
     enqueue(stream, "collective " + collective.name, reads, writes, run);
     work->over = last_[device] = record(stream);
+    if (collective.async) under_way_.emplace_back(work->over, work->kept);
     work->future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{tensors[0].device()});
     c10::StreamGuard guard(as_torch(stream));
@@ -426,12 +428,12 @@ class Communicator final : public Backend {
   }
   void forget_what_is_over() {
     for (size_t i = 0; i < under_way_.size();) {
-      if (!is_over(under_way_[i]->over.at)) {
+      auto& [over, kept] = under_way_[i];
+      if (!query(over)) {
         i++;
         continue;
       }
-      query(under_way_[i]->over);
-      under_way_[i]->kept.clear();
+      kept->clear();
       under_way_.erase(under_way_.begin() + std::ptrdiff_t(i));
     }
   }
@@ -441,7 +443,7 @@ class Communicator final : public Backend {
   std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
   std::map<int, Stream*> streams_; // by device
   std::map<int, Event> last_; // by device: when the collective before is over
-  std::vector<c10::intrusive_ptr<CommunicatorWork>> under_way_;
+  std::vector<std::pair<Event, std::shared_ptr<Tensors>>> under_way_; // when it is over, and what it uses
   uint64_t started_ = 0;
   bool coalescing_ = false;
   std::vector<Collective> held_; // of a coalesced launch
