@@ -82,7 +82,10 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = 
         lambda: patch.object(Streams, "wait_for", without_record_stream),
         Case({"bucket_cap_mb": 25}, model=TwoStreams),
     ),
-    "memory of first stages": (lambda: in_lane(lambda stage: Stage(stage.handle)), Case({"wire_dtype": BF16})),
+    "memory of first stages": (
+        lambda: in_lane(lambda stage: Stage(stage.handle)),
+        Case({"wire_dtype": BF16}, model=TwoStreams),
+    ),
     "side stream waits for the collective": (
         lambda: in_lane(lambda stage: Stage(Unawaited(stage.handle), stage.memory)),
         Case(),
