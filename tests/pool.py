@@ -4,6 +4,7 @@ Worker processes are kept, for each world size. One process imports torch and li
 are forked from it. Each job gets a process group of its own (file store), and its wrappers are closed at its end.
 """
 
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -28,6 +29,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RunRanks = Callable[..., list[Any]]
 TIMEOUT = timedelta(seconds=40)  # of collectives
+ENDING_SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT}
 DEVICE_BACKEND = "TESTS_WITH_DEVICE_BACKEND"
 """A variable that is set where process groups send the accelerator's tensors by its own backend."""
 
@@ -50,7 +52,7 @@ class Nursery:
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, *words: object) -> int:
-        """For ``fork`` the number of a new process, for ``wait`` and ``kill`` with such a number its exit code."""
+        """For ``fork`` the number of a new process; for ``wait``, ``kill``, ``abort`` with such a number its exit code."""
         print(*words, file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
@@ -81,6 +83,11 @@ class WorkerPool:
         for connection in self._connections:
             connection.close()
         self._pids, self._connections = [], []
+
+    def _stacks(self, rank: int, folder: str) -> str:
+        """Ends a rank that does not answer, and tells where its threads were."""
+        self._nursery.ask("abort", self._pids[rank])
+        return Path(folder, f"stacks.{rank}").read_text()
 
     def run(
         self,
@@ -125,7 +132,8 @@ class WorkerPool:
                 if rank in errors:  # the others may hang for it; they get a little time to say so
                     deadline = min(deadline, time.monotonic() + 15)
             if time.monotonic() > deadline:
-                errors |= dict.fromkeys(waiting - results.keys() - errors.keys(), "no answer in time")
+                for rank in waiting - results.keys() - errors.keys():
+                    errors[rank] = "no answer in time\n" + self._stacks(rank, folder)
         if errors or fresh or bare:
             self.stop()
         if errors:
@@ -151,8 +159,8 @@ def _raise_workers() -> None:
             continue
         pid = int(words[0])
         if pid not in exit_codes:
-            if what == "kill":
-                os.kill(pid, signal.SIGKILL)
+            if what in ENDING_SIGNALS:
+                os.kill(pid, ENDING_SIGNALS[what])
             exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(exit_codes[pid], flush=True)
 
@@ -190,6 +198,8 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             module, name, args, folder, fresh, bare = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has gone
             os._exit(0)
+        stacks = open(f"{folder}/stacks.{rank}", "w")  # noqa: SIM115: the next job's replaces it
+        faulthandler.enable(stacks)
         try:
             job: Any = importlib.import_module(module)
             for part in name.split("."):

@@ -41,7 +41,6 @@ namespace simulated {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 using Lock = std::unique_lock<std::recursive_mutex>;
 std::recursive_mutex& mutex();
-std::condition_variable_any& changed(); // notified whenever an operation is queued or over
 
 // ------------------------------------------------------------------------------------------------ settings
 
@@ -109,6 +108,7 @@ struct Stream {
   Clock clock; // what has happened before the next operation
   std::chrono::steady_clock::duration lag{0};
   uint64_t lag_left = 0; // operations until another lag is drawn
+  std::condition_variable_any changed; // an operation is queued, over, or not delayed any longer
 };
 int& current_device(); // of this thread
 Stream* current_stream(int device); // of this thread

@@ -64,8 +64,13 @@ void hurry(Point point) {
   if (!point.stream || point.stream->hurried >= point.index) return;
   auto* stream = point.stream;
   stream->hurried = point.index;
+  stream->changed.notify_all();
   for (size_t i = stream->head; i < stream->queue.size(); i++)
     if (stream->queue[i].index <= point.index) hurry(stream->queue[i].waits_for);
+}
+
+void wait_until_over(Point point, Lock& lock) {
+  point.stream->changed.wait(lock, [&] { return is_over(point); });
 }
 
 void run_operation(std::function<void()> run, Lock& lock) {
@@ -87,18 +92,18 @@ void serve(Stream* stream) {
   at::set_num_threads(1);
   Lock lock(mutex());
   while (true) {
-    changed().wait(lock, [&] { return stream->head < stream->queue.size(); });
+    stream->changed.wait(lock, [&] { return stream->head < stream->queue.size(); });
     auto index = stream->queue[stream->head].index;
     auto due = stream->queue[stream->head].due;
-    while (stream->hurried < index && steady::now() < due) changed().wait_until(lock, due);
+    while (stream->hurried < index && steady::now() < due) stream->changed.wait_until(lock, due);
     auto& next = stream->queue[stream->head];
     if (Point awaited = next.waits_for; awaited.stream)
-      changed().wait(lock, [&] { return is_over(awaited); });
+      wait_until_over(awaited, lock);
     else if (next.run)
       run_operation(std::move(next.run), lock);
     stream->done = index;
     if (++stream->head == stream->queue.size()) stream->queue.clear(), stream->head = 0;
-    changed().notify_all();
+    stream->changed.notify_all();
   }
 }
 
@@ -112,7 +117,7 @@ uint64_t push(Stream* stream, std::function<void()> run, Point waits_for) {
     stream->has_thread = true;
     std::thread(serve, stream).detach();
   }
-  changed().notify_all();
+  stream->changed.notify_all();
   return index;
 }
 
@@ -130,10 +135,6 @@ Point end_of(Stream* stream) {
 
 std::recursive_mutex& mutex() {
   static auto* made = new std::recursive_mutex;
-  return *made;
-}
-std::condition_variable_any& changed() {
-  static auto* made = new std::condition_variable_any;
   return *made;
 }
 
@@ -230,18 +231,16 @@ void finish(Point point) {
   if (!point.stream) return;
   Lock lock(mutex());
   hurry(point);
-  changed().notify_all();
-  changed().wait(lock, [&] { return is_over(point); });
+  wait_until_over(point, lock);
   raise_error();
 }
 bool finish_all(double seconds) {
   Lock lock(mutex());
-  for (auto* stream : the_streams().all) hurry(end_of(stream));
-  changed().notify_all();
-  return changed().wait_for(lock, std::chrono::duration<double>(seconds), [] {
-    for (auto* stream : the_streams().all)
-      if (!is_over(end_of(stream))) return false;
-    return true;
+  auto streams = the_streams().all; // others may come while this waits
+  for (auto* stream : streams) hurry(end_of(stream));
+  auto until = steady::now() + std::chrono::duration_cast<steady::duration>(std::chrono::duration<double>(seconds));
+  return std::all_of(streams.begin(), streams.end(), [&](Stream* stream) {
+    return stream->changed.wait_until(lock, until, [&] { return is_over(end_of(stream)); });
   });
 }
 void host_knows(const Clock& clock) {
