@@ -327,14 +327,15 @@ def environment(device: torch.device, ranks: Collectives) -> dict[str, Any]:
         "torch": torch.__version__,
         "CUDA or HIP": torch.version.cuda or torch.version.hip,
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.get_backend() == "nccl" else None,
-        "lightning": _version("lightning"),
-        "pytorch-lightning": _version("pytorch-lightning"),
+        "lightning": version_of("lightning"),
+        "pytorch-lightning": version_of("pytorch-lightning"),
         "lightning_bucketddp": __version__,
     }
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -5,15 +5,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-import lightning
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bucketddp import __version__, check
 from lightning_bucketddp.comm.groups import available_backends
-from lightning_bucketddp.trainer.common import REGISTERED
-from lightning_bucketddp.trainer.dp.strategy import NAME
+from lightning_bucketddp.trainer.common import DP_NAME, REGISTERED
 
 USAGE = """\
 usage: python -m lightning_bucketddp                                    print versions and the registered names
@@ -53,11 +49,12 @@ def describe() -> str:
         "lightning_bucketddp": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
+        "lightning": check.version_of("lightning") or "not installed",
+        "pytorch-lightning": check.version_of("pytorch-lightning") or "not installed",
         "devices": "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}",
         "backends": ", ".join(available_backends()),
-        "Trainer(strategy=...)": _grouped(name for name in [*REGISTERED, NAME] if name in StrategyRegistry),
-        "Fabric(strategy=...)": _grouped(name for name in REGISTERED if name in STRATEGY_REGISTRY),
+        "Trainer(strategy=...)": _grouped([*REGISTERED, DP_NAME]),
+        "Fabric(strategy=...)": _grouped(REGISTERED),
     }
     return "\n".join(
         textwrap.fill(f"{name:21}  {text}", 100, subsequent_indent=" " * 23) for name, text in lines.items()

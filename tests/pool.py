@@ -52,7 +52,7 @@ class Nursery:
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, *words: object) -> int:
-        """For ``fork`` the number of a new process; for ``wait``, ``kill``, ``abort`` with such a number its exit code."""
+        """For ``fork`` the number of a new process; else, with such a number, its exit code."""
         print(*words, file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
@@ -198,7 +198,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             module, name, args, folder, fresh, bare = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent has gone
             os._exit(0)
-        stacks = open(f"{folder}/stacks.{rank}", "w")  # noqa: SIM115: the next job's replaces it
+        stacks = open(f"{folder}/stacks.{rank}", "w")  # noqa: SIM115 (the next job's file replaces it)
         faulthandler.enable(stacks)
         try:
             job: Any = importlib.import_module(module)

@@ -41,12 +41,27 @@ REGISTERED: dict[str, dict[str, Any]] = {
 """Each registered name, and the arguments that it stands for. The names are those of ``ddp``, and sharded ones."""
 
 
+_IMPORTS = {"lightning": "lightning_bucketddp", "pytorch_lightning": "lightning_bucketddp.pytorch_lightning"}
+"""Where the strategies for Lightning's two packages are."""
+
+DP_NAME = "bucketdp"
+"""The name by which the Trainer knows the strategy for several devices in one process."""
+
+
 def register_names(strategy: type, strategy_registry: Any) -> None:
     """Add the names to one of Lightning's registries, except those that it has already."""
     for name, arguments in REGISTERED.items():
         if name not in strategy_registry:
             description = f"{strategy.__name__} with {arguments}"
             strategy_registry.register(name, strategy, description=description, **arguments)
+
+
+def described(strategy: object) -> str:
+    """Say which of Lightning's packages a strategy is for. The other's Trainer shows this when it refuses it."""
+    here, other = _IMPORTS if __name__.split(".")[1] == "trainer" else reversed(_IMPORTS)
+    name = next(kind.__name__ for kind in type(strategy).__mro__ if kind.__module__.startswith("lightning_bucketddp."))
+    user = "Fabric" if "Fabric" in name else "Trainer"
+    return f"<{type(strategy).__name__} for `{here}`'s {user}. For `{other}`'s: from {_IMPORTS[other]} import {name}>"
 
 
 def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:

@@ -251,6 +251,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
             return super().get_optimizer_state(optimizer)
         return wrapper.optimizer_state_dict(optimizer) or {}
 
+    __repr__ = common.described
     register_strategies: Any = classmethod(common.register_names)
 
 

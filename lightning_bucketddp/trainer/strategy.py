@@ -407,6 +407,7 @@ class BucketDDPStrategy(EachSampleOnce):
         parts = self.bucket_ddp._sharded_checkpoint()
         parts.load(directory, self.optimizers, strict=True, with_module=False)
 
+    __repr__ = common.described
     register_strategies: Any = classmethod(common.register_names)
 
 

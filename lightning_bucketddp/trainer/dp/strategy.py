@@ -14,11 +14,9 @@ from typing_extensions import override
 
 from lightning_bucketddp.replicas.module_copies import require_copyable, require_no_collectives
 from lightning_bucketddp.replicas.replicas import Replicas
+from lightning_bucketddp.trainer.common import DP_NAME, described
 from lightning_bucketddp.trainer.dp.batch_division import ScatterBatch, divide
 from lightning_bucketddp.trainer.dp.step import ReplicaSteps
-
-NAME = "bucketdp"
-"""The name by which the Trainer knows the strategy."""
 
 
 class BucketDPStrategy(ParallelStrategy):
@@ -58,12 +56,14 @@ class BucketDPStrategy(ParallelStrategy):
         self._share = True
         self._steps: ReplicaSteps | None = None
 
+    __repr__ = described
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Add the name to a registry, unless it is there already."""
-        if NAME not in strategy_registry:
-            strategy_registry.register(NAME, cls, description="BucketDP strategy: devices of one process")
+        if DP_NAME not in strategy_registry:
+            strategy_registry.register(DP_NAME, cls, description="BucketDP strategy: devices of one process")
 
     # -- one rank ------------------------------------------------------------------------------------
 
