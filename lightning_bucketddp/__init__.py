@@ -3,13 +3,13 @@
 Importing the package registers ``Trainer(strategy="bucketddp")`` and its variants.
 """
 
-import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.registry import FOLDERS, register_everywhere
 from lightning_bucketddp.optim.element_wise import declare_element_wise
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
@@ -35,10 +35,7 @@ __all__ = [
     "revert_sync_batchnorm",
 ]
 
-_LIGHTNING = [name for name in ("lightning", "pytorch_lightning") if (spec := find_spec(name)) and spec.origin]
-"""Lightning's packages that are installed. A folder of that name has no origin."""
-
-if TYPE_CHECKING or _LIGHTNING[:1] == ["lightning"]:
+if TYPE_CHECKING:
     from lightning_bucketddp.trainer.public import (
         BucketDDPFabricStrategy,
         BucketDDPStrategy,
@@ -46,21 +43,20 @@ if TYPE_CHECKING or _LIGHTNING[:1] == ["lightning"]:
         CommunicationMonitor,
         PreemptionCheckpoint,
     )
-elif _LIGHTNING == ["pytorch_lightning"]:
-    from lightning_bucketddp.pytorch_lightning import *  # noqa: F403
-else:
-
-    def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        raise ImportError(
-            f"expected Lightning, as {name} is for its Trainer or Fabric; found neither `lightning` nor "
-            "`pytorch_lightning`. Install one: pip install lightning"
-        )
 
 
-if len(_LIGHTNING) == 2:
-    try:
-        import_module("lightning_bucketddp.pytorch_lightning")
-    except ImportError as error:  # an old one, beside the `lightning` that is used
-        warnings.warn(f"`pytorch_lightning` does not know bucketddp, only `lightning` does: {error}", stacklevel=2)
+def __getattr__(name: str) -> object:
+    """Import what is for Lightning when it is first used: for ``lightning``, or else for ``pytorch_lightning``."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for package, folder in FOLDERS.items():
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:  # a folder of that name has no origin
+            return getattr(import_module(f"{folder}.public"), name)
+    raise ImportError(
+        f"expected Lightning, as {name} is for its Trainer or Fabric; found neither `lightning` nor "
+        "`pytorch_lightning`. Install one: pip install lightning"
+    )
+
+
+register_everywhere()

@@ -9,7 +9,7 @@ import torch
 
 from lightning_bucketddp import __version__, check
 from lightning_bucketddp.comm.groups import available_backends
-from lightning_bucketddp.trainer.common import DP_NAME, REGISTERED
+from lightning_bucketddp.layout.registry import DP_NAMES, REGISTERED
 
 USAGE = """\
 usage: python -m lightning_bucketddp                                    print versions and the registered names
@@ -53,7 +53,7 @@ def describe() -> str:
         "pytorch-lightning": check.version_of("pytorch-lightning") or "not installed",
         "devices": "cpu" if accelerator is None else f"{torch.accelerator.device_count()} x {accelerator.type}",
         "backends": ", ".join(available_backends()),
-        "Trainer(strategy=...)": _grouped([*REGISTERED, DP_NAME]),
+        "Trainer(strategy=...)": _grouped([*REGISTERED, *DP_NAMES]),
         "Fabric(strategy=...)": _grouped(REGISTERED),
     }
     return "\n".join(

@@ -87,7 +87,7 @@ class WorkerPool:
     def _stacks(self, rank: int, folder: str) -> str:
         """Ends a rank that does not answer, and tells where its threads were."""
         self._nursery.ask("abort", self._pids[rank])
-        return Path(folder, f"stacks.{rank}").read_text()
+        return Path(folder, f"stacks.{rank}").read_text().partition("Extension modules")[0]
 
     def run(
         self,

@@ -18,7 +18,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
 import lightning_bucketddp
-from lightning_bucketddp.trainer.common import DP_NAME, REGISTERED
+from lightning_bucketddp.layout.registry import DP_NAMES, REGISTERED
 from tests.lightning_models import QUIET, PoolEnvironment, Regression, data, ours, trainer
 from tests.models import Mlp
 from tests.pool import ROOT, on_ranks
@@ -36,7 +36,7 @@ NAMES = ["BucketDDPFabricStrategy", "BucketDDPStrategy", "BucketDPStrategy", "Co
 def test_names_are_registered_in_both() -> None:
     from pytorch_lightning.strategies import StrategyRegistry
 
-    assert {*REGISTERED, DP_NAME} <= set(StrategyRegistry)
+    assert {*REGISTERED, *DP_NAMES} <= set(StrategyRegistry)
     assert set(REGISTERED) <= set(lightning_fabric.strategies.STRATEGY_REGISTRY)
     assert isinstance(
         pl.Trainer(strategy="bucketdp", accelerator="cpu", devices=2, **QUIET).strategy, other.BucketDPStrategy

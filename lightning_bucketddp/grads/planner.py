@@ -103,7 +103,7 @@ class LayoutPlanner:
         return plan(
             self._table.specs,
             sorted(self._order, key=lambda slot: self.kinds[slot].value),
-            options.bucket_cap_bytes if self.overlap else sys.maxsize,
+            options.bucket_cap_bytes if self.overlap else (sys.maxsize,),
             [self._group_of(slot) for slot in range(len(self._table))],
             multiple,
             self._world_size,

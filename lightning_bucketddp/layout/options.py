@@ -74,6 +74,11 @@ class Options:
         gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
             ``use_contiguous_buffers=False``.
         static_graph: Accepted because torch DDP accepts it. It is not needed for anything.
+        bucket_cap_mb_list: The largest size of each bucket in MiB, in the order in which buckets are sent, instead of
+            ``bucket_cap_mb``. The last one also holds for all further buckets.
+        batched_grad_copy: Accepted because torch DDP accepts it. Small gradients are always copied in batches.
+        skip_all_reduce_unused_params: Accepted because torch DDP accepts it. Gradients that no rank has stay as they
+            are, always, though zeros travel in their place.
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
             start.
@@ -145,6 +150,9 @@ class Options:
     check_reduction: bool = field(default=False, compare=False)
     gradient_as_bucket_view: bool = field(default=True, compare=False)
     static_graph: bool = field(default=False, compare=False)
+    bucket_cap_mb_list: Sequence[float] | None = None
+    batched_grad_copy: bool = field(default=False, compare=False)
+    skip_all_reduce_unused_params: bool = field(default=False, compare=False)
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     forward_sync_buffers: bool | None = field(default=None, compare=False)
     module_buffers: ModuleBufferSync | None = None
@@ -188,6 +196,8 @@ class Options:
         if self.check_ranks == "error" and self.check_ranks_every is None:
             why = "needs comparisons of the ranks' parameters (give check_ranks_every with it)"
             self._refuse("check_ranks", why, "check_ranks_every")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb_list is not None:
+            self._refuse("bucket_cap_mb", "holds for all buckets", "bucket_cap_mb_list")
         if self.comm_hook is not None:
             self.require_hook_decides()
 
@@ -206,6 +216,7 @@ class Options:
         hooks = f"None, callable or one of {get_args(HookName)}"
         others: tuple[tuple[str, str, Any, Callable[[Any], bool]], ...] = (
             ("bucket_cap_mb", "None or a number of MiB from 0", float | int | None, lambda cap: 0 <= cap < math.inf),
+            ("bucket_cap_mb_list", "None or a list of numbers of MiB from 0", Sequence | None, _are_caps),
             ("gradient_divide_by", '"world_size", "tokens" or an integer from 1', int | str, _is_divisor),
             ("max_abs_grad", "None or a positive number", float | int | None, lambda most: most > 0),
             ("pad_buckets_to", "a number of elements from 1", int, lambda pad: pad >= 1),
@@ -230,6 +241,7 @@ class Options:
             "master_params": grad_dtype is not None if self.master_params is None else self.master_params,
             "wire_dtype": None if wire is None else _as_dtype("wire_dtype", wire, WireDtypeName, "None or {}"),
             "sparse_parameters": tuple(self.sparse_parameters),
+            "bucket_cap_mb_list": None if self.bucket_cap_mb_list is None else tuple(self.bucket_cap_mb_list),
             "timeout": DEFAULT_TIMEOUT if self.timeout is None else self.timeout,
         }
         for name, value in unified.items():
@@ -283,9 +295,10 @@ class Options:
         return self.broadcast_buffers is not False or self.forward_sync_buffers is not None
 
     @property
-    def bucket_cap_bytes(self) -> int | None:
-        """Largest bucket in bytes; None for the default rule."""
-        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * MIB)
+    def bucket_cap_bytes(self) -> tuple[int, ...]:
+        """Largest size of each bucket in bytes; the last one holds for all further ones. Empty: the default rule."""
+        caps = self.bucket_cap_mb_list or (() if self.bucket_cap_mb is None else (self.bucket_cap_mb,))
+        return tuple(int(cap * MIB) for cap in caps)
 
     @property
     def rescales(self) -> bool:
@@ -338,6 +351,10 @@ class Options:
 def _is_group(value: ProcessGroup | int) -> bool:
     # Collectives refuses what a rank outside of a group has in its place, in torch's words.
     return isinstance(value, ProcessGroup) or value == GroupMember.NON_GROUP_MEMBER
+
+
+def _are_caps(values: Sequence[float]) -> bool:
+    return len(values) > 0 and all(isinstance(cap, float | int) and 0 <= cap < math.inf for cap in values)
 
 
 def _is_divisor(value: int | str) -> bool:

@@ -162,7 +162,7 @@ class Layout:
 def plan(
     specs: Sequence[ParamSpec],
     order: Sequence[int],
-    bucket_cap_bytes: int | None = None,
+    bucket_cap_bytes: Sequence[int] = (),
     groups: Sequence[Hashable] | None = None,
     multiple: int = 1,
     world_size: int = 2,
@@ -173,10 +173,11 @@ def plan(
     Args:
         specs: The parameters, in any fixed order.
         order: Indices into ``specs``, earliest gradient first; each index once.
-        bucket_cap_bytes: Largest bucket in bytes. A larger parameter has a bucket of its own, and one of more than
-            half ends its bucket, so that it need not wait for the small ones of the next layer. None:
-            :func:`default_bucket_cap`, with small buckets at both ends; on one machine without accelerators all alike,
-            as collectives take processors away from the computation there, and little is hidden behind it.
+        bucket_cap_bytes: Largest size of each bucket in bytes; the last one holds for all further buckets. A larger
+            parameter has a bucket of its own, and one of more than half ends its bucket, so that it need not wait for
+            the small ones of the next layer. Empty: :func:`default_bucket_cap`, with small buckets at both ends; on one
+            machine without accelerators all alike, as collectives take processors away from the computation there, and
+            little is hidden behind it.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Each bucket's number of elements is a multiple of this.
         world_size: Number of ranks, for the default cap.
@@ -188,15 +189,15 @@ def plan(
     position = {slot: at for at, slot in enumerate(order)}
     assert sorted(order) == list(range(len(specs))), f"expected each of {len(specs)} parameters once, found {order}"
     sizes = [_padded(spec) * spec.dtype.itemsize for spec in specs]
-    cut, cap = _cut_by_size, bucket_cap_bytes
-    if cap is None:
-        cap = default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)
+    cut, caps = _cut_by_size, bucket_cap_bytes
+    if not caps:
+        caps = [default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)]
         if not (one_machine and all(spec.device == "cpu" for spec in specs)):
             cut = _cut_with_small_ends
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for slot in order:
         together[specs[slot].device, specs[slot].dtype, groups and groups[slot]].append(slot)
-    members = [slots for run in together.values() for slots in cut(run, sizes, cap)]
+    members = [slots for run in together.values() for slots in cut(run, sizes, caps)]
 
     filled: dict[tuple[str, torch.dtype], int] = {}  # elements of each buffer
     slots: dict[int, Slot] = {}
@@ -241,29 +242,32 @@ def _padded(spec: ParamSpec) -> int:
     return -(-spec.numel // per_line) * per_line
 
 
-def _cut_by_size(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut slots into runs of at most ``cap`` bytes. A larger slot stands alone; one of more than half ends its run."""
+def _cut_by_size(slots: list[int], sizes: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+    """Cut slots into runs, each at most as large as its cap; the last cap holds for all further runs.
+
+    A larger slot stands alone, and one of more than half of the cap ends its run.
+    """
     runs: list[list[int]] = []
-    room = -1
+    cap = room = -1
     for slot in slots:
         if not runs or sizes[slot] > room:
+            room = cap = caps[min(len(runs), len(caps) - 1)]
             runs.append([])
-            room = cap
         runs[-1].append(slot)
         room = -1 if sizes[slot] > cap / 2 else room - sizes[slot]
     return runs
 
 
-def _cut_with_small_ends(slots: list[int], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Cut slots into runs of at most ``cap`` bytes, and of a quarter of it at both ends.
+def _cut_with_small_ends(slots: list[int], sizes: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+    """Cut slots into runs of at most the first cap, and of a quarter of it at both ends.
 
     A small first bucket starts the wire early. The last bucket is what remains to be sent after backward.
     """
-    edge = cap // 4
-    if sum(sizes[slot] for slot in slots) <= 2 * edge:
+    edge = [caps[0] // 4]
+    if sum(sizes[slot] for slot in slots) <= 2 * edge[0]:
         return [slots]
     head = _cut_by_size(slots, sizes, edge)[0]
     rest = slots[len(head) :]
     tail = [run[::-1] for run in _cut_by_size(rest[::-1], sizes, edge)[:1]]
     middle = rest[: len(rest) - sum(map(len, tail))]
-    return [head, *_cut_by_size(middle, sizes, cap), *tail]
+    return [head, *_cut_by_size(middle, sizes, caps), *tail]

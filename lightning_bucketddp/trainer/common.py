@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from itertools import product
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
+from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
@@ -27,41 +27,14 @@ _R = TypeVar("_R")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_SHARDED = {"bucketddp": {}, "bucketddp_sharded": {"shard_optimizer": True}}
-_UNUSED = {
-    "": {},
-    "_find_unused_parameters_true": {"find_unused_parameters": True},
-    "_find_unused_parameters_false": {"find_unused_parameters": False},
-}
-REGISTERED: dict[str, dict[str, Any]] = {
-    name + start + unused: {"start_method": _START_METHODS[start], **_SHARDED[name], **_UNUSED[unused]}
-    for name, unused, start in product(_SHARDED, _UNUSED, _START_METHODS)
-}
-"""Each registered name, and the arguments that it stands for. The names are those of ``ddp``, and sharded ones."""
-
-
-_IMPORTS = {"lightning": "lightning_bucketddp", "pytorch_lightning": "lightning_bucketddp.pytorch_lightning"}
-"""Where the strategies for Lightning's two packages are."""
-
-DP_NAME = "bucketdp"
-"""The name by which the Trainer knows the strategy for several devices in one process."""
-
-
-def register_names(strategy: type, strategy_registry: Any) -> None:
-    """Add the names to one of Lightning's registries, except those that it has already."""
-    for name, arguments in REGISTERED.items():
-        if name not in strategy_registry:
-            description = f"{strategy.__name__} with {arguments}"
-            strategy_registry.register(name, strategy, description=description, **arguments)
-
 
 def described(strategy: object) -> str:
     """Say which of Lightning's packages a strategy is for. The other's Trainer shows this when it refuses it."""
-    here, other = _IMPORTS if __name__.split(".")[1] == "trainer" else reversed(_IMPORTS)
+    imports = {"lightning": "lightning_bucketddp", "pytorch_lightning": FOLDERS["pytorch_lightning"]}
+    here, other = imports if __name__.startswith(FOLDERS["lightning"]) else reversed(imports)
     name = next(kind.__name__ for kind in type(strategy).__mro__ if kind.__module__.startswith("lightning_bucketddp."))
     user = "Fabric" if "Fabric" in name else "Trainer"
-    return f"<{type(strategy).__name__} for `{here}`'s {user}. For `{other}`'s: from {_IMPORTS[other]} import {name}>"
+    return f"<{type(strategy).__name__} for `{here}`'s {user}. For `{other}`'s: from {imports[other]} import {name}>"
 
 
 def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
+from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.trainer import common
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
@@ -252,7 +253,11 @@ class BucketDDPFabricStrategy(DDPStrategy):
         return wrapper.optimizer_state_dict(optimizer) or {}
 
     __repr__ = common.described
-    register_strategies: Any = classmethod(common.register_names)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(strategy_registry, cls, REGISTERED)
 
 
 class _BackwardSync:

@@ -1,7 +1,4 @@
-"""What users of Lightning import. Importing this file registers the strategies by name."""
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
+"""What users of Lightning import."""
 
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
 from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
@@ -16,7 +13,3 @@ __all__ = [
     "CommunicationMonitor",
     "PreemptionCheckpoint",
 ]
-
-BucketDDPStrategy.register_strategies(StrategyRegistry)
-BucketDPStrategy.register_strategies(StrategyRegistry)
-BucketDDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
+from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
@@ -48,8 +49,7 @@ class BucketDDPStrategy(EachSampleOnce):
     own. Nothing of torch's ``DistributedDataParallel`` is used.
 
     Takes all arguments of ``DDPStrategy`` and torch DDP, except torch's experimental ones (``mixed_precision``,
-    ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``, ``skip_all_reduce_unused_params``,
-    ``batched_grad_copy``, ``bucket_cap_mb_list``).
+    ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``).
 
     Args:
         accelerator: The accelerator; set by the Trainer.
@@ -408,7 +408,11 @@ class BucketDDPStrategy(EachSampleOnce):
         parts.load(directory, self.optimizers, strict=True, with_module=False)
 
     __repr__ = common.described
-    register_strategies: Any = classmethod(common.register_names)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_names(strategy_registry, cls, REGISTERED)
 
 
 class BucketDDPInTrainer(BucketDDPInLightning):

@@ -43,11 +43,9 @@ def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: b
     """
     if not options.overlap or not options.use_contiguous_buffers:
         return None
-    cap = options.bucket_cap_bytes
-    if cap is None:
-        cap = default_bucket_cap(layout.nbytes, world_size, one_machine)
+    caps = options.bucket_cap_bytes or (default_bucket_cap(layout.nbytes, world_size, one_machine),)
     # torch's last piece has 1 MiB, and the others may not have less.
-    return GraphCuts(max(cap, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0)))
+    return GraphCuts(max(*caps, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0)))
 
 
 @contextmanager

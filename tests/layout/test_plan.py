@@ -19,7 +19,7 @@ def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
     return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
 
 
-Problem = tuple[list[ParamSpec], list[int], int | None, list[int], int]
+Problem = tuple[list[ParamSpec], list[int], list[int], list[int], int]
 
 
 @st.composite
@@ -28,14 +28,14 @@ def problems(draw: st.DrawFn) -> Problem:
     dtypes, devices = st.sampled_from(DTYPES), st.sampled_from(["cuda:0", "cuda:1"])
     specs = [spec(f"p{at}", tuple(shape), draw(dtypes), draw(devices)) for at, shape in enumerate(shapes)]
     groups = draw(st.lists(st.integers(0, 2), min_size=len(specs), max_size=len(specs)))
-    cap = draw(st.one_of(st.none(), st.integers(0, 4000)))
-    return specs, draw(st.permutations(range(len(specs)))), cap, groups, draw(st.sampled_from([1, 48]))
+    caps = draw(st.lists(st.integers(0, 4000), max_size=3))
+    return specs, draw(st.permutations(range(len(specs)))), caps, groups, draw(st.sampled_from([1, 48]))
 
 
 @settings(deadline=None)
 @given(problems())
 def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> None:
-    specs, order, cap, groups, multiple = problem
+    specs, order, caps, groups, multiple = problem
     layout = plan(*problem)
     position = {slot: at for at, slot in enumerate(order)}
     assert [slot.spec for slot in layout.slots] == specs
@@ -55,7 +55,7 @@ def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> 
             end = slot.offset + slot.spec.numel
         assert end <= bucket.stop
         if multiple == 1:
-            assert layout.bucket_nbytes(bucket) <= (plan_file.MAX_DEFAULT_BUCKET_BYTES if cap is None else cap) or (
+            assert layout.bucket_nbytes(bucket) <= max(caps, default=plan_file.MAX_DEFAULT_BUCKET_BYTES) or (
                 len([slot for slot in bucket.slots if specs[slot].numel]) == 1
             )
         assert len({groups[slot] for slot in bucket.slots}) == 1
@@ -68,10 +68,16 @@ def test_slots_and_buckets_have_the_properties_of_a_layout(problem: Problem) -> 
 
 def test_the_drawing_in_the_module_is_true() -> None:
     specs = [spec("a", (8, 4)), spec("b", (16, 4)), spec("c", (10,)), spec("d", (3,))]
-    layout = plan(specs, order=[2, 1, 0, 3], bucket_cap_bytes=320, groups=[0, 0, 0, 1])
+    layout = plan(specs, order=[2, 1, 0, 3], bucket_cap_bytes=[320], groups=[0, 0, 0, 1])
     assert [slot.offset for slot in layout.slots] == [80, 16, 0, 112]
     assert [(b.start, b.stop, b.slots) for b in layout.buckets] == [(0, 80, (2, 1)), (80, 112, (0,)), (112, 128, (3,))]
     assert layout.nbytes == 512
+
+
+def test_each_bucket_may_have_a_cap_of_its_own() -> None:
+    specs = [spec(f"p{at}", (16,)) for at in range(9)]  # 64 bytes each
+    cut = [bucket.slots for bucket in plan(specs, range(9), bucket_cap_bytes=[64, 192, 128]).buckets]
+    assert cut == [(0,), (1, 2, 3), (4, 5), (6, 7), (8,)]
 
 
 def mib(layout: Layout) -> list[float]:
@@ -80,7 +86,7 @@ def mib(layout: Layout) -> list[float]:
 
 def test_a_parameter_of_more_than_half_of_the_cap_ends_its_bucket() -> None:
     specs = [spec(f"p{at}", (size, 16)) for at, size in enumerate([1, 51, 1, 51, 50, 50, 1, 101, 1])]  # in 64 bytes
-    cut = [bucket.slots for bucket in plan(specs, range(9), bucket_cap_bytes=6400).buckets]
+    cut = [bucket.slots for bucket in plan(specs, range(9), bucket_cap_bytes=[6400]).buckets]
     assert cut == [(0, 1), (2, 3), (4, 5), (6,), (7,), (8,)]
 
 
@@ -135,7 +141,7 @@ def test_the_parts_of_all_shards_are_the_slots() -> None:
         shapes = [(rng.randint(0, 90),) for _ in range(rng.randint(1, 8))]
         specs = [ParamSpec(f"p{at}", shape, (1,), torch.float32, "cpu") for at, shape in enumerate(shapes)]
         shards = rng.randint(1, 4)
-        layout = plan(specs, range(len(specs)), rng.choice([None, 0, 500]), multiple=shards)
+        layout = plan(specs, range(len(specs)), rng.choice([(), (0,), (500,), (100, 500)]), multiple=shards)
         stop_before = [0] * len(specs)
         for index in range(shards):
             for slot, part in enumerate(parts_of(layout, shards, index)):

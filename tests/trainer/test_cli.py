@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__, check
 from lightning_bucketddp.cli import main
-from lightning_bucketddp.trainer.common import REGISTERED
+from lightning_bucketddp.layout.registry import REGISTERED
 from tests.trainer.cli_models import Model
 
 CLASS = "lightning_bucketddp.BucketDDPStrategy"

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
-from lightning_bucketddp.trainer.common import REGISTERED
+from lightning_bucketddp.layout.registry import REGISTERED
 from tests.lightning_models import QUIET, Regression, close_to, data, ddp, ours, trainer
 from tests.pool import on_ranks
 from tests.reference import drift

@@ -27,7 +27,6 @@ from tests.models import Mlp, batch
 from tests.pool import case, on_ranks
 
 _EXPERIMENTAL = {"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
-_EXPERIMENTAL |= {"skip_all_reduce_unused_params", "batched_grad_copy", "bucket_cap_mb_list"}
 _LIGHTNINGS_OWN = {"module", "device_ids", "output_device", "dim"}
 """What Lightning passes itself, or fixes by having one device per process."""
 

@@ -12,9 +12,10 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_bucketddp.layout.registry import DP_NAMES, register_names
 from lightning_bucketddp.replicas.module_copies import require_copyable, require_no_collectives
 from lightning_bucketddp.replicas.replicas import Replicas
-from lightning_bucketddp.trainer.common import DP_NAME, described
+from lightning_bucketddp.trainer.common import described
 from lightning_bucketddp.trainer.dp.batch_division import ScatterBatch, divide
 from lightning_bucketddp.trainer.dp.step import ReplicaSteps
 
@@ -61,9 +62,7 @@ class BucketDPStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add the name to a registry, unless it is there already."""
-        if DP_NAME not in strategy_registry:
-            strategy_registry.register(DP_NAME, cls, description="BucketDP strategy: devices of one process")
+        register_names(strategy_registry, cls, DP_NAMES)
 
     # -- one rank ------------------------------------------------------------------------------------
 
