@@ -31,7 +31,7 @@ def some_params() -> list[nn.Parameter]:
     ],
 )
 def test_a_gradient_that_does_not_fit_is_refused(grad: Callable[[], Tensor], message: str) -> None:
-    made = GradBuffers(plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())], range(4), 100))
+    made = GradBuffers(plan([ParamSpec.of(f"p{at}", param) for at, param in enumerate(some_params())], range(4), [100]))
     grads, flat = [torch.ones(4, 3, 2, 2), grad()], torch.ones(2 * LARGE_BYTES)
     for options in ({}, {"scale": 0.5, "flat": flat}):  # copied together, or one by one
         with pytest.raises(RuntimeError, match=message):

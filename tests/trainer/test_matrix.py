@@ -156,7 +156,7 @@ OPTIMISATION = [
     Row("toggled networks", Gan, ddp={"find_unused_parameters": True}, passes=24),
 ]
 PRECISION = [
-    *(Row(precision, options={"precision": precision}) for precision in ("bf16-mixed", "16-true")),
+    *(Row(precision, options={"precision": precision}) for precision in ("bf16-mixed", "bf16-true", "16-true", "64-true")),
     Row("16-mixed, clipped", options=FP16 | {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     Row("16-mixed, manual and clipped", partial(Manual, clip=True), FP16, passes=12),
     Row("16-mixed, infinite on all", partial(Rough, (0, 1)), FP16),
@@ -166,6 +166,7 @@ WITH_BATCHNORM = {"module": partial(Citizen, "conv"), "metrics": False}
 STOPPING = partial(pl.callbacks.EarlyStopping, "valid", min_delta=9.0, patience=1)
 AVERAGING = partial(pl.callbacks.EMAWeightAveraging, decay=0.8)
 PRUNING = partial(pl.callbacks.ModelPruning, "l1_unstructured", amount=0.3)
+TIMER = partial(pl.callbacks.Timer, duration={"hours": 1}, verbose=False)
 SWA = partial(pl.callbacks.StochasticWeightAveraging, 0.02, 1)
 CALLBACKS = [
     Row("stochastic weight averaging", options={"callbacks": [SWA], "max_epochs": 4}, passes=24, **WITH_BATCHNORM),
@@ -173,6 +174,8 @@ CALLBACKS = [
     Row("early stopping", options={"callbacks": [STOPPING], "max_epochs": 6}),
     Row("learning rates logged", partial(Citizen, schedule="step"), {"callbacks": [pl.callbacks.LearningRateMonitor]}),
     Row("pruning", options={"callbacks": [PRUNING]}),
+    Row("deterministic, profiled, timed", options={"deterministic": True, "profiler": "simple", "callbacks": [TIMER]}),
+    Row("progress bar and summary", options={"enable_progress_bar": True, "enable_model_summary": True}),
 ]
 ROWS = {row.name: row for row in LOOPS + OPTIMISATION + PRECISION + CALLBACKS}
 
