@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -115,5 +116,6 @@ def exit_codes() -> list[int]:
         return [*codes, check.main(["--quick"], start_method="fork")]
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_whether_something_is_wrong(run_ranks: RunRanks) -> None:
     assert run_ranks(1, exit_codes, bare=True) == [[0, 1]]

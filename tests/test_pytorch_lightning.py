@@ -136,6 +136,7 @@ def environment_without(folder: Path, *packages: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
+@pytest.mark.slow
 def test_one_package_is_enough(tmp_path: Path) -> None:
     script = """
 import lightning_bucketddp as ours
@@ -154,6 +155,7 @@ print(ours.BucketDDPStrategy, ours.BucketDDP)
         assert f"<class '{module}.strategy.BucketDDPStrategy'>" in ran.stdout
 
 
+@pytest.mark.slow
 def test_without_lightning_plain_pytorch_goes_on(tmp_path: Path) -> None:
     script = """
 import lightning_bucketddp

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pool import ROOT, RunRanks
 
 
+@pytest.mark.slow
 def test_the_check_and_the_devices_own_checker_find_nothing_wrong(ranks_on_simulated: RunRanks, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.simulated", "-m", "lightning_bucketddp", "check", "--quick", "--output"]
     file = tmp_path / "check.json"

@@ -156,7 +156,10 @@ OPTIMISATION = [
     Row("toggled networks", Gan, ddp={"find_unused_parameters": True}, passes=24),
 ]
 PRECISION = [
-    *(Row(precision, options={"precision": precision}) for precision in ("bf16-mixed", "bf16-true", "16-true", "64-true")),
+    *(
+        Row(precision, options={"precision": precision})
+        for precision in ("bf16-mixed", "bf16-true", "16-true", "64-true")
+    ),
     Row("16-mixed, clipped", options=FP16 | {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     Row("16-mixed, manual and clipped", partial(Manual, clip=True), FP16, passes=12),
     Row("16-mixed, infinite on all", partial(Rough, (0, 1)), FP16),

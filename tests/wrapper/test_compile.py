@@ -116,6 +116,7 @@ def test_graphs_are_cut_where_buckets_are_full(config: dict[str, Any], options: 
     assert (events.index("reduce") < last) == (pieces > 1), events
 
 
+@pytest.mark.slow
 @on_ranks(2, fresh=True)  # an error in a compiled backward may leave torch's compiler on
 def test_a_compiled_backward_is_refused() -> None:
     ours = BucketDDP(Mlp())
@@ -123,6 +124,7 @@ def test_a_compiled_backward_is_refused() -> None:
         torch.compile(lambda inputs: ours(inputs).sum().backward(), backend="eager")(inputs_of(0))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_trainer_takes_a_compiled_module() -> None:
     eager, compiled = Regression("mlp"), Regression("mlp")
