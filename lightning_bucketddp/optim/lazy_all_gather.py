@@ -19,12 +19,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch._dynamo
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_bucketddp.grads.sharded_grad import ABOUT_A_TENSOR, CALLS_ABOUT_A_TENSOR
 
@@ -160,7 +160,7 @@ class Arrival:
 
 
 class ModulesWait:
-    """A forward pre-hook of all modules, in place while parameters are on their way. It waits for them.
+    """Waits for parameters before forwards, in a global forward pre-hook that is there while some are on their way.
 
     C++ extensions and custom autograd functions read parameters without asking ``__torch_function__``. A module waits
     for its own parameters, and for those of submodules that are not called: fused layers read ``self.first.weight`` and
@@ -176,27 +176,32 @@ class ModulesWait:
 
     def __init__(self, module: nn.Module, arrivals: Sized) -> None:
         self._module, self._arrivals = module, arrivals
-        self._handles: list[RemovableHandle] = []
+        self._remove_hook: finalize[[], ModulesWait] | None = None
         self._called: dict[bool, WeakSet[nn.Module]] = {True: WeakSet(), False: WeakSet()}
         self._trains: bool | None = None  # of the wrapper's forward that runs; None outside
 
-    def __reduce__(self) -> Any:
-        return getattr, ({}, "get")  # in a copy of a module: a function of two arguments that returns the second
-
     def begin(self) -> None:
-        """Put the hooks in place. Compiled and scripted modules wait for all parameters before forward instead."""
-        if not self._handles and not reads_past_python(self._module):
-            self._handles = [it.register_forward_pre_hook(self, prepend=True) for it in self._module.modules()]
+        """Put the hook in place. Compiled and scripted modules wait for all parameters before forward instead."""
+        if self._remove_hook is not None or reads_past_python(self._module):
+            return
+        here = ref(self)  # the hook must not keep the module
+
+        def wait(module: nn.Module, args: object) -> None:
+            waits = here()
+            if waits is not None and waits._module not in module._modules.values():  # the wrapper calls it only
+                waits.before_forward(module)
+
+        self._remove_hook = finalize(self, register_module_forward_pre_hook(wait).remove)
 
     def end(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Remove the hook."""
+        if self._remove_hook is not None:
+            self._remove_hook()
+            self._remove_hook = None
 
     @contextmanager
     def in_forward(self, trains: bool) -> Iterator[None]:
-        """The wrapper's forward: learn which modules are called, and remove the hooks if all parameters are there."""
+        """The wrapper's forward: learn which modules are called, and remove the hook if all parameters are there."""
         before, self._trains = self._trains, trains
         try:
             yield
@@ -205,7 +210,7 @@ class ModulesWait:
             if not self._arrivals:
                 self.end()
 
-    def __call__(self, module: nn.Module, args: object) -> None:
+    def before_forward(self, module: nn.Module) -> None:
         """Wait for the parameters that a module may read."""
         called = () if self._trains is None else self._called[self._trains]
         if self._arrivals:
