@@ -8,8 +8,9 @@ So every use waits, in any order: functional reads (``nn.MultiheadAttention``), 
 references kept elsewhere (``nn.LSTM``, optimizers, averaged models), ``state_dict`` and copies.
 
 Arguments of C++ extensions and of ``autograd.Function.apply`` do not come by. So modules wait too, in hooks before
-their forwards (:class:`ModulesWait`). Compiled and scripted code has no such hooks: :func:`reads_past_python` finds it.
-Captured CUDA graphs and pointers taken earlier are not caught.
+their forwards (:class:`ModulesWait`). Where parts are compiled or scripted
+(:func:`reads_past_python`), the wrapper waits for all before its forward. Captured CUDA graphs and pointers taken
+earlier are not caught.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class ModulesWait:
         self._trains: bool | None = None  # of the wrapper's forward that runs; None outside
 
     def begin(self) -> None:
-        """Put the hook in place. Compiled and scripted modules wait for all parameters before forward instead."""
-        if self._remove_hook is not None or reads_past_python(self._module):
+        """Put the hook in place."""
+        if self._remove_hook is not None:
             return
         here = ref(self)  # the hook must not keep the module
 
