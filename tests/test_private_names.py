@@ -1,0 +1,134 @@
+"""Every private name of torch, Lightning and torchmetrics that the package uses, in one table: a release may remove it.
+
+Where the package can do without a name, it asks for it by ``getattr`` with a default.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_bucketddp
+
+PACKAGE = Path(lightning_bucketddp.__file__).parent
+SCRIPTS = "lightning.fabric.strategies.launchers.subprocess_script"
+GROUP = "torch.distributed.ProcessGroup"
+LAUNCHERS = "lightning.pytorch.strategies.launchers"
+EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
+FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
+SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
+DDP = "torch.nn.parallel.DistributedDataParallel"
+OWNERS = {
+    "_BatchNorm": "torch.nn.modules.batchnorm",
+    "_C": "torch",
+    "_ChildProcessObserver": SCRIPTS,
+    "_DEFAULT_FIRST_BUCKET_BYTES": "torch.distributed",
+    "_MultiProcessingLauncher": LAUNCHERS,
+    "_SubprocessScriptLauncher": LAUNCHERS,
+    "_active_ddp_module": DDP,
+    "_amp_foreach_non_finite_check_and_unscale_": "torch",
+    "_batches_that_stepped": EPOCH,
+    "_broadcast_sigterm_tensor": EPOCH,
+    "_check_input_dim": "torch.nn.BatchNorm1d",
+    "_checkpoint_connector": "lightning.pytorch.Trainer",
+    "_child_processes": f"{SCRIPTS}._ChildProcessObserver",
+    "_combined_loader": FIT,
+    "_combined_loader_states_to_load": FIT,
+    "_compiled_call_impl": "torch.nn.Module",
+    "_computed": "torchmetrics.Metric",
+    "_current_autograd_node": "torch._C",
+    "_data_fetcher": FIT,
+    "_ddp_params_and_buffers_to_ignore": DDP,
+    "_defaults": "torchmetrics.Metric",
+    "_device_types": GROUP,
+    "_dynamo": "torch",
+    "_execution_engine": "torch.autograd.Variable",
+    "_foreach_copy_": "torch",
+    "_foreach_mul_": "torch",
+    "_foreach_norm": "torch",
+    "_foreach_zero_": "torch",
+    "_forward_cache": "torchmetrics.Metric",
+    "_get_backend": GROUP,
+    "_get_sequence_number_for_group": GROUP,
+    "_groups_checked": "torchmetrics.MetricCollection",
+    "_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
+    "_is_profiler_enabled": "torch.autograd.profiler",
+    "_join_config": "torch.distributed.algorithms.join.Joinable",
+    "_load_state_dicts": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+    "_modules": "torch.nn.Module",
+    "_nested_dict": "torch.distributed.checkpoint",
+    "_parameters": "torch.nn.Module",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
+    "_python_dispatch": "torch.utils",
+    "_pytree": "torch.utils",
+    "_set_sequence_nr": "torch._C._functions.AccumulateGrad",
+    "_should_accumulate": FIT,
+    "_signal_connector": "lightning.pytorch.Trainer",
+    "_sigterm_notifier_fn": SIGNALS,
+    "_sleep_period": f"{SCRIPTS}._ChildProcessObserver",
+    "_slurm_sigusr_handler_fn": SIGNALS,
+    "_start_method": "lightning.pytorch.strategies.DDPStrategy",
+    "_state_is_copy": "torchmetrics.MetricCollection",
+    "_strategy": f"{LAUNCHERS}._MultiProcessingLauncher",
+    "_terminate_all": f"{SCRIPTS}._ChildProcessObserver",
+    "_trainer": "lightning.pytorch.LightningModule",
+    "_update_count": "torchmetrics.Metric",
+    "_version": "torch.Tensor",
+    "_will_engine_execute_node": "torch._C",
+    "_world": "torch.distributed.distributed_c10d",
+}
+PYTHONS = {"_exit", "_fields", "_replace"}
+"""Documented, for all their underscores."""
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def trees() -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Names that a file gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def used_names(tree: ast.Module) -> Iterator[str]:
+    """Private names that a file reads as attributes, imports or asks for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_bucketddp"):
+            yield from (*(node.module or "").split("."), *(alias.name for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            yield from (
+                arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+
+
+def test_the_table_has_every_private_name() -> None:
+    own = {name for tree in trees() for name in own_names(tree)}
+    used = {name for tree in trees() for name in used_names(tree) if is_private(name)}
+    assert used - own - PYTHONS == set(OWNERS)
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_the_name_is_still_there(name: str) -> None:
+    owner: Any = pkgutil.resolve_name(OWNERS[name])
+    if not hasattr(owner, name):  # an attribute of instances, or a module that nobody has imported
+        submodule = f"{OWNERS[name]}.{name}"
+        assert name in inspect.getsource(owner) or importlib.import_module(submodule)
