@@ -1,4 +1,4 @@
-"""MkDocs hook: pages link to examples and benchmark figures by their path in the repository, as GitHub does."""
+"""MkDocs hook: pages link to examples, tests and benchmark figures by their path in the repository, as GitHub does."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ SHOWN = (
     "examples/launch/*",
     "benchmarks/results/*.png",
     "benchmarks/results/*.txt",
+    "tests/*/test_*.py",
 )
 
 
@@ -25,4 +26,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Point links into the repository to the added files."""
-    return markdown.replace("](../examples/", "](examples/").replace("](../benchmarks/", "](benchmarks/")
+    for folder in ("examples", "benchmarks", "tests"):
+        markdown = markdown.replace(f"](../{folder}/", f"]({folder}/")
+    return markdown
