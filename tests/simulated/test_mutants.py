@@ -1,26 +1,26 @@
 """Each wait that orders streams or memory is needed: left out, it is found.
 
-Not here: ``record_stream`` for the memory of first stages (``comm/lane.py``), whose lack is not found in every run. The
-wait for a hook's future (``comm/hooks.py``), which the CPU needs too, where its result is not there yet.
+Not here: the wait for a hook's future (``comm/hooks.py``), which the CPU needs too, where its result is not there yet.
 The host's wait for a copy (``comm/host_copy.py``), without which it reads memory that nobody has written. ``close()``,
 which waits for the device before it frees memory (averages on a second stream in ``test_streams.py``).
 """
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_bucketddp.comm import lane, work
 from lightning_bucketddp.comm.lane import StreamLane, Streams
 from lightning_bucketddp.comm.work import Stage, Stages
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
 from lightning_bucketddp.peers.agreement import RankMismatchError
-from tests.accelerator import simulated
+from tests.accelerator import DEVICE, simulated
 from tests.pool import on_ranks
 from tests.simulated.training import Case, Pictures, TwoStreams, compare
 
@@ -112,3 +112,27 @@ def test_a_wait_that_is_left_out_is_found(name: str) -> None:
     assert re.search(r"nothing orders|not close|ranks met in pass", str(caught.value))
     torch.accelerator.synchronize()
     simulated().clear()
+
+
+def without_record_stream_at_all() -> AbstractContextManager[object]:
+    return patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+@on_ranks(2)
+def test_memory_of_a_first_stage_is_kept_for_the_side_stream() -> None:
+    for mutate, is_found in ((nullcontext, False), (without_record_stream_at_all, True)):
+        total = torch.zeros(1000, device=DEVICE)
+
+        def stages(into: torch.Tensor) -> Stages:
+            sent = torch.ones(1000, device=DEVICE)
+            yield Stage(dist.all_reduce(sent, async_op=True), (sent,))
+            into.add_(sent)
+
+        torch.accelerator.synchronize()
+        with mutate():
+            reduction = StreamLane(DEVICE).run(stages(total))
+            torch.ones(1000, device=DEVICE)  # takes the memory, once it is free
+        reduction.wait()
+        assert bool(simulated().unordered_accesses()) is is_found
+        torch.accelerator.synchronize()
+        simulated().clear()
