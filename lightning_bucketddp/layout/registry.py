@@ -42,8 +42,13 @@ _MODULES = {
     "lightning.fabric.strategies": _FABRIC,
     "pytorch_lightning.strategies": _TRAINER,
     "lightning_fabric.strategies": _FABRIC,
+    "lightning.pytorch.cli": [],
+    "pytorch_lightning.cli": [],
 }
-"""By the name of a module with a registry: the registry's name in it, a class, and the names under which it goes."""
+"""By the name of a module with a registry: the registry's name in it, a class, and the names under which it goes.
+
+A LightningCLI has no registry. It knows classes that have been imported by their short names.
+"""
 
 
 def register_names(registry: Any, strategy: Callable[..., Any], names: dict[str, dict[str, Any]]) -> None:
@@ -67,6 +72,8 @@ def _register(module: ModuleType) -> None:
     package = "lightning" if module.__name__.startswith("lightning.") else "pytorch_lightning"
     for registry, kind, names in _MODULES[module.__name__]:
         register_names(getattr(module, registry), _maker(FOLDERS[package], kind), names)
+    if module.__name__.endswith(".cli"):
+        import_module(f"{FOLDERS[package]}.public")
 
 
 def _maker(folder: str, kind: str) -> Callable[..., Any]:

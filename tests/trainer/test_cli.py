@@ -75,6 +75,10 @@ OPTIONS = {
 
 def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     assert type(cli("--trainer.strategy=bucketddp").trainer.strategy) is BucketDDPStrategy
+    assert (
+        type(cli("--trainer.strategy=BucketDDPStrategy", "--trainer.strategy.bucket_cap_mb=1").trainer.strategy)
+        is BucketDDPStrategy
+    )
     in_process = cli("--trainer.strategy.class_path=lightning_bucketddp.BucketDPStrategy").trainer
     assert (type(in_process.strategy), in_process.num_devices) == (BucketDPStrategy, 2)
     saved = tmp_path / "config.yaml"
