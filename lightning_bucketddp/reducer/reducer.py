@@ -266,6 +266,7 @@ class Reducer:
     def _pack(self, bucket: Bucket, taken: Taken, scale: float | None = None, memory: Tensor | None = None) -> None:
         with bucket.label("pack"):
             self.storage.pack(bucket, taken, scale, memory)
+        taken.grads.clear()  # the stages, which hold this until the last one is over, keep no gradient in memory
 
     # -- ending --------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_bucketddp
@@ -173,6 +174,28 @@ def test_buckets_launch_before_backward_has_finished() -> None:
     assert 3 <= ours.last_pass().early_launches < len(ours.layout.buckets)
     assert hidden[1] >= 6, "nothing may accumulate into a gradient that is on the wire"
     assert all(ours.module.get_parameter(name).grad is view for name, view in views_of(ours).items())
+
+
+@on_ranks(2, cases=[{}, {"shard_optimizer": True}, {"wire_dtype": torch.bfloat16}, {"comm_hook": "bf16"}])
+def test_gradients_on_the_wire_have_no_memory_but_their_buckets(options: dict[str, Any]) -> None:
+    ours = BucketDDP(seeded(Mlp), bucket_cap_mb=0.001, **options)
+    params = list(ours.module.parameters())
+    made: dict[Tensor, StorageWeakRef] = {}
+    alive: list[list[bool]] = []
+
+    def look(_: Tensor) -> None:
+        with_hooks = [it for it in params[1:] if it.grad is None]
+        alive.append([not made[it].expired() for it in with_hooks])
+
+    for param in params[1:]:
+        param.register_hook(lambda grad, of=param: made.update({of: StorageWeakRef(grad.untyped_storage())}))
+    params[0].register_hook(look)  # the last one
+    for step in range(3):
+        ours.zero_grad()
+        mse(step)(ours).backward()
+    assert len(alive[-1]) >= 4, "that many are on the wire"
+    assert not any(alive[-1])
+    ours.close()
 
 
 @on_ranks(2)
