@@ -121,7 +121,9 @@ class Buckets:
             bucket.flat = flat
 
     def forget(self) -> None:
-        """Drop all buckets and their memory."""
+        """Drop all buckets and their memory. The record of the last pass keeps the buckets."""
+        for bucket in self.all:
+            bucket.flat, bucket.flat_with_control = bucket.flat.new_empty(0), None
         self.all, self.of_slot = [], []
         self._expected.clear()
 
