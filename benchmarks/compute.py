@@ -55,7 +55,8 @@ BEST, TWIN = "ddp, best flags", "ddp, best flags, its twin"
 
 
 def _flags(cap: int, copy: str) -> Wrapping:
-    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": cap}
+    flags = dict.fromkeys(("gradient_as_bucket_view", "static_graph", "batched_grad_copy"), True)
+    options: dict[str, Any] = {**flags, "bucket_cap_mb": cap}
     return ddp(f"{BEST}, {cap} MiB{copy}", **options)
 
 

@@ -160,7 +160,7 @@ def _fairscale(**options: Any) -> Wrap:
     return wrap
 
 
-_BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True}
+_BEST_FLAGS = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
 
 
 def peers() -> list[Peer]:

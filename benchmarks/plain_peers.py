@@ -25,7 +25,7 @@ def plain_peers(**options: Any) -> list[Wrapping]:
     return [
         unwrapped(),
         ddp(SHIPPED, **options),
-        ddp(BEST, gradient_as_bucket_view=True, static_graph=True, **options),
+        ddp(BEST, gradient_as_bucket_view=True, static_graph=True, batched_grad_copy=True, **options),
         bucketddp(OURS, **options),
     ]
 

@@ -67,7 +67,7 @@ def compared() -> dict[tuple[str, str], list[Peer]]:
 
         return Peer(name, None, adamw, wrap)
 
-    best = partial(DistributedDataParallel, gradient_as_bucket_view=True, static_graph=True)
+    best = partial(DistributedDataParallel, gradient_as_bucket_view=True, static_graph=True, batched_grad_copy=True)
     return {
         PLAIN: [
             plain(PLAIN[1], best),
