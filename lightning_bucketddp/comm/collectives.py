@@ -370,7 +370,9 @@ class Collectives:
         work.wait(poll)
         gathered, work = self.all_gather(wire.padded(packed, int(sizes.max())))
         work.wait(poll)
-        return [pickle.loads(it[: int(size)].numpy().tobytes()) for it, size in zip(gathered, sizes, strict=True)]
+        return [
+            pickle.loads(values[: int(size)].numpy().tobytes()) for values, size in zip(gathered, sizes, strict=True)
+        ]
 
     def _nothing_to_do(self, tensor: Tensor) -> bool:
         return self.world_size == 1 or tensor.numel() == 0

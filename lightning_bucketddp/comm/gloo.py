@@ -154,7 +154,7 @@ def _in_pieces(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tupl
     for shift in range(1, world_size):
         target, source = (rank + shift) % world_size, (rank - shift) % world_size
         for piece, into in zip(targets[target].split(step), sources[source].split(step), strict=True):
-            counts = [[len(piece) * (it == other) for it in range(world_size)] for other in (source, target)]
+            counts = [[len(piece) * (rank == other) for rank in range(world_size)] for other in (source, target)]
             exchanges.append((into, piece, *counts))
     return received, exchanges
 

@@ -30,7 +30,9 @@ class ShardMemory:
     def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_apart: bool) -> None:
         self.parts: list[Part] = parts_of(layout, groups.shards, groups.index)
         self._buckets, self._groups, self._always_apart = buckets, groups, always_apart
-        self.in_bucket = [buckets.all[it.bucket].flat[it.at : it.at + it.stop - it.start] for it in self.parts]
+        self.in_bucket = [
+            buckets.all[part.bucket].flat[part.at : part.at + part.stop - part.start] for part in self.parts
+        ]
         apart = buckets.all if always_apart else []
         self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in apart}
 

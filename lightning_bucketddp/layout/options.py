@@ -220,7 +220,12 @@ class Options:
             ("gradient_divide_by", '"world_size", "tokens" or an integer from 1', int | str, _is_divisor),
             ("max_abs_grad", "None or a positive number", float | int | None, lambda most: most > 0),
             ("pad_buckets_to", "a number of elements from 1", int, lambda pad: pad >= 1),
-            ("sparse_parameters", "a list of names", Sequence, lambda names: all(isinstance(it, str) for it in names)),
+            (
+                "sparse_parameters",
+                "a list of names",
+                Sequence,
+                lambda names: all(isinstance(name, str) for name in names),
+            ),
             ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
             ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
             ("check_ranks_every", "None or a number of passes from 1", int | None, lambda passes: passes >= 1),

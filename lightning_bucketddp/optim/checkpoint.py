@@ -85,7 +85,7 @@ class ShardedCheckpoint:
             groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
             nested: dict[str, Any] = {"model": self._module_values()}
             if optimizers:
-                nested["optimizers"] = [self._optimizer_values(*it) for it in zip(optimizers, groups, strict=True)]
+                nested["optimizers"] = [self._optimizer_values(*one) for one in zip(optimizers, groups, strict=True)]
             if first and extra is not None:
                 nested["extra"] = _storable(dict(extra))
             flat, paths = flatten_state_dict(nested)
@@ -108,7 +108,11 @@ class ShardedCheckpoint:
         """Return the entries of the module's state dict that this rank offers to write."""
         first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
         # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
-        return {name: _storable(self._memory(it)) for name, it in state_dict.items() if first or id(it) in self._names}
+        return {
+            name: _storable(self._memory(value))
+            for name, value in state_dict.items()
+            if first or id(value) in self._names
+        }
 
     def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
         """Return the entries of an optimizer's state that this rank offers to write, by its parameters' names."""
@@ -121,8 +125,8 @@ class ShardedCheckpoint:
             entries = dict(state.pop(index, {}))
             if swap is not None and (master := swap.master(param)) is not None:  # also if the swap is closed
                 entries[STATE_DICT_KEY] = master
-            for key, it in entries.items():
-                own = Chunks.of(found, it.detach()) if found is not None and found.is_split(key, it) else it
+            for key, value in entries.items():
+                own = Chunks.of(found, value.detach()) if found is not None and found.is_split(key, value) else value
                 entries[key] = _storable(own)
             if STATE_DICT_KEY in entries:
                 values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
@@ -160,7 +164,7 @@ class ShardedCheckpoint:
         flat, paths = self._together(what, make_room)
         group, planner = self._collectives.group, ChunksLoadPlanner()
         self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
-        values = {key: it.flat if isinstance(it, Chunks) else it for key, it in flat.items()}
+        values = {key: value.flat if isinstance(value, Chunks) else value for key, value in flat.items()}
         nested = unflatten_state_dict(values, paths)
         self._together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
@@ -216,7 +220,9 @@ class ShardedCheckpoint:
             saved = {"state": {}, STATE_DICT_KEY: {}, **nested["optimizers"][number]}
             others = saved.get("others", {"state": {}, "entries": {}})
             index_of = {self._names[id(param)]: index for index, param in enumerate(params_of(optimizer))}
-            state, masters = ({index_of[n]: it for n, it in saved[key].items()} for key in ("state", STATE_DICT_KEY))
+            state, masters = (
+                {index_of[n]: entries for n, entries in saved[key].items()} for key in ("state", STATE_DICT_KEY)
+            )
             own = optimizer.state_dict()
             pairs = zip(saved["param_groups"], own["param_groups"], strict=True)
             groups = [{**group, "params": mine["params"]} for group, mine in pairs]
@@ -225,7 +231,7 @@ class ShardedCheckpoint:
             optimizer.load_state_dict({**others["entries"], **loaded, **shard})
         present = self._module.state_dict(keep_vars=True)
         own_ids = self._own_ids()
-        made = {name: it for name, it in nested.get("model", {}).items() if id(present[name]) not in own_ids}
+        made = {name: value for name, value in nested.get("model", {}).items() if id(present[name]) not in own_ids}
         if made:
             self._module.load_state_dict(made, strict=False)
 
@@ -270,7 +276,9 @@ class ShardedCheckpoint:
         kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
         other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
         mine = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
-        failed = {rank: it for rank, it in enumerate(self._collectives.exchange_objects(mine)) if it is not None}
+        failed = {
+            rank: found for rank, found in enumerate(self._collectives.exchange_objects(mine)) if found is not None
+        }
         if failed:
             kind, message = next(iter(failed.values()))
             raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem

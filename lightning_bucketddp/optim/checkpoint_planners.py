@@ -58,7 +58,9 @@ class Chunks:
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.flat.dtype)
         data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
-        return [WriteItem(MetadataIndex(key, it.chunk.offsets), WriteItemType.SHARD, tensor_data=it) for it in data]
+        return [
+            WriteItem(MetadataIndex(key, shard.chunk.offsets), WriteItemType.SHARD, tensor_data=shard) for shard in data
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

@@ -96,7 +96,7 @@ def require_element_wise(optimizer: Optimizer) -> None:
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = kind in _OF_TORCH or kind in _DECLARED or name in _KNOWN
     problem = next(
-        (f"{kind.__name__}: {why}" for it in kind.__mro__ if (why := _NOT_ELEMENT_WISE.get(it.__name__))), ""
+        (f"{kind.__name__}: {why}" for base in kind.__mro__ if (why := _NOT_ELEMENT_WISE.get(base.__name__))), ""
     )
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
         problem = f"{kind.__name__}: its train() and eval() change whole parameters, as in schedule-free optimizers"

@@ -227,9 +227,9 @@ class ModulesWait:
 def _params_inside(module: nn.Module, called: Container[nn.Module]) -> Iterator[nn.Parameter | None]:
     """Yield the parameters of a module and of its submodules, except what is inside of modules that are called."""
     modules, seen = [module], {module}
-    for it in modules:  # grows
-        yield from it._parameters.values()
-        new = [child for child in it._modules.values() if child is not None and child not in seen]
+    for part in modules:  # grows
+        yield from part._parameters.values()
+        new = [child for child in part._modules.values() if child is not None and child not in seen]
         inside = [child for child in new if child not in called]
         modules += inside
         seen.update(inside)
@@ -238,7 +238,7 @@ def _params_inside(module: nn.Module, called: Container[nn.Module]) -> Iterator[
 def reads_past_python(module: nn.Module) -> bool:
     """Tell whether compiled or scripted parts of a module read parameters without calling torch's functions."""
     return any(
-        isinstance(it, _PAST_PYTHON)
-        or getattr(it, "_compiled_call_impl", None) is not None  # private: module.compile() has no public sign
-        for it in module.modules()
+        isinstance(part, _PAST_PYTHON)
+        or getattr(part, "_compiled_call_impl", None) is not None  # private: module.compile() has no public sign
+        for part in module.modules()
     )

@@ -243,7 +243,9 @@ class Optimizers:
         state, masters = dict(packed["state"]), dict(packed.pop(STATE_DICT_KEY, {}))
         for index, whole in self._whole_state(optimizer):
             if mine:
-                state[index] = {k: it.to("cpu", copy=True) if isinstance(it, Tensor) else it for k, it in whole.items()}
+                state[index] = {
+                    k: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for k, value in whole.items()
+                }
         masters |= {index: entries.pop(STATE_DICT_KEY) for index, entries in state.items() if STATE_DICT_KEY in entries}
         packed["state"] = {index: entries for index, entries in sorted(state.items()) if entries}
         if masters:
@@ -264,8 +266,13 @@ class Optimizers:
         found = {index: part for index, param in enumerate(params) if (part := self._params.find(param)) is not None}
         described = self._described(found, {index: stepped.entries(optimizer, params[index]) for index in found})
         for bucket in sorted({part.part.bucket for part in found.values()}):
-            whole = {index: dict(it) for index, it in described.items() if found[index].part.bucket == bucket}
-            kinds = {(key, it) for state in whole.values() for key, it in state.items() if isinstance(it, torch.dtype)}
+            whole = {index: dict(entries) for index, entries in described.items() if found[index].part.bucket == bucket}
+            kinds = {
+                (key, dtype)
+                for state in whole.values()
+                for key, dtype in state.items()
+                if isinstance(dtype, torch.dtype)
+            }
             for key, dtype in sorted(kinds, key=repr):  # all ranks gather in the same order
                 having = [index for index, entries in whole.items() if entries.get(key) is dtype]
                 parts = [(found[index], stepped.entries(optimizer, params[index]).get(key)) for index in having]
@@ -289,9 +296,9 @@ class Optimizers:
             The same on all ranks: the entries of the first rank with a part of the parameter.
         """
         for index, entries in mine.items():
-            for key, it in entries.items():
-                if isinstance(it, Tensor):
-                    entries[key] = it.dtype if found[index].is_split(key, it) else it.detach().cpu()
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    entries[key] = value.dtype if found[index].is_split(key, value) else value.detach().cpu()
         with self._passes.peers.waiting_for("the entries of the optimizer's state"):
             known = {index: entries for index, entries in mine.items() if entries}
             return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))

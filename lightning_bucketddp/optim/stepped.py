@@ -186,7 +186,7 @@ class Stepped:
 
     def _ranges(self, optimizer: Optimizer) -> dict[int, tuple[int, int]]:
         found = {index: self.parts.find(param) for index, param in enumerate(params_of(optimizer))}
-        return {index: (it.part.start, it.part.stop) for index, it in found.items() if it is not None}
+        return {index: (part.part.start, part.part.stop) for index, part in found.items() if part is not None}
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut this rank's part out of a whole state dict, before anything is moved to the device.

@@ -163,7 +163,7 @@ class Swap:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for optimizer in [it for it, swap in list(_swaps.items()) if swap is self]:
+        for optimizer in [key for key, swap in list(_swaps.items()) if swap is self]:
             del _swaps[optimizer]
 
     # -- around a step -------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Swap:
         # Set before anything moves, so that an interrupted swap can be undone.
         self._groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
         params = [param for _, originals in self._groups for param in originals]
-        tensors = {param: it for param in params if (it := self.stepped.tensor_for(param, state)) is not None}
+        tensors = {param: tensor for param in params if (tensor := self.stepped.tensor_for(param, state)) is not None}
         for param, tensor in tensors.items():
             if tensor is not param:
                 grads = tensor.grad, param.grad
@@ -233,7 +233,7 @@ class Swap:
         """Put tensors into the groups of their parameters, and nothing else."""
         for params, originals in self._groups:
             # In place: LBFGS keeps the list.
-            params[:] = [it for param in originals if (it := tensors.get(param)) is not None]
+            params[:] = [tensor for param in originals if (tensor := tensors.get(param)) is not None]
 
     def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
         """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
@@ -262,18 +262,20 @@ class Swap:
         state, self._state = self._state, None
         for params, originals in groups:
             params[:] = originals
-        for it in swapped:
-            if it.tensor in state:
-                state[it.param] = state.pop(it.tensor)
-            if it.grad is not None and it.tensor.grad is None and it.param.grad is it.param_grad:
-                it.param.grad = None  # the optimizer has cleared it
-            it.tensor.grad = None
-        self._write_back([it for it in swapped if id(it.param) not in self._sent])
+        for one in swapped:
+            if one.tensor in state:
+                state[one.param] = state.pop(one.tensor)
+            if one.grad is not None and one.tensor.grad is None and one.param.grad is one.param_grad:
+                one.param.grad = None  # the optimizer has cleared it
+            one.tensor.grad = None
+        self._write_back([one for one in swapped if id(one.param) not in self._sent])
 
     def _write_back(self, swapped: Collection[_Swapped]) -> None:
-        self.stepped.bring_back([it.param for it in swapped if it.moved])
+        self.stepped.bring_back([one.param for one in swapped if one.moved])
         # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
-        self.stepped.write_back([it.param for it in swapped if (self._stepping and it.grad is not None) or it.written])
+        self.stepped.write_back(
+            [one.param for one in swapped if (self._stepping and one.grad is not None) or one.written]
+        )
 
 
 def master_params(optimizer: Optimizer) -> Swap:
@@ -295,7 +297,9 @@ def master_params(optimizer: Optimizer) -> Swap:
 def holders_of_masters(params: Container[int]) -> list[Optimizer]:
     """Return the optimizers with whole masters of some parameters, which are given by id."""
     return [
-        it for it, swap in list(_swaps.items()) if any(id(param) in params for param in swap.stepped.whole_masters())
+        optimizer
+        for optimizer, swap in list(_swaps.items())
+        if any(id(param) in params for param in swap.stepped.whole_masters())
     ]
 
 

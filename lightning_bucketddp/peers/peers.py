@@ -173,7 +173,9 @@ class Peers:
         self.raise_if_failed()
         self._polls += 1
         if end_signals.impatient(waited := self._polls * POLL_SECONDS):
-            away = [it.rank for it in self._roll_call.ask(self.number) if not (it.heard and it.waiting_for)]
+            away = [
+                answer.rank for answer in self._roll_call.ask(self.number) if not (answer.heard and answer.waiting_for)
+            ]
             cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
             raise PeerFailureError(self.cannot_complete(cause))
 

@@ -65,7 +65,7 @@ def _place(status: Status) -> str:
 def _calls(status: Status) -> tuple[str, ...]:
     """The calls of a stack that a report shows, a line each, without those in which the rank waits."""
     stack = [*dropwhile(lambda frame: waits(status) and frame[0].startswith(_INNER), status.stack)]
-    shown = [it for number, it in enumerate(stack) if number < _MOST_CALLS or "-packages/" not in it[0]]
+    shown = [call for number, call in enumerate(stack) if number < _MOST_CALLS or "-packages/" not in call[0]]
     return tuple(f"    {file}:{at} in {name}: {getline(file, at).strip() or '?'}" for file, at, name in shown[::-1])
 
 

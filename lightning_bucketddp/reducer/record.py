@@ -126,9 +126,9 @@ class PassRecord:
             title=f"Pass {self.number}, rank {self.rank}: backward {end:.1f} ms, then {exposed:.1f} ms exposed",
             xlabel="ms since the pass opened, by the host's clock",
         )
-        names = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in self.buckets]
+        names = [f"bucket {bucket.index}, {size_text(bucket.nbytes)}" for bucket in self.buckets]
         moments = "ready_at", "launched_at", "done_at"
-        ready, launched, done = ([1e3 * getattr(it, moment) for it in self.buckets] for moment in moments)
+        ready, launched, done = ([1e3 * getattr(bucket, moment) for bucket in self.buckets] for moment in moments)
         axes.hlines(names, ready, launched, "0.5", label="ready to launched: waits for its turn, is packed", lw=2)
         axes.hlines(names, launched, done, "tab:blue", label="launched to done", lw=9)
         axes.axvline(end, color="tab:red", linestyle="--", label="end of backward")
@@ -154,10 +154,17 @@ class PassRecord:
         add("thread_name", "M", 0, name="pass")
         add("backward", "X", 0, 0.0, end)
         add("exposed communication", "X", 0, end, end + self.exposed_seconds)
-        for row, it in enumerate(self.buckets, 1):
-            add("thread_name", "M", row, name=f"bucket {it.index}")
-            add("ready", "i", row, it.ready_at)
-            add(f"bucket {it.index}, {size_text(it.nbytes)}", "X", row, it.launched_at, it.done_at, **vars(it))
+        for row, bucket in enumerate(self.buckets, 1):
+            add("thread_name", "M", row, name=f"bucket {bucket.index}")
+            add("ready", "i", row, bucket.ready_at)
+            add(
+                f"bucket {bucket.index}, {size_text(bucket.nbytes)}",
+                "X",
+                row,
+                bucket.launched_at,
+                bucket.done_at,
+                **vars(bucket),
+            )
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, default=str))
 
     def __str__(self) -> str:

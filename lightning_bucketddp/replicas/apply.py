@@ -117,7 +117,7 @@ class _CallerState:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.default_device = torch.get_default_device()
         types = filter(torch.amp.is_autocast_available, {"cpu", *(device.type for device in devices)})
-        self.autocast = [(it, torch.get_autocast_dtype(it)) for it in types if torch.is_autocast_enabled(it)]
+        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.intra_op_threads = torch.get_num_threads()
 

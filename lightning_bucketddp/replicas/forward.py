@@ -83,7 +83,7 @@ def replicated_forward(
     """
     if device_ids is None or len(device_ids) < 2:
         return None
-    devices = [_device("device_ids", it) for it in device_ids]
+    devices = [_device("device_ids", device) for device in device_ids]
     output = devices[0] if output_device is None else _device("output_device", output_device)
     require("dim", dim, "the number of a dimension", int)
     require_copyable(module)

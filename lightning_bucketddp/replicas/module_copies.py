@@ -47,12 +47,14 @@ def fill(
         and not (type(value) is FunctionType and name in ("update", "compute"))  # of metrics: count in the original
     ]
     for copies, own in zip(replicas, tensors, strict=True):
-        replacements: dict[int, Any] = {id(it): copy for it, copy in zip(originals, copies, strict=True)} | {**own}
+        replacements: dict[int, Any] = {
+            id(original): copy for original, copy in zip(originals, copies, strict=True)
+        } | {**own}
         for original, copy in zip(originals, copies, strict=True):
             attributes = vars(copy)
             attributes.update(vars(original), _is_replica=True)  # the mark of torch.nn.DataParallel
             for name in _REGISTRIES:
-                attributes[name] = {key: replacements.get(id(it), it) for key, it in attributes[name].items()}
+                attributes[name] = {key: replacements.get(id(value), value) for key, value in attributes[name].items()}
             for name in HOOKS:  # hooks that a replica registers in its forward are for its own samples
                 attributes[name] = attributes[name].copy()
         for position, name, value in references:

@@ -92,10 +92,10 @@ class Replicas:
         for modules in replicas:
             for module in modules:
                 vars(module).clear()  # frees the last copies before new ones are made
-        tensors = [it for part in self._parts for it in (*part._parameters.values(), *part._buffers.values())]
+        tensors = [tensor for part in self._parts for tensor in (*part._parameters.values(), *part._buffers.values())]
         unique = {id(tensor): tensor for tensor in tensors if tensor is not None}
         own = [
-            {at: _copy_of(it, device) for at, it in unique.items() if self._copies(it, index)}
+            {at: _copy_of(tensor, device) for at, tensor in unique.items() if self._copies(tensor, index)}
             for index, device in enumerate(self.devices[:count])
         ]
         fill(replicas, self._parts, own)

@@ -160,7 +160,7 @@ class CommunicationMonitor(Callback):
         passes = len(self._times.passes)
         if self._steps >= self._every_n_steps and passes:
             own, *times = self._times.exchange().unbind(1)
-            self._log(trainer, *(1e3 * it / passes for it in times))
+            self._log(trainer, *(1e3 * seconds / passes for seconds in times))
             self._look_for_slow_ranks(own - times[0])
             self._steps = 0
 
@@ -197,7 +197,7 @@ class CommunicationMonitor(Callback):
         self._own, self._own_steps = self._own + own, self._own_steps + self._steps
         if self._own_steps < SLOW_STEPS:
             return
-        each, median = (1e3 * it / self._own_steps for it in (self._own, self._own.median()))
+        each, median = (1e3 * seconds / self._own_steps for seconds in (self._own, self._own.median()))
         for rank in (each > SLOW_FACTOR * median).nonzero().flatten().tolist():
             if rank not in self._named:
                 self._named.add(rank)

@@ -61,7 +61,7 @@ class ModuleParams:
         ignored = names_to_ignore(self.module)
         self.named = named_parameters(self.module)
         self._dtypes = [param.dtype for _, param in self.named]
-        registries = [it for owner in self.module.modules() for it in (owner._modules, owner._parameters)]
+        registries = [registry for owner in self.module.modules() for registry in (owner._modules, owner._parameters)]
         self._members = [registry.values() for registry in registries]  # live views
         self._members_before = [*chain.from_iterable(self._members)]  # held, so that none has the place of an old one
         owners = {
@@ -76,7 +76,7 @@ class ModuleParams:
     def _found_again(self, owners: dict[str, tuple[nn.Module, str]]) -> dict[str, tuple[Any, str, Tensor]]:
         """The known module buffers where they are now: in their module, which may have moved, or in a new one."""
         places = {(id(owner), name): full_name for full_name, (owner, name) in owners.items()}
-        moved = {it: places.get((id(owner), name), it) for it, (owner, name, _) in self._buffers.items()}
+        moved = {buffer: places.get((id(owner), name), buffer) for buffer, (owner, name, _) in self._buffers.items()}
         return {now: (*owners.get(now, (None, "")), self._buffers[before][2]) for before, now in moved.items()}
 
     def _same_members(self) -> bool:
@@ -169,7 +169,9 @@ class ModuleParams:
 
     def _find_sparse(self) -> None:
         declared, names = self._options.sparse_parameters, {name for name, _ in self.named}
-        self.sparse = find_sparse(self.module, [it for it in declared if it in names] if self.changes else declared)
+        self.sparse = find_sparse(
+            self.module, [name for name in declared if name in names] if self.changes else declared
+        )
 
     def restore_grad_dtypes(self) -> None:
         """Give parameters the ``grad_dtype`` that they had before."""
@@ -192,7 +194,7 @@ class ModuleParams:
 
     def changed(self) -> bool:
         """Whether parameters were added, removed, replaced, renamed or re-typed since the last look."""
-        if [param.dtype for _, param in self.named] != self._dtypes or any(it.requires_grad for it in self._late):
+        if [param.dtype for _, param in self.named] != self._dtypes or any(param.requires_grad for param in self._late):
             return True
         if self._same_members():
             return False
@@ -247,10 +249,10 @@ class ModuleParams:
         now = {id(param): (name, param) for name, param in named_parameters(self.module)}
         known = {id(param): (name, dtype) for (name, param), dtype in zip(self.named, self._dtypes, strict=True)}
         late = {id(param) for param in self._late}
-        odd = [name for it, (name, _) in known.items() if it in trained and it not in now]
-        for it, (name, param) in now.items():
-            retyped = it in trained and param.dtype is not known[it][1]
-            if retyped or (param.requires_grad and (it in late or it not in known)):
+        odd = [name for number, (name, _) in known.items() if number in trained and number not in now]
+        for number, (name, param) in now.items():
+            retyped = number in trained and param.dtype is not known[number][1]
+            if retyped or (param.requires_grad and (number in late or number not in known)):
                 odd.append(name)
         if odd:
             raise WrapError(
@@ -258,7 +260,7 @@ class ModuleParams:
                 f"shards of the old ones{_listed(dict.fromkeys(odd))}; do it before training, in a Trainer before "
                 "fit(); or close() the wrapper, wrap again and make a new optimizer"
             )
-        return [param for it, (_, param) in now.items() if it not in known]
+        return [param for number, (_, param) in now.items() if number not in known]
 
 
 def _place(tensor: Tensor) -> int:

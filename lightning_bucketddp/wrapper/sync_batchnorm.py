@@ -192,7 +192,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self._link.note_forward(self._number, input.shape[1])
             inverse_std = (var + self.eps).rsqrt()
             input = _ThroughStatistics.apply(input, mean, inverse_std, count, self._link, self._number)
-        weight, bias = (None if it is None else it.to(mean.dtype) for it in (self.weight, self.bias))
+        weight, bias = (None if value is None else value.to(mean.dtype) for value in (self.weight, self.bias))
         return F.batch_norm(input, mean, var, weight, bias, eps=self.eps)
 
     @torch.no_grad()

@@ -132,8 +132,10 @@ def require_own_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         WrapError: If two of them overlap.
     """
-    plain = [it for it in tensors if type(it[1]) in (Tensor, nn.Parameter) and it[1].layout is torch.strided]
-    for (first, one), (second, other) in pairwise(sorted(plain, key=lambda it: it[1].data_ptr())):
+    plain = [
+        entry for entry in tensors if type(entry[1]) in (Tensor, nn.Parameter) and entry[1].layout is torch.strided
+    ]
+    for (first, one), (second, other) in pairwise(sorted(plain, key=lambda entry: entry[1].data_ptr())):
         if one.data_ptr() + one.nbytes > other.data_ptr() and (one.requires_grad or other.requires_grad):
             raise WrapError(
                 f"expected tensors that share no memory, as shard_optimizer moves parameters, found {first!r} and "
@@ -160,7 +162,10 @@ def input_device(
             'name a device for each replica in this process, as device_ids=["cpu", "cpu"]'
         )
     own = params[0][1].device
-    named = [torch.device(own.type, it) if isinstance(it, int) else torch.device(it) for it in device_ids or ()]
+    named = [
+        torch.device(own.type, device) if isinstance(device, int) else torch.device(device)
+        for device in device_ids or ()
+    ]
     if named != [own]:
         raise ValueError(
             f"expected device_ids to be None or to name the device of the parameters, {own}, found {device_ids}"
