@@ -121,3 +121,34 @@ def test_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 130
     assert sum(len(line.split()) for line in lines) <= 900
+
+
+def test_figures_over_the_link_are_those_of_the_file() -> None:
+    """In whole per cent of the time that ``ddp`` needs as shipped."""
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/performance.md")}
+    for page in pages.values():
+        assert "2026-11-26-link.png" in page
+    shares: dict[str, str] = {}
+    for line in (ROOT / "benchmarks" / "results" / "2026-11-26-link.txt").read_text().splitlines():
+        row = re.match(r"(\S.*?)  +\d+ +(\d\.\d{3})(?: |$)", line)
+        if row is not None:
+            shares[row[1]] = f"{100 * float(row[2]) + 1e-9:.0f} %"
+    words = {
+        "bucketddp": "`bucketddp` needs {} of the time",
+        "bound for an all-reduce": "No all-reduce could need less than {}",
+        "bucketddp_sharded": "A sharded optimizer needs {}",
+        "bucketddp, bf16 wire": "sixteen bits on the wire {} (",
+    }
+    readme = " ".join(pages["README.md"].split())
+    assert [name for name, text in words.items() if text.format(shares[name]) not in readme] == []
+    rows = {
+        "unsynchronised": "without synchronisation",
+        "bucketddp, bf16 wire": '`wire_dtype="bfloat16"`, which sums in fp32',
+        "bucketddp_sharded": "`bucketddp_sharded`",
+        "bucketddp": "`bucketddp`",
+        "bound for an all-reduce": "no all-reduce can need less than",
+        "bound for a sharded optimizer": "no sharded optimizer can need less than",
+        "ddp as shipped": "`ddp` as shipped",
+    }
+    table = re.findall(r"^\| (.+?) \| \d+ ms \| (\d+ %) \|$", pages["docs/performance.md"], re.MULTILINE)
+    assert {(text, shares[name]) for name, text in rows.items()} - set(table) == set()
