@@ -161,6 +161,7 @@ def _raise_workers() -> None:
         if pid not in exit_codes:
             if what in ENDING_SIGNALS:
                 os.kill(pid, ENDING_SIGNALS[what])
+                os.kill(pid, signal.SIGCONT)  # a test may have stopped it
             exit_codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(exit_codes[pid], flush=True)
 
