@@ -359,7 +359,8 @@ def _is_group(value: ProcessGroup | int) -> bool:
 
 
 def _are_caps(values: Sequence[float]) -> bool:
-    return len(values) > 0 and all(isinstance(cap, float | int) and 0 <= cap < math.inf for cap in values)
+    numbers = all(isinstance(cap, float | int) and not isinstance(cap, bool) for cap in values)
+    return len(values) > 0 and numbers and all(0 <= cap < math.inf for cap in values)
 
 
 def _is_divisor(value: int | str) -> bool:

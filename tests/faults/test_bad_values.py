@@ -18,6 +18,7 @@ from tests.pool import on_ranks
 
 BAD: dict[str, list[Any]] = {
     "bucket_cap_mb": [-1, "large", math.nan, True, math.inf],
+    "bucket_cap_mb_list": [[], [True], [1, -1], ["large"], "large", 3],
     "comm_hook": ["bf61", 3],
     "sparse_parameters": ["emb.weight", [1]],
     "timeout": [30, -5, timedelta(seconds=-5)],

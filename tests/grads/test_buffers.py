@@ -103,6 +103,8 @@ def test_options_shape_buckets() -> None:
     sharded = planner_of(5, shard_optimizer=True, pad_buckets_to=10, bucket_cap_mb=0.0001)[1].plan()
     assert {bucket.numel % (3 * 16) for bucket in sharded.buckets} == {0}, "each shard starts on a cache line"
     assert {bucket.numel % 10 for bucket in sharded.buckets} == {0}
+    caps = [64 / 2**20, 192 / 2**20]  # one parameter in the first bucket, and three in each further one
+    assert names(*planner_of(6, bucket_cap_mb_list=caps)) == ["p5", "p4 p3 p2", "p1"]
     whole = planner_of(5, overlap=False, bucket_cap_mb=0)[1]
     assert len(whole.plan().buckets) == 1
     assert whole.holds_back([])
