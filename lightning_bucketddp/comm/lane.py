@@ -193,14 +193,15 @@ class ThreadLane:
         stage = next(stages, None) if self._starts_here else None
         work = _ThreadWork(stages, stage, self._state, self._left_behind)
         if self._queue is None:
-            self._queue = _start_thread(self._state)
-            weakref.finalize(self, _end, self._queue, self._state)
+            self._queue = _start_thread()
+            weakref.finalize(self, _end, self._queue, self._state.ended)
         self._queue.put(work)
         return work
 
 
 class _State:
-    """What the threads of a lane share. They hold no reference to the lane, which is dropped first."""
+    """What the reductions of a lane share. Idle threads do not hold it: an error holds the frames that it went through,
+    and those may hold the lane, which would never end."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -211,25 +212,26 @@ class _State:
             raise RuntimeError("the wrapper was closed")
 
 
-def _start_thread(state: _State) -> SimpleQueue[_ThreadWork | None]:
+def _start_thread() -> SimpleQueue[_ThreadWork | None]:
     queue = SimpleQueue[_ThreadWork | None]()
-    threading.Thread(target=_run, args=(queue, state), name="bucketddp-lane", daemon=True).start()
+    threading.Thread(target=_run, args=(queue,), name="bucketddp-lane", daemon=True).start()
     return queue
 
 
-def _run(queue: SimpleQueue[_ThreadWork | None], state: _State) -> None:
+def _run(queue: SimpleQueue[_ThreadWork | None]) -> None:
     following: SimpleQueue[_ThreadWork | None] | None = None
     with torch.no_grad():
         while (work := queue.get()) is not None:
             if work.advance():
-                following = following or _start_thread(state)
+                following = following or _start_thread()
                 following.put(work)
+            del work
     if following is not None:
         following.put(None)
 
 
-def _end(queue: SimpleQueue[_ThreadWork | None], state: _State) -> None:
-    state.ended.set()
+def _end(queue: SimpleQueue[_ThreadWork | None], ended: threading.Event) -> None:
+    ended.set()
     queue.put(None)
 
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from unittest.mock import Mock, patch
 
@@ -68,9 +69,11 @@ class Reductions:
 
 
 @pytest.fixture
-def reductions(monkeypatch: pytest.MonkeyPatch) -> Reductions:
+def reductions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reductions]:
     monkeypatch.setattr(work, "POLL_SECONDS", 0.01)
-    return Reductions()
+    reductions = Reductions()
+    yield reductions
+    reductions.lanes.clear()  # a thread that waits holds the log, hence the lanes
 
 
 def threads(reductions: Reductions, starts_here: bool = False) -> Lane:
@@ -175,15 +178,37 @@ def test_the_common_group_is_for_the_thread_that_trains(reductions: Reductions) 
     assert isinstance(lane.run(reductions.stages("b"), common=True), DirectWork)
 
 
+def lane_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "bucketddp-lane"}
+
+
 def test_threads_end_with_their_lane(reductions: Reductions) -> None:
-    before, lane = {*threading.enumerate()}, threads(reductions)
+    before, lane = lane_threads(), threads(reductions)
     taken = lane.run(reductions.stages("a", "b"))
     reductions.complete("a")
     eventually(lambda: "started b" in reductions.log)
-    own = {*threading.enumerate()} - before
-    assert {thread.name for thread in own} == {"bucketddp-lane"}
+    own = lane_threads() - before
+    assert own
     del lane, reductions.lanes[:]
     gc.collect()
-    eventually(lambda: not any(thread.is_alive() for thread in own))
+    eventually(lambda: not own & lane_threads())
     with pytest.raises(RuntimeError, match="closed"):
         taken.wait()
+
+
+def test_threads_end_after_an_error_that_went_through_what_holds_the_lane(reductions: Reductions) -> None:
+    before = lane_threads()
+    reductions.handle("a").error = "broken"
+    reductions.complete("a")
+
+    def fail() -> None:
+        lane = threads(reductions)
+        with pytest.raises(RuntimeError, match="broken"):
+            lane.run(reductions.stages("a")).wait()
+
+    fail()
+    own = lane_threads() - before
+    assert own
+    del reductions.lanes[:]
+    gc.collect()
+    eventually(lambda: not own & lane_threads())
