@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import logging
-import re
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from tempfile import TemporaryFile
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import itemgetter, truth
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
@@ -27,7 +28,6 @@ ANSWER_SECONDS = 2.0
 _Answer = tuple[int, Sequence[Status]]
 """The number of the last roll call that a rank has heard of, and its records: what it writes into the store."""
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
 
@@ -141,15 +141,21 @@ class RollCall:
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first.
 
-        It is read from a dump, which holds the interpreter's lock throughout. A crash was seen in a walk along the
-        frames of a thread that ran on meanwhile. Empty where no temporary file can be written.
+        The thread may run on meanwhile, and a generator's frame then loses its caller. So one call in C takes all
+        frames, in which no other thread gets the interpreter's lock. In it Python 3.11 must not collect garbage, which
+        may start a thread and would wait for ever. (A dump by faulthandler crashes while gloo's threads call Python.)
         """
-        dump = ""
-        with suppress(OSError), TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            _, _, dump = file.read().decode().partition(f"0x{self._thread:016x}")
-        return [(path, int(line), name) for path, line, name in _FRAME.findall(dump.partition("\n\n")[0])]
+        innermost = islice(map(itemgetter(self._thread), iter(sys._current_frames, None)), 1)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frames = [*takewhile(truth, accumulate(chain(innermost, repeat("f_back")), getattr))]
+        except KeyError:  # the thread has ended
+            return []
+        finally:
+            if collects:
+                gc.enable()
+        return [(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name) for frame in frames]
 
     def end(self) -> None:
         """This rank has ended training in all wrappers."""

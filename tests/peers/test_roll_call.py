@@ -4,8 +4,9 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from lightning_bucketddp.peers.roll_call import RollCall
@@ -52,5 +53,31 @@ def test_garbage_may_be_collected_while_a_rank_looks_where_it_is() -> None:
         gc.enable()
         roll_call.stack()
     gc.set_threshold(*before)
-    with patch("lightning_bucketddp.peers.roll_call.TemporaryFile", side_effect=FileNotFoundError):
-        assert roll_call.stack() == [], "where nothing can be written"
+
+
+@on_ranks(2)
+def test_ranks_look_where_they_are_while_gloos_threads_call_python() -> None:
+    """Those threads have a Python state for a moment, through which a dump by faulthandler crashed."""
+    roll_call, ended = RollCall(HashStore(), 0, 1, 60), threading.Event()
+    stacks = []
+
+    def look() -> None:
+        while not ended.is_set():
+            stacks.append(roll_call.stack())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(600):
+        dist.all_reduce(torch.ones(3))
+    ended.set()
+    thread.join()
+    assert all(stack[-1][0] == "<frozen runpy>" for stack in stacks), stacks[-1][-1]
+    assert any(stack[0][0].endswith("distributed_c10d.py") for stack in stacks)
+
+
+def test_a_thread_that_has_ended_is_nowhere() -> None:
+    made: list[RollCall] = []
+    thread = threading.Thread(target=lambda: made.append(RollCall(HashStore(), 0, 1, 60)))
+    thread.start()
+    thread.join()
+    assert made[0].stack() == []
