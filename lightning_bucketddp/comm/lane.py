@@ -200,8 +200,10 @@ class ThreadLane:
 
 
 class _State:
-    """What the reductions of a lane share. Idle threads do not hold it: an error holds the frames that it went through,
-    and those may hold the lane, which would never end."""
+    """What the reductions of a lane share.
+
+    Idle threads do not hold it: an error holds the frames that it went through. If these hold the lane, it never ends.
+    """
 
     def __init__(self) -> None:
         self.ended = threading.Event()

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, chain, islice, repeat, takewhile
 from operator import itemgetter, truth
