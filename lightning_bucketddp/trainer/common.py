@@ -57,7 +57,7 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
 def list_options(init: Callable[_P, None]) -> Callable[_P, None]:
     """Let ``help()``, ``--help`` and ``inspect.signature`` list every option of a strategy's constructor by itself.
 
-    First come its keyword-only arguments, then this package's options, torch DDP's, and Lightning's. Calls are as before.
+    First come keyword-only arguments, then this package's options, torch DDP's and Lightning's. Calls stay the same.
     """
     first, *shown = inspect.signature(init).parameters.values()
     torchs, types = inspect.signature(DistributedDataParallel).parameters, get_type_hints(Options)
