@@ -117,10 +117,11 @@ class Options:
             65504 become infinite. Until the pass has ended, a copy of the sent bytes takes memory.
         shard_optimizer: Whether each rank's optimizer updates one shard of the parameters and holds state for this
             shard only. Gradients are reduce-scattered during backward; new parameters are gathered during the next
-            forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). ``.grad`` can be
-            scaled and cleared, but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping
-            of Trainer and Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load
-            optimizers with :meth:`BucketDDP.optimizer_state_dict`.
+            forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`), and for Muon, with
+            whole matrices (see :func:`declare_whole_parameter`). ``.grad`` can be scaled and cleared, but not read: use
+            ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping of Trainer and Fabric. Checkpoints
+            have the same content as without. In plain PyTorch, save and load optimizers with
+            :meth:`BucketDDP.optimizer_state_dict`.
         shard_group_size: Divide shards among this many consecutive ranks, such as the ranks of a node; None for all
             ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state.
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only

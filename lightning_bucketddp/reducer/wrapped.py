@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.sharded import Sharded
@@ -152,6 +154,12 @@ class Wrapped:
         """
         due = self.context.options.shard_optimizer and self.built.planner.due
         if due and not self.context.params.changed():
+            self._lay_out()
+
+    def keep_whole(self, params: Iterable[Tensor]) -> None:
+        """Have shards cut between these parameters, and never inside of one. All ranks must call this alike."""
+        index_of = self.reducer.table.index_of
+        if self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of}):
             self._lay_out()
 
     def _lay_out(self) -> None:
