@@ -104,7 +104,7 @@ class Wrapped:
         storage, divisor = self.reducer.storage, self.context.divisor
         if divisor.rescales:
             if self.context.options.scatter_every_pass:
-                storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
+                storage.open()  # stashes the gradients of earlier passes, so that they are not divided again
             table = self.reducer.table
             accumulated = table.pending_indices()
             # A parameter that was frozen since may have a gradient that waits for its reduction.
