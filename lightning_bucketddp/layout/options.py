@@ -56,6 +56,33 @@ class Options:
     of their other spellings.
 
     Args:
+        broadcast_buffers: TORCH DDP'S ARGUMENTS. Its spelling of ``module_buffers``: True is ``"broadcast"``, False is
+            ``"off"``. With False module buffers are not copied at the start either.
+        init_sync: Whether to copy parameters and module buffers from rank 0 at the start.
+        process_group: The ranks that train together; None for all ranks. Lightning's own collectives use all ranks in
+            any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
+            if backward may reach different parameters on different ranks.
+        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
+            machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
+            a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
+            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
+            last bucket are smaller, except on one machine without accelerators.
+        find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
+            step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
+            plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
+            an output of ``forward``. Parameters without gradients do not need this option.
+        check_reduction: Accepted because torch DDP accepts it. The check is always on.
+        gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
+            ``use_contiguous_buffers=False``.
+        static_graph: Accepted because torch DDP accepts it. It is not needed for anything.
+        bucket_cap_mb_list: The largest size of each bucket in MiB, in the order in which buckets are sent, instead of
+            ``bucket_cap_mb``. The last one also holds for all further buckets.
+        batched_grad_copy: Accepted because torch DDP accepts it. Small gradients are always copied in batches.
+        skip_all_reduce_unused_params: Accepted because torch DDP accepts it. Gradients that no rank has stay as they
+            are, always, though zeros travel in their place.
+        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
+        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
+            start.
         module_buffers: MODULE BUFFERS. How to synchronise BatchNorm statistics and the like before each forward with
             gradients enabled, unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the
             default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
@@ -92,10 +119,11 @@ class Options:
             65504 become infinite. Until the pass has ended, a copy of the sent bytes takes memory.
         shard_optimizer: SHARDED OPTIMIZER. Whether each rank's optimizer updates one shard of the parameters and holds
             state for this shard only. Gradients are reduce-scattered during backward; new parameters are gathered
-            during the next forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`).
-            ``.grad`` can be scaled and cleared, but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``,
-            or the clipping of Trainer and Fabric. Checkpoints have the same content as without. In plain PyTorch, save
-            and load optimizers with :meth:`BucketDDP.optimizer_state_dict`.
+            during the next forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`), and
+            for Muon, with whole matrices (see :func:`declare_whole_parameter`). ``.grad`` can be scaled and cleared,
+            but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping of Trainer and
+            Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load optimizers with
+            :meth:`BucketDDP.optimizer_state_dict`.
         shard_group_size: Divide shards among this many consecutive ranks, such as the ranks of a node; None for all
             ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state.
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
@@ -110,33 +138,6 @@ class Options:
         report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
             did not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
             ``.inf``) for none. Of several wrappers on one group the last one decides.
-        broadcast_buffers: TORCH DDP'S ARGUMENTS. Its spelling of ``module_buffers``: True is ``"broadcast"``, False is
-            ``"off"``. With False module buffers are not copied at the start either.
-        init_sync: Whether to copy parameters and module buffers from rank 0 at the start.
-        process_group: The ranks that train together; None for all ranks. Lightning's own collectives use all ranks in
-            any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
-            if backward may reach different parameters on different ranks.
-        bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
-            machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
-            a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
-            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
-            last bucket are smaller, except on one machine without accelerators.
-        find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
-            step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
-            plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
-            an output of ``forward``. Parameters without gradients do not need this option.
-        check_reduction: Accepted because torch DDP accepts it. The check is always on.
-        gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
-            ``use_contiguous_buffers=False``.
-        static_graph: Accepted because torch DDP accepts it. It is not needed for anything.
-        bucket_cap_mb_list: The largest size of each bucket in MiB, in the order in which buckets are sent, instead of
-            ``bucket_cap_mb``. The last one also holds for all further buckets.
-        batched_grad_copy: Accepted because torch DDP accepts it. Small gradients are always copied in batches.
-        skip_all_reduce_unused_params: Accepted because torch DDP accepts it. Gradients that no rank has stay as they
-            are, always, though zeros travel in their place.
-        device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
-        forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
-            start.
 
     Raises:
         TypeError: If a value has the wrong type; a bool is no number, a str is no sequence of names.

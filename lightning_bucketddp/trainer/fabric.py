@@ -44,7 +44,6 @@ class BucketDDPFabricStrategy(DDPStrategy):
     loss reaches none of them is an error. Plain ``loss.backward()`` is averaged too.
 
     Args:
-        options: The fields of :class:`Options`, which documents them.
         accelerator: LIGHTNING'S ARGUMENTS. The accelerator; set by Fabric.
         parallel_devices: This node's devices; set by Fabric.
         cluster_environment: Where ranks and the main address come from; set by Fabric.
@@ -53,6 +52,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started.
+        options: The fields of :class:`Options`, which documents them.
 
     Raises:
         TypeError: If an option has a value of the wrong type.

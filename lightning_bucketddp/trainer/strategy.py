@@ -52,6 +52,18 @@ class BucketDDPStrategy(EachSampleOnce):
     ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``).
 
     Args:
+        accelerator: LIGHTNING'S ARGUMENTS. The accelerator; set by the Trainer.
+        parallel_devices: This node's devices; set by the Trainer.
+        cluster_environment: Where ranks and the main address come from; set by the Trainer.
+        checkpoint_io: How checkpoints are read and written.
+        precision_plugin: The precision; set by the Trainer.
+        ddp_comm_state: ``DDPStrategy``'s name for ``comm_hook_state``.
+        ddp_comm_hook: ``DDPStrategy``'s name for ``comm_hook``. Hooks work on every backend.
+        ddp_comm_wrapper: Wraps the communication hook, as torch's ``fp16_compress_wrapper`` does.
+        model_averaging_period: With a ``PostLocalSGDState``: parameters are averaged every so many steps.
+        process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
+        timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
+        start_method: How processes are started.
         state_dict_type: CHECKPOINTS AND DATA. How checkpoints are saved. ``"full"``: one file that any strategy loads.
             ``"sharded"``: a directory to which every rank writes its own parts, in the format of
             ``torch.distributed.checkpoint`` (torch's ``dcp_to_torch_save`` makes a file of it). Both load with either
@@ -65,18 +77,6 @@ class BucketDDPStrategy(EachSampleOnce):
             that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
             smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.
         options: The fields of :class:`Options`, which documents them.
-        accelerator: LIGHTNING'S ARGUMENTS. The accelerator; set by the Trainer.
-        parallel_devices: This node's devices; set by the Trainer.
-        cluster_environment: Where ranks and the main address come from; set by the Trainer.
-        checkpoint_io: How checkpoints are read and written.
-        precision_plugin: The precision; set by the Trainer.
-        ddp_comm_state: ``DDPStrategy``'s name for ``comm_hook_state``.
-        ddp_comm_hook: ``DDPStrategy``'s name for ``comm_hook``. Hooks work on every backend.
-        ddp_comm_wrapper: Wraps the communication hook, as torch's ``fp16_compress_wrapper`` does.
-        model_averaging_period: With a ``PostLocalSGDState``: parameters are averaged every so many steps.
-        process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
-        timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
-        start_method: How processes are started.
 
     Raises:
         TypeError: If an option has a value of the wrong type.
