@@ -176,6 +176,7 @@ class SparseGrads(Participant):
 
     def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
         dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()
+        self._weigh(dense)
         self.nbytes += dense.nbytes
         self._collectives.all_reduce_mean(dense.view(-1)).wait(poll)
         return dense
@@ -187,6 +188,7 @@ class SparseGrads(Participant):
         if grad is not None:
             count = _rows(grad)
             indices[:count], values[:count] = grad.indices()[0], grad.values()
+        self._weigh(values)
         if values.dtype is torch.float16:  # before the sum, which overflows at 65504
             values.mul_(1.0 / self._collectives.world_size)
         all_indices, indices_pending = self._collectives.all_gather(indices)
@@ -204,6 +206,10 @@ class SparseGrads(Participant):
         if values.dtype is not torch.float16:
             total.values().mul_(1.0 / self._collectives.world_size)
         return total
+
+    def _weigh(self, values: Tensor) -> None:
+        if self._opened is not None and self._opened.weight is not None:
+            values.mul_(self._opened.weight)
 
     def ended(self) -> None:
         """Forget the gradients of this pass."""

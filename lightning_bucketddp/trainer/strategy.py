@@ -29,12 +29,14 @@ from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
+from lightning_bucketddp.trainer.batch_size_finder import require_ours
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
+from lightning_bucketddp.trainer.samples import SampleCount
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_countable_batches
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
@@ -137,6 +139,7 @@ class BucketDDPStrategy(EachSampleOnce):
         self._restore_precision: Callable[[], None] | None = None
         self._trainable_at_setup: finetuning.Trainable | None = None
         self._warned_of_none = False
+        self._samples = SampleCount() if self._options.gradient_divide_by == "samples" else None
 
     @property
     def bucket_ddp(self) -> BucketDDP | None:
@@ -147,6 +150,8 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def setup_distributed(self) -> None:
+        if (module := self.lightning_module) is not None and module._trainer is not None:
+            require_ours(module.trainer.callbacks)
         with common.group_set_up(self._timeout):
             super().setup_distributed()
             if dist.is_initialized():  # not if a test mocks `init_process_group`
@@ -258,12 +263,16 @@ class BucketDDPStrategy(EachSampleOnce):
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         wrapper.begin_step()
+        if self._samples is not None:
+            self._samples.look_at(args, kwargs)
         output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
             wrapper.end_step()
         elif output is None and self.world_size > 1:
             # Take part with a loss that reaches no parameter: other ranks may have a real one.
             output = torch.zeros((), device=self.root_device, requires_grad=True)
+            if self._samples is not None:
+                self._samples.skip()
             if not self._warned_of_none:
                 self._warned_of_none = True
                 warnings.warn(
@@ -272,6 +281,12 @@ class BucketDDPStrategy(EachSampleOnce):
                     stacklevel=1,
                 )
         return output
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._samples is not None and (wrapper := self.bucket_ddp) is not None:
+            self._samples.count(wrapper)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -297,6 +312,7 @@ class BucketDDPStrategy(EachSampleOnce):
     # Of the wrapper, during `fit`. In `on_before_optimizer_step` gradients are as optimizers see them. In
     # `on_after_backward` fp16 mixed precision has them scaled.
     count_tokens = forwarded(BucketDDP.count_tokens)
+    count_samples = forwarded(BucketDDP.count_samples)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     grad_norm = forwarded(BucketDDP.grad_norm)
@@ -392,7 +408,8 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        checkpoint_path = self.broadcast(checkpoint_path)  # a batch-size finder's has another name on each rank
+        path = Path(checkpoint_path)
         if not checkpoints.is_checkpoint_directory(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None

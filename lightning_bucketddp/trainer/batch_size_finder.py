@@ -1,0 +1,168 @@
+"""Lightning's batch-size finder on several ranks: all of them find the same size."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
+from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.parsing import lightning_getattr
+from torch.nn import SyncBatchNorm
+from typing_extensions import override
+
+_CALLS = ("batch_to_device", "training_step", "backward", "validation_step", "test_step", "predict_step")
+"""The strategy's calls after which the ranks ask each other whether one has run out of memory."""
+
+
+class BatchSizeFinder(LightningsFinder):
+    """Lightning's ``BatchSizeFinder`` for ``Trainer(strategy="bucketddp")``, on any number of ranks.
+
+    Lightning's own works on one device only. Here all ranks find the same size, the one for the rank with the least
+    memory: if one of them runs out of memory in a step or in its backward, all end the trial after that call. Takes
+    the arguments of Lightning's. In a trial ``self.log(sync_dist=True)`` and ``self.all_gather`` do not communicate.
+
+    Raises:
+        MisconfigurationException: In ``setup``, as Lightning's, and with manual optimisation. When the search begins,
+            with ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None) -> None:
+        ours = hasattr(trainer.strategy, "bucket_ddp")
+        if ours and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "expected automatic optimisation for BatchSizeFinder, found automatic_optimization=False: a rank that "
+                "runs out of memory does not know which backwards the others still run. Set the batch size yourself"
+            )
+        super().setup(_Undistributed(trainer) if ours else trainer, pl_module, stage)  # type: ignore[arg-type]
+
+    @override
+    def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Search for the batch size, on all ranks together."""
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "bucket_ddp"):
+            super().scale_batch_size(trainer, pl_module)
+            return
+        trials = _Trials(strategy)
+        self._require_alike(trainer, pl_module, trials)
+        calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
+        with _replaced(strategy, **calls), _replaced(pl_module, backward=trials.watched(pl_module.backward)):
+            super().scale_batch_size(trainer, pl_module)
+
+    def _require_alike(self, trainer: pl.Trainer, pl_module: pl.LightningModule, trials: "_Trials") -> None:
+        """Require what makes the search the same on every rank. All ranks call this."""
+        if any(isinstance(module, SyncBatchNorm) for module in pl_module.modules()):
+            raise MisconfigurationException(
+                "expected no SyncBatchNorm for BatchSizeFinder, found one: ranks wait in its forward for a rank that "
+                "has run out of memory. Search without sync_batchnorm, which needs little memory itself"
+            )
+        loop: Any = trainer._active_loop
+        loop.setup_data()
+        try:
+            length = loop._combined_loader._dataset_length()
+        except NotImplementedError:  # no dataset has a length
+            length = -1
+        found = trials.everyones(lightning_getattr(pl_module, self._batch_arg_name), length)
+        if any(rank != found[0] for rank in found):
+            raise MisconfigurationException(
+                f"rank {trainer.global_rank}: expected one batch size, and datasets of one length, on all ranks for "
+                f"BatchSizeFinder, found {found} by rank. Begin with the same size, and divide one dataset by a sampler"
+            )
+
+
+class _Trials:
+    """Ends a trial on all ranks if one of them runs out of memory.
+
+    Args:
+        strategy: The Trainer's strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, self._ran_out = strategy, False
+
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a function that calls ``call``, and notes if memory runs out there."""
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if not is_oom_error(error):
+                    raise
+                self._ran_out = True
+
+        return watching
+
+    def on_all_ranks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a function that calls ``call``, and raises on all ranks if memory runs out on one.
+
+        Meanwhile the strategy does not communicate: a rank that runs out of memory does not come to each collective.
+        The passes of backward do.
+        """
+        watched, strategy = self.watched(call), self._strategy
+        alone = {
+            "reduce": lambda tensor, *_, **__: tensor,
+            "all_gather": lambda tensor, *_, **__: torch.stack([tensor] * strategy.world_size),
+            "broadcast": lambda obj, *_, **__: obj,
+            "barrier": lambda *_, **__: None,
+        }
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            with _replaced(strategy, **alone):
+                output = watched(*args, **kwargs)
+            ran_out, self._ran_out = self._ran_out, False
+            ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
+            if ranks:
+                if strategy.bucket_ddp is not None:
+                    strategy.bucket_ddp._passes.wrapped.forget_gradients()
+                raise RuntimeError(f"rank(s) {ranks}: CUDA out of memory, or another device's")  # Lightning's words
+            return output
+
+        return calling
+
+    def everyones(self, *numbers: int) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+        mine = torch.tensor(numbers, device=self._strategy.root_device)
+        found: list[list[int]] = self._strategy.all_gather(mine).view(-1, len(numbers)).tolist()
+        return found
+
+
+class _Undistributed:
+    """A Trainer as the finder's ``setup`` sees it: Lightning's refuses several ranks, and checks the rest."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._accelerator_connector = trainer, SimpleNamespace(is_distributed=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+@contextmanager
+def _replaced(owner: object, **members: Any) -> Iterator[None]:
+    """Give an object other methods in this context."""
+    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
+    vars(owner).update(members)
+    try:
+        yield
+    finally:
+        for name in members:
+            del vars(owner)[name]
+        vars(owner).update(before)
+
+
+def require_ours(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse Lightning's own finder, which a Tuner makes too.
+
+    Raises:
+        MisconfigurationException: If it is there.
+    """
+    for callback in callbacks:
+        if isinstance(callback, LightningsFinder) and not isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                "expected lightning_bucketddp.BatchSizeFinder among the Trainer's callbacks, which all ranks take part "
+                f"in, found Lightning's {type(callback).__name__}, which Tuner.scale_batch_size adds too. Replace it"
+            )
