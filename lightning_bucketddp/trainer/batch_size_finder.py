@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -47,7 +47,7 @@ class BatchSizeFinder(LightningsFinder):
         if not hasattr(strategy, "bucket_ddp"):
             super().scale_batch_size(trainer, pl_module)
             return
-        trials = _Trials(strategy)
+        trials = _Trials(trainer, pl_module)
         self._require_alike(trainer, pl_module, trials)
         calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
         with _replaced(strategy, **calls), _replaced(pl_module, backward=trials.watched(pl_module.backward)):
@@ -78,11 +78,13 @@ class _Trials:
     """Ends a trial on all ranks if one of them runs out of memory.
 
     Args:
-        strategy: The Trainer's strategy.
+        trainer: The Trainer.
+        pl_module: Its module, in the modes in which trials begin.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy, self._ran_out = strategy, False
+    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer, self._strategy, self._ran_out = trainer, cast("Any", trainer.strategy), False
+        self._modes = [(module, module.training) for module in pl_module.modules()]
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that calls ``call``, and notes if memory runs out there."""
@@ -100,29 +102,29 @@ class _Trials:
     def on_all_ranks(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function that calls ``call``, and raises on all ranks if memory runs out on one.
 
-        Meanwhile the strategy does not communicate: a rank that runs out of memory does not come to each collective.
-        The passes of backward do.
+        Meanwhile the Trainer's collectives are left out: a rank that runs out of memory does not come to each of them.
         """
         watched, strategy = self.watched(call), self._strategy
-        alone = {
-            "reduce": lambda tensor, *_, **__: tensor,
-            "all_gather": lambda tensor, *_, **__: torch.stack([tensor] * strategy.world_size),
-            "broadcast": lambda obj, *_, **__: obj,
-            "barrier": lambda *_, **__: None,
-        }
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            with _replaced(strategy, **alone):
+            with _replaced(strategy, leaves_out_collectives=True):
                 output = watched(*args, **kwargs)
             ran_out, self._ran_out = self._ran_out, False
             ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
             if ranks:
-                if strategy.bucket_ddp is not None:
-                    strategy.bucket_ddp._passes.wrapped.forget_gradients()
+                self._forget()
                 raise RuntimeError(f"rank(s) {ranks}: CUDA out of memory, or another device's")  # Lightning's words
             return output
 
         return calling
+
+    def _forget(self) -> None:
+        """Forget the trial's gradients, and the stage and the modes of a validation in ``fit``, as Lightning keeps them."""
+        if (wrapper := self._strategy.bucket_ddp) is not None:
+            wrapper._passes.wrapped.forget_gradients()
+            self._trainer.training = True
+        for module, training in self._modes:
+            module.training = training
 
     def everyones(self, *numbers: int) -> list[list[int]]:
         """Every rank's numbers, by rank."""

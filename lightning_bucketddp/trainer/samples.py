@@ -38,7 +38,7 @@ class SampleCount:
         if len(self._lengths) != 1:
             raise RuntimeError(
                 f"rank {wrapper._passes.peers.rank}: expected a batch whose tensors all have one length, its number of "
-                f"samples, where gradient_divide_by=\"samples\"; found lengths {sorted(self._lengths)}. Call "
+                f'samples, where gradient_divide_by="samples"; found lengths {sorted(self._lengths)}. Call '
                 "self.trainer.strategy.count_samples(n) in training_step"
             )
         wrapper.count_samples(*self._lengths)

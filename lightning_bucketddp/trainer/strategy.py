@@ -131,6 +131,7 @@ class BucketDDPStrategy(EachSampleOnce):
             start_method=start_method,
             exact_evaluation=exact_evaluation,
         )
+        self.leaves_out_collectives = False  # the Trainer's, in a trial of a batch size
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
@@ -222,24 +223,28 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self._interrupted():
+        if not (self.leaves_out_collectives or self._interrupted()):
             with self._collective("barrier"):
                 super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if self._interrupted():
+        if self.leaves_out_collectives or self._interrupted():
             return obj
         with self._collective("broadcast"):
             return super().broadcast(obj, src)
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        if self.leaves_out_collectives:
+            return torch.stack([tensor] * self.world_size)
         with self._collective("all_gather", group):
             return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.leaves_out_collectives:
+            return tensor
         with self._collective("reduce", group):
             return super().reduce(tensor, group, reduce_op)
 
