@@ -157,7 +157,7 @@ def _replaced(owner: object, **members: Any) -> Iterator[None]:
 
 
 def require_ours(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse Lightning's own finder, which a Tuner makes too.
+    """Refuse Lightning's own finder.
 
     Raises:
         MisconfigurationException: If it is there.
@@ -165,6 +165,6 @@ def require_ours(callbacks: Iterable[pl.Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, LightningsFinder) and not isinstance(callback, BatchSizeFinder):
             raise MisconfigurationException(
-                "expected lightning_bucketddp.BatchSizeFinder among the Trainer's callbacks, which all ranks take part "
-                f"in, found Lightning's {type(callback).__name__}, which Tuner.scale_batch_size adds too. Replace it"
+                "expected lightning_bucketddp.BatchSizeFinder, which all ranks take part in, among the Trainer's "
+                f"callbacks; found {type(callback).__name__}, which is Lightning's. Replace it"
             )
