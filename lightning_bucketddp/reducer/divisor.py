@@ -66,10 +66,10 @@ class GradientDivisor(Participant):
         if isinstance(number, Tensor) and number.device.type != "cpu" and what == "tokens":
             self._counted = _sum(self._counted, number.detach().to(torch.int64, copy=True).reshape(()))
             return
-        number = number.item() if isinstance(number, Tensor) else number
-        if not (number >= 0 and number % 1 == 0):  # NaN and Inf are neither
-            raise ValueError(f"expected a whole number of {what} from 0, found {number}")
-        self._counted = _sum(self._counted, int(number))
+        on_host = number.item() if isinstance(number, Tensor) else number
+        if not (on_host >= 0 and on_host % 1 == 0):  # NaN and Inf are neither
+            raise ValueError(f"expected a whole number of {what} from 0, found {on_host}")
+        self._counted = _sum(self._counted, int(on_host))
 
     def note_uncleared_grads(self, uncleared: str | None, cleared: bool) -> None:
         """Take note of ``.grad`` before backward.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,19 +26,14 @@ class BatchSizeFinder(LightningsFinder):
     the arguments of Lightning's. In a trial ``self.log(sync_dist=True)`` and ``self.all_gather`` do not communicate.
 
     Raises:
-        MisconfigurationException: In ``setup``, as Lightning's, and with manual optimisation. When the search begins,
-            with ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
+        MisconfigurationException: As Lightning's. When the search begins, with manual optimisation or
+            ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
     """
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None) -> None:
-        ours = hasattr(trainer.strategy, "bucket_ddp")
-        if ours and not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                "expected automatic optimisation for BatchSizeFinder, found automatic_optimization=False: a rank that "
-                "runs out of memory does not know which backwards the others still run. Set the batch size yourself"
-            )
-        super().setup(_Undistributed(trainer) if ours else trainer, pl_module, stage)  # type: ignore[arg-type]
+        seen: Any = _Undistributed(trainer) if hasattr(trainer.strategy, "bucket_ddp") else trainer
+        super().setup(seen, pl_module, stage)
 
     @override
     def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -48,25 +43,27 @@ class BatchSizeFinder(LightningsFinder):
             super().scale_batch_size(trainer, pl_module)
             return
         trials = _Trials(trainer, pl_module)
-        self._require_alike(trainer, pl_module, trials)
+        self._require_possible(trainer, pl_module, trials)
         calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
         with _replaced(strategy, **calls), _replaced(pl_module, backward=trials.watched(pl_module.backward)):
             super().scale_batch_size(trainer, pl_module)
 
-    def _require_alike(self, trainer: pl.Trainer, pl_module: pl.LightningModule, trials: "_Trials") -> None:
-        """Require what makes the search the same on every rank. All ranks call this."""
-        if any(isinstance(module, SyncBatchNorm) for module in pl_module.modules()):
+    def _require_possible(self, trainer: Any, pl_module: pl.LightningModule, trials: "_Trials") -> None:
+        """Require that ranks search alike, and can end a trial together. All ranks call this."""
+        if not pl_module.automatic_optimization or any(isinstance(each, SyncBatchNorm) for each in pl_module.modules()):
             raise MisconfigurationException(
-                "expected no SyncBatchNorm for BatchSizeFinder, found one: ranks wait in its forward for a rank that "
-                "has run out of memory. Search without sync_batchnorm, which needs little memory itself"
+                "expected automatic optimisation and no SyncBatchNorm for BatchSizeFinder, found one of the two "
+                "otherwise: a rank that runs out of memory could not take part in what the others wait for. Search "
+                "without sync_batchnorm, or set the batch size yourself"
             )
-        loop: Any = trainer._active_loop
+        loop = trainer._active_loop
         loop.setup_data()
         try:
             length = loop._combined_loader._dataset_length()
         except NotImplementedError:  # no dataset has a length
             length = -1
-        found = trials.everyones(lightning_getattr(pl_module, self._batch_arg_name), length)
+        size: Any = lightning_getattr(pl_module, self._batch_arg_name)
+        found = trials.everyones(size, length)
         if any(rank != found[0] for rank in found):
             raise MisconfigurationException(
                 f"rank {trainer.global_rank}: expected one batch size, and datasets of one length, on all ranks for "
@@ -82,8 +79,8 @@ class _Trials:
         pl_module: Its module, in the modes in which trials begin.
     """
 
-    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trainer, self._strategy, self._ran_out = trainer, cast("Any", trainer.strategy), False
+    def __init__(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._trainer, self._strategy, self._ran_out = trainer, trainer.strategy, False
         self._modes = [(module, module.training) for module in pl_module.modules()]
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,22 +101,22 @@ class _Trials:
 
         Meanwhile the Trainer's collectives are left out: a rank that runs out of memory does not come to each of them.
         """
-        watched, strategy = self.watched(call), self._strategy
+        watched = self.watched(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            with _replaced(strategy, leaves_out_collectives=True):
+            with _replaced(self._strategy, leaves_out_collectives=True):
                 output = watched(*args, **kwargs)
             ran_out, self._ran_out = self._ran_out, False
             ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
             if ranks:
-                self._forget()
+                self._forget_trial()
                 raise RuntimeError(f"rank(s) {ranks}: CUDA out of memory, or another device's")  # Lightning's words
             return output
 
         return calling
 
-    def _forget(self) -> None:
-        """Forget the trial's gradients, and the stage and the modes of a validation in ``fit``, as Lightning keeps them."""
+    def _forget_trial(self) -> None:
+        """Drop gradients. Leave the stage and the modes of a validation in ``fit``, which Lightning would keep."""
         if (wrapper := self._strategy.bucket_ddp) is not None:
             wrapper._passes.wrapped.forget_gradients()
             self._trainer.training = True
@@ -145,7 +142,7 @@ class _Undistributed:
 
 @contextmanager
 def _replaced(owner: object, **members: Any) -> Iterator[None]:
-    """Give an object other methods in this context."""
+    """Give an object other members in this context."""
     before = {name: vars(owner)[name] for name in members if name in vars(owner)}
     vars(owner).update(members)
     try:

@@ -85,6 +85,8 @@ class BucketDDPStrategy(EachSampleOnce):
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
+    leaves_out_collectives = False  # the Trainer's, in a trial of a batch size
+
     @common.list_options
     def __init__(
         self,
@@ -131,7 +133,6 @@ class BucketDDPStrategy(EachSampleOnce):
             start_method=start_method,
             exact_evaluation=exact_evaluation,
         )
-        self.leaves_out_collectives = False  # the Trainer's, in a trial of a batch size
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
         self._evened_loader: EvenedLoader | None = None
@@ -140,19 +141,18 @@ class BucketDDPStrategy(EachSampleOnce):
         self._restore_precision: Callable[[], None] | None = None
         self._trainable_at_setup: finetuning.Trainable | None = None
         self._warned_of_none = False
-        self._samples = SampleCount() if self._options.gradient_divide_by == "samples" else None
 
     @property
-    def bucket_ddp(self) -> BucketDDP | None:
+    def bucket_ddp(self) -> "BucketDDPInTrainer | None":
         """The wrapper around the LightningModule during ``fit``; None otherwise."""
-        return self.model if isinstance(self.model, BucketDDP) else None
+        return self.model if isinstance(self.model, BucketDDPInTrainer) else None
 
     # -- setting up and taking down ------------------------------------------------------------------
 
     @override
     def setup_distributed(self) -> None:
         if (module := self.lightning_module) is not None and module._trainer is not None:
-            require_ours(module.trainer.callbacks)
+            require_ours(module.trainer.callbacks)  # type: ignore[attr-defined]
         with common.group_set_up(self._timeout):
             super().setup_distributed()
             if dist.is_initialized():  # not if a test mocks `init_process_group`
@@ -188,6 +188,8 @@ class BucketDDPStrategy(EachSampleOnce):
         wrapper = BucketDDPInTrainer(model, self, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper._uneven.divide_by_active()
+        if self._options.gradient_divide_by == "samples":
+            wrapper.samples = SampleCount()
         return wrapper
 
     @override
@@ -268,16 +270,16 @@ class BucketDDPStrategy(EachSampleOnce):
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         wrapper.begin_step()
-        if self._samples is not None:
-            self._samples.look_at(args, kwargs)
+        if wrapper.samples is not None:
+            wrapper.samples.look_at(args, kwargs)
         output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
             wrapper.end_step()
         elif output is None and self.world_size > 1:
             # Take part with a loss that reaches no parameter: other ranks may have a real one.
             output = torch.zeros((), device=self.root_device, requires_grad=True)
-            if self._samples is not None:
-                self._samples.skip()
+            if wrapper.samples is not None:
+                wrapper.samples.skip()
             if not self._warned_of_none:
                 self._warned_of_none = True
                 warnings.warn(
@@ -290,8 +292,8 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
-        if self._samples is not None and (wrapper := self.bucket_ddp) is not None:
-            self._samples.count(wrapper)
+        if (wrapper := self.bucket_ddp) is not None and wrapper.samples is not None:
+            wrapper.samples.count(wrapper)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -440,9 +442,14 @@ class BucketDDPStrategy(EachSampleOnce):
 
 
 class BucketDDPInTrainer(BucketDDPInLightning):
-    """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
+    """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it.
+
+    Attributes:
+        samples: Counts the samples of batches, with ``gradient_divide_by="samples"``.
+    """
 
     _may_be_frozen = True
+    samples: SampleCount | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer, callback: pl.Callback) -> Self:

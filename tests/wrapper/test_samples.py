@@ -64,7 +64,7 @@ def test_the_mean_over_ranks_is_not_that_over_samples() -> None:
     twins.step(lambda model: loss_of(model, *micro_batch(0, 1, rank)))
     alone.zero_grad()
     loss_of(alone, *map(torch.cat, zip(*(micro_batch(0, 1, r) for r in range(2)), strict=True))).backward()
-    with pytest.raises(AssertionError, match="grad|net|head|close"):
+    with pytest.raises(AssertionError, match="not close"):
         assert_grads(twins.ours.module, grads(alone))
 
 
@@ -116,7 +116,7 @@ def test_what_is_not_known_is_an_error() -> None:
     ours = BucketDDP(Mlp(depth=1), gradient_divide_by="samples")
     with pytest.raises(RuntimeError, match=r"rank \d: expected count_samples\(\) before each synchronised backward"):
         loss_at(ours, 0).backward()
-    with pytest.raises(ValueError, match="expected a whole number of samples from 0, found 1.5"):
+    with pytest.raises(ValueError, match=r"expected a whole number of samples from 0, found 1\.5"):
         ours.count_samples(1.5)
     with pytest.raises(RuntimeError, match='expected gradient_divide_by="tokens" where count_tokens'):
         ours.count_tokens(3)
