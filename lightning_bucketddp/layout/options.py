@@ -197,7 +197,7 @@ class Options:
         if self.shard_group_size is not None and not self.shard_optimizer:
             self._refuse("shard_group_size", "sets the number of ranks that divide shards", "shard_optimizer")
         if self.scatter_every_pass and self.gradient_divide_by in ("tokens", "samples"):
-            why = f"divides by the {self.gradient_divide_by} of all passes since the last step, which a pass does not know"
+            why = f"divides by the {self.gradient_divide_by} of all passes since the last step, unknown to a single one"
             self._refuse("gradient_divide_by", why, "scatter_every_pass")
         if self.check_ranks == "error" and self.check_ranks_every is None:
             why = "needs comparisons of the ranks' parameters (give check_ranks_every with it)"

@@ -80,7 +80,7 @@ class _Trials:
     """
 
     def __init__(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        self._trainer, self._strategy, self._ran_out = trainer, trainer.strategy, False
+        self.trainer, self.strategy, self._ran_out = trainer, trainer.strategy, False
         self._modes = [(module, module.training) for module in pl_module.modules()]
 
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ class _Trials:
         watched = self.watched(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            with _replaced(self._strategy, leaves_out_collectives=True):
+            with _replaced(self.strategy, leaves_out_collectives=True):
                 output = watched(*args, **kwargs)
             ran_out, self._ran_out = self._ran_out, False
             ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
@@ -117,16 +117,16 @@ class _Trials:
 
     def _forget_trial(self) -> None:
         """Drop gradients. Leave the stage and the modes of a validation in ``fit``, which Lightning would keep."""
-        if (wrapper := self._strategy.bucket_ddp) is not None:
+        if (wrapper := self.strategy.bucket_ddp) is not None:
             wrapper._passes.wrapped.forget_gradients()
-            self._trainer.training = True
+            self.trainer.training = True
         for module, training in self._modes:
             module.training = training
 
     def everyones(self, *numbers: int) -> list[list[int]]:
         """Every rank's numbers, by rank."""
-        mine = torch.tensor(numbers, device=self._strategy.root_device)
-        found: list[list[int]] = self._strategy.all_gather(mine).view(-1, len(numbers)).tolist()
+        mine = torch.tensor(numbers, device=self.strategy.root_device)
+        found: list[list[int]] = self.strategy.all_gather(mine).view(-1, len(numbers)).tolist()
         return found
 
 
@@ -134,10 +134,12 @@ class _Undistributed:
     """A Trainer as the finder's ``setup`` sees it: Lightning's refuses several ranks, and checks the rest."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._accelerator_connector = trainer, SimpleNamespace(is_distributed=False)
+        self.trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        return (
+            SimpleNamespace(is_distributed=False) if name == "_accelerator_connector" else getattr(self.trainer, name)
+        )
 
 
 @contextmanager
