@@ -250,8 +250,8 @@ class Reducer:
                 participant.before_launch(bucket)
             taken = self.storage.take(bucket)
             # Means of earlier passes, which others have too, must not count again.
-            zeros = this_pass.contribution is Contribution.ZERO
-            pack = partial(_pack_zeros, bucket) if zeros else partial(self._pack, bucket, taken, this_pass.weight)
+            zeros = partial(_pack_zeros, bucket)
+            pack = zeros if this_pass.contributes_zeros else partial(self._pack, bucket, taken, this_pass.weight)
         if with_control is not None:
             report = self._report(this_pass, failed)
             used = self.table.pending_slots()

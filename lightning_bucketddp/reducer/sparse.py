@@ -28,7 +28,7 @@ from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.participant import Participant, PassResult
-from lightning_bucketddp.reducer.state import Contribution, Origin, Pass
+from lightning_bucketddp.reducer.state import Origin, Pass
 
 _DENSE = -1
 """Stands where a number of rows would, for a dense gradient."""
@@ -116,8 +116,7 @@ class SparseGrads(Participant):
         this_pass = self._opened
         assert this_pass is not None
         sparse = [index for index in sorted(self._table.sparse) if this_pass.trainable[index]]
-        zeros = this_pass.contribution is Contribution.ZERO
-        self._held = [(index, None if zeros else self._own(index)) for index in sparse]
+        self._held = [(index, None if this_pass.contributes_zeros else self._own(index)) for index in sparse]
 
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad

@@ -116,6 +116,11 @@ class Pass:
     weight: int | None = None
 
     @property
+    def contributes_zeros(self) -> bool:
+        """Whether this rank reduces zeros, whatever its gradients are: those of no samples may be NaN."""
+        return self.contribution is Contribution.ZERO or self.weight == 0
+
+    @property
     def batched(self) -> bool:
         """Whether recorded gradients are marked several at a time, as buckets become full."""
         return self.in_order or not self.synchronised

@@ -28,9 +28,11 @@ class Samples(Regression):
     """Trains on batches of another size on each rank, in mean losses."""
 
     records = False
+    batches = (6, 6, 6)  # by rank
 
     def train_dataloader(self) -> Any:
-        mine = [batch(step, rank := dist.get_rank(), size=SIZES[rank]) for step in range(6)]
+        rank = dist.get_rank()
+        mine = [batch(step, rank, size=SIZES[rank]) for step in range(self.batches[rank])]
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -53,7 +55,8 @@ def alone(model: Samples, accumulate: int = 1, per_batch: int = 1) -> Samples:
     model = copy.deepcopy(model)
     optimizer = model.configure_optimizers()
     for step in range(6):
-        parts = [batch(step, rank, size=SIZES[rank]) for rank in range(dist.get_world_size())]
+        ranks = [rank for rank in range(dist.get_world_size()) if step < model.batches[rank]]
+        parts = [batch(step, rank, size=SIZES[rank]) for rank in ranks]
         inputs, target = (torch.cat(each) for each in zip(*parts, strict=True))
         for _ in range(per_batch):
             (nn.functional.mse_loss(model.net(inputs), target) / accumulate).backward()
@@ -81,6 +84,15 @@ def test_a_trainer_trains_as_one_process_does_on_all_samples(options: dict[str, 
         expected = alone(model, per_batch=2)
         trainer(ours(gradient_divide_by="samples")).fit(model)
         close_to(model, expected)
+
+
+@on_ranks(2, cases=({}, {"shard_optimizer": True}))
+def test_the_samples_of_a_repeated_batch_do_not_count(options: dict[str, Any]) -> None:
+    model = Samples()
+    model.batches = (4, 6, 6)
+    expected = alone(model)
+    trainer(ours(gradient_divide_by="samples", uneven_inputs="world_size", **options)).fit(model)
+    close_to(model, expected)
 
 
 class Ragged(Samples):

@@ -91,14 +91,15 @@ def test_bf16_parameters_with_fp32_gradients_are_weighted_in_fp32() -> None:
 def test_a_rank_without_samples_does_not_count() -> None:
     alone, rank = Mlp(), dist.get_rank()
     ours = BucketDDP(copy.deepcopy(alone), bucket_cap_mb=TINY, gradient_divide_by="samples")
-    for counts, expected in ((0, 4), {"rank": 0}), ((0, 0), {}):
+    for counts in ((0, 4), (0, 0)):
         ours.zero_grad()
-        ours.count_samples(counts[rank])
-        loss_at(ours, 0).backward()
+        inputs, target = batch(0, rank, size=counts[rank])
+        ours.count_samples(len(inputs))
+        loss_of(ours, inputs, target).backward()  # NaN where there are none
         alone.zero_grad()
-        loss_at(alone, 0, 1).backward()
-        found = grads(alone)
-        assert_grads(ours.module, found if expected else {name: torch.zeros_like(grad) for name, grad in found.items()})
+        loss_of(alone, *batch(0, 1, size=4)).backward()
+        expected = {name: grad if any(counts) else torch.zeros_like(grad) for name, grad in grads(alone).items()}
+        assert_grads(ours.module, expected)
 
 
 @on_ranks(2)
