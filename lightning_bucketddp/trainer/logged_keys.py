@@ -218,13 +218,19 @@ def install(trainer: Any, keys: LoggedKeys) -> None:
     Args:
         trainer: The Trainer.
         keys: Agrees on keys.
+
+    Raises:
+        AttributeError: If Lightning lacks a private name. Then nothing is changed.
     """
-    if type(trainer._logger_connector) is not _LoggerConnector:
+    connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    if type(connector) is not _LoggerConnector:
         return
-    trainer._logger_connector = KeyedConnector(trainer._logger_connector, keys)
-    epoch_loop = trainer.fit_loop.epoch_loop
-    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results = KeyedResults(loop._results.training, keys)
+    loops = epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+    results = [KeyedResults(loop._results.training, keys) for loop in loops]
+    _ = connector._first_loop_iter, connector._progress_bar_metrics, trainer._results
+    trainer._logger_connector = KeyedConnector(connector, keys)
+    for loop, keyed in zip(loops, results, strict=True):
+        loop._results = keyed
 
 
 def _is_reduced(metric: _ResultMetric) -> bool:

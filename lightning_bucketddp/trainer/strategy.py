@@ -191,11 +191,11 @@ class BucketDDPStrategy(EachSampleOnce):
     def _agree_on_logged_keys(self, trainer: pl.Trainer) -> None:
         try:
             from lightning_bucketddp.trainer.logged_keys import LoggedKeys, install
-        except ImportError:  # a Lightning without these private classes; then `self.log` is its own
+
+            install(trainer, LoggedKeys(self, self._logged_keys == "any"))
+        except (ImportError, AttributeError):  # a Lightning without these private names; then `self.log` is its own
             if self._logged_keys == "any" or self._exact_evaluation:
                 raise
-            return
-        install(trainer, LoggedKeys(self, self._logged_keys == "any"))
 
     @override
     def configure_ddp(self) -> None:
