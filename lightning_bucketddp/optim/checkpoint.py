@@ -82,7 +82,10 @@ class ShardedCheckpoint:
         With a writer, values are copied to the host here, and the writer's thread writes the copies.
         """
         first, what, partial = self._collectives.rank == 0, f"saving to {path}", places.partial_of(path)
-        group = self._collectives.group if writer is None else writer.group
+        if writer is None:
+            group, storage = self._collectives.group, FileSystemWriter(partial)
+        else:  # values are on the host then: the thread asks for no device
+            group, storage = writer.group, FileSystemWriter(partial, per_thread_copy_ahead=0)
 
         def collect() -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
             if first and path.exists() and not overwrite:
@@ -103,8 +106,7 @@ class ShardedCheckpoint:
 
         def write() -> None:
             try:
-                planner = ChunksSavePlanner(data)
-                save(values(), storage_writer=FileSystemWriter(partial), planner=planner, process_group=group)
+                save(values(), storage_writer=storage, planner=ChunksSavePlanner(data), process_group=group)
                 if first:  # all ranks have written
                     places.put_in_place(path)
             finally:

@@ -31,8 +31,12 @@ BAD: dict[str, list[Any]] = {
     "wire_dtype": ["float31", "fp32", torch.float32],
 }
 STRATEGIES = {**BAD, "start_method": ["threads"]}
-TRAINER = STRATEGIES | {"uneven_inputs": ["sometimes"], "state_dict_type": ["parts"]}
-TRAINER |= dict.fromkeys(("exact_evaluation", "async_save"), ["yes", 1])
+TRAINER = STRATEGIES | {
+    "uneven_inputs": ["sometimes"],
+    "state_dict_type": ["parts"],
+    "async_save": ["yes", 1],
+    "exact_evaluation": ["yes", 1],
+}
 MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
     (lambda **options: BucketDDP(Mlp(), **options), BAD),
     (BucketDDPFabricStrategy, STRATEGIES),

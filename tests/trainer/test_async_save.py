@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_bucketddp import BucketDDPStrategy, PeerFailureError
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim import checkpoint, checkpoint_places
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.trainer.preemption import PreemptionCheckpoint
@@ -233,6 +234,21 @@ def test_an_error_of_the_thread_is_raised_on_all_ranks(how: str, tmp_path: Path)
     dist.barrier()
     names = [thread.name for thread in threading.enumerate()]
     assert not any(name.startswith("bucketddp-checkpoint") for name in names), "it has ended"
+
+
+@on_ranks(2, fresh=True)
+def test_a_thread_that_fails_wakes_those_that_wait_for_it() -> None:
+    def write() -> None:
+        if dist.get_rank() == 1:
+            raise FULL
+        dist.barrier(writer.group)
+
+    writer = CheckpointWriter(Collectives(None))
+    writer.begin(Path("one"), 1)
+    writer.save(Path("one"), write)
+    with raises_soon(RuntimeError, match=r"^saving to one failed on rank 0, 1: "):
+        writer.settle()
+    writer.end()
 
 
 def die(folder: Path) -> str:
