@@ -54,8 +54,9 @@ class CheckpointWriter:
     All ranks must make it, and call :meth:`begin`, :meth:`save` and :meth:`settle` alike. The thread's collectives have
     a gloo group of their own, so that they do not mix with those of training.
 
-    torch's ``async_save`` does less: a rank that cannot copy its values leaves the others' threads waiting, and what
-    follows the writing has no place in its thread: a checkpoint gets its name, and old ones are removed.
+    torch's ``async_save`` does not do: each call has a thread of its own, where nothing can follow the writing, as the
+    checkpoint's name and the removal of old ones do here. And a rank that cannot copy its values leaves the others'
+    threads waiting.
 
     Args:
         collectives: The ranks.
@@ -136,5 +137,5 @@ class CheckpointWriter:
         """Wait for what this rank writes, whatever the other ranks do. Log what has failed, and end the thread."""
         self._thread.shutdown()
         for error in filter(None, (task.exception() for task in self._tasks)):
-            paths = ", ".join(map(str, self._paths))
-            _log.error("rank %d: not all is there of %s: %s", self._collectives.rank, paths, error)
+            what = ", ".join(map(str, self._paths))
+            _log.error("rank %d: saving to %s failed: %s", self._collectives.rank, what, error)

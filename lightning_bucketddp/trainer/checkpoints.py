@@ -82,15 +82,15 @@ def start_writer(wrapper: BucketDDP, trainer: pl.Trainer) -> CheckpointWriter:
     Raises:
         ValueError: If the last checkpoint is to be a link, which would lead to nothing while its target is written.
     """
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    if any(callback.save_last == "link" for callback in callbacks):
+        raise ValueError(
+            'expected ModelCheckpoint(save_last=True) with async_save=True, found save_last="link": the link would '
+            "lead to a checkpoint that is not there yet"
+        )
     writer = CheckpointWriter(wrapper._runtime.collectives)
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            if callback.save_last == "link":
-                raise ValueError(
-                    'expected ModelCheckpoint(save_last=True) with async_save=True, found save_last="link": the link '
-                    "would lead to a checkpoint that is not there yet"
-                )
-            vars(callback)["file_exists"] = partial(_is_taken, writer, callback.file_exists)
+    for callback in callbacks:
+        vars(callback)["file_exists"] = partial(_is_taken, writer, callback.file_exists)
     return writer
 
 

@@ -364,6 +364,7 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def on_train_start(self) -> None:
+        self._end_writer()  # is there if the search for a batch size has broken a training off
         if self._async_save and (wrapper := self.bucket_ddp) is not None and (module := self.lightning_module):
             self._writer = checkpoints.start_writer(wrapper, module.trainer)
 
