@@ -6,10 +6,9 @@ Two CPU ranks train with AdamW through a Trainer. A step sleeps, as if an accele
 runs on the processor. Rank 0 writes one file alone (``ddp``, and ``state_dict_type="full"``); with
 ``state_dict_type="sharded"`` each rank writes its parts, and with ``async_save=True`` a thread writes them.
 
-A checkpoint is saved every ``STEPS_BETWEEN`` steps, into a temporary directory. "stands still" is how long the call
-takes, on the slower rank. "later steps" is how much longer the steps until the next checkpoint take together than as
-many steps of a run without checkpoints, as the thread uses memory, disk and processor. "there after" is the time from
-the call until the checkpoint has its name.
+"stands still" is how long the call takes, on the slower rank. "later steps" is how much longer the ``STEPS`` steps that
+follow take together than the ``STEPS`` steps after those, as the thread uses memory, disk and processor. "there after"
+is the time from the call until the checkpoint has its name.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPStrategy
 
-RANKS, WIDTH, WARM_UP, STEPS_BETWEEN, SLEEP_SECONDS = 2, 1024, 4, 20, 0.1
+RANKS, WIDTH, WARM_UP, STEPS, SLEEP_SECONDS = 2, 1024, 4, 10, 0.1
 STILL, LATER, THERE = "stands still", "later steps", "there after"
 
 
@@ -73,44 +72,45 @@ class _Model(pl.LightningModule):
 
 
 class _Saves(pl.Callback):
-    """Saves checkpoints, or only notes the steps' times if there is no folder."""
+    """Saves a checkpoint before every second stretch of steps."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
         self._paths: list[tuple[Path, float]] = []
         self._last = 0.0
-        self.seconds: dict[str, list[float]] = {STILL: [], LATER: [], THERE: []}
+        self.still: list[float] = []
+        self.stretches: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         now, step = time.perf_counter(), trainer.global_step - WARM_UP
         if step > 0:
-            self.seconds[LATER][-1] += now - self._last
-        if step >= 0 and step % STEPS_BETWEEN == 0 and step < (trainer.max_steps - WARM_UP):
-            self.seconds[LATER].append(0.0)
-            if self._folder is not None:
-                self._paths.append((self._folder / f"{step}.ckpt", time.time()))
-                trainer.save_checkpoint(self._paths[-1][0])
-                self.seconds[STILL].append(time.perf_counter() - now)
+            self.stretches[-1] += now - self._last
+        if step >= 0 and step % STEPS == 0:
+            self.stretches.append(0.0)
+        if step >= 0 and step % (2 * STEPS) == 0 and trainer.global_step < trainer.max_steps:
+            self._paths.append((self._folder / f"{step}.ckpt", time.time()))
+            trainer.save_checkpoint(self._paths[-1][0])
+            self.still.append(time.perf_counter() - now)
         self._last = time.perf_counter()
 
-    def on_fit_end(self, *_: Any) -> None:
-        for path, begin in self._paths:  # a rename changes the ctime
-            self.seconds[THERE].append(path.stat().st_ctime - begin)
+    def there(self) -> list[float]:
+        """Seconds until each checkpoint had its name: a rename changes the ctime."""
+        return [path.stat().st_ctime - begin for path, begin in self._paths]
 
 
-def worker(device: torch.device, name: str, layers: int, saves: int, folder: str | None) -> dict[str, Any]:
-    """One rank: seconds, by what they are, of each checkpoint."""
+def worker(device: torch.device, name: str, layers: int, saves: int, folder: str) -> dict[str, Any]:
+    """One rank: bytes of parameters and optimizer state, and seconds."""
     import logging
     import warnings
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    callback, model = _Saves(None if folder is None else Path(folder)), _Model(layers)
+    callback, model, steps = _Saves(folder), _Model(layers), WARM_UP + saves * 2 * STEPS
     trainer = pl.Trainer(
         strategy=strategies()[name](),
         accelerator="cpu",
         devices=RANKS,
-        max_steps=WARM_UP + saves * STEPS_BETWEEN,
+        max_steps=steps,
         callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
@@ -118,24 +118,24 @@ def worker(device: torch.device, name: str, layers: int, saves: int, folder: str
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(model, DataLoader(torch.randn(WARM_UP + saves * STEPS_BETWEEN, WIDTH), batch_size=1))
+    trainer.fit(model, DataLoader(torch.randn(steps, WIDTH), batch_size=1))
     size = sum(param.nbytes for param in model.parameters())
-    return {"bytes": 3 * size, **callback.seconds}
+    return {"bytes": 3 * size, "still": callback.still, "stretches": callback.stretches[:-1], "there": callback.there()}
 
 
 def measured(name: str, layers: int, saves: int) -> dict[str, Any]:
-    """Run a peer with and without checkpoints; the slower rank's seconds of each."""
+    """Train with a peer; seconds of each checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(worker, name, layers, saves, folder, size=RANKS)
-    without = run_ranks(worker, name, layers, saves, None, size=RANKS)[0]
-    slowest = {what: [max(each) for each in zip(*(one[what] for one in found), strict=True)] for what in (STILL, LATER)}
-    usual = median(without[LATER])
+    still, stretches = (
+        [max(each) for each in zip(*(one[key] for one in found), strict=True)] for key in ("still", "stretches")
+    )
     return {
         "bytes": found[0]["bytes"],
-        "step": usual / STEPS_BETWEEN,
-        STILL: slowest[STILL],
-        LATER: [seconds - usual for seconds in slowest[LATER]],
-        THERE: found[0][THERE],
+        "step": median(stretches[1::2]) / STEPS,
+        STILL: still,
+        LATER: [after - usual for after, usual in zip(stretches[::2], stretches[1::2], strict=True)],
+        THERE: found[0]["there"],
     }
 
 

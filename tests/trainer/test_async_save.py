@@ -138,8 +138,9 @@ def test_what_is_saved_are_the_values_of_the_moment_though_training_goes_on(kind
         for part, found in (("state", "state"), ("masters", "master_params")):
             state = {names[index]: value for index, value in expected[step][part].items()}
             torch.testing.assert_close(optimizer.get(found, {}), state, rtol=0, atol=0)
-    files = {path.name for path in (tmp_path / "step=2.ckpt").iterdir()}
-    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "each rank writes its own parts"
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step=2.ckpt").glob("*.distcp")}
+    assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp"]
+    assert min(sizes.values()) > 0.4 * max(sizes.values()), "each rank writes its own parts"
 
 
 def names_and_best(folder: Path, asynchronous: bool) -> list[Any]:
@@ -283,6 +284,7 @@ def go_on(folder: Path) -> float:
     return model.seen.item()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_leaves_the_last_checkpoint(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(3, die, tmp_path, may_exit=[1], fresh=True)
     assert complete(tmp_path) == {"step=2"}
