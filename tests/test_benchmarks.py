@@ -136,6 +136,14 @@ def test_optimizer_steps_are_timed_sharded_and_not(quick: Quick) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_cost_time(quick: Quick) -> None:
+    text = quick("checkpoint_stall.py")
+    for peer in ("ddp, one file", *(f"bucketddp_sharded, {way}" for way in ("one file", "parts", "parts, async_save"))):
+        found = row(text, "peer", peer)
+        assert 0 < found["stands still, ms"] <= found["there after, ms"] or "async" not in peer
+
+
+@pytest.mark.slow
 def test_overhead_and_its_profile(quick: Quick) -> None:
     text = quick("overhead.py", "--ranks", "2")
     assert "2 gloo ranks on loopback, 4 rounds" in text

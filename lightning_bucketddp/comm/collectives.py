@@ -110,20 +110,21 @@ class Collectives:
                 f"({why}); start the processes anew, or make a new group"
             )
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Collectives:
+    def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
         """Make groups of some of the ranks, and return this rank's. All ranks must call this.
 
         Args:
             parts: Per group, its ranks within this one. Every rank is in one of them.
+            backend: The groups' backend; the default group's if None.
         """
         everyone, timeout = dist.get_process_group_ranks(self.group), timeout_of(self.group)
         members = [[everyone[rank] for rank in part] for part in parts]
         if self.is_default():
-            mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
         else:  # the processes outside of this group know nothing of it
             own = next(part for part in members if everyone[self.rank] in part)
             with _equally_many_groups(self):
-                mine = dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+                mine = dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
         belongs_to(mine, self.group)
         part = type(self)(mine, parent=self)
         self._parts.append(part)

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -34,8 +33,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.optim import checkpoint_places as places
 from lightning_bucketddp.optim.checkpoint_planners import Chunks, ChunksLoadPlanner, ChunksSavePlanner
+from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter, together
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, params_of
 from lightning_bucketddp.optim.swap import Swap, swap_of
@@ -44,9 +45,6 @@ _log = logging.getLogger("lightning_bucketddp")
 
 FORMAT_KEY = "lightning_bucketddp"
 """Entry of the metadata's ``planner_data``: {"version": 1, "groups": the parameters' names, by optimizer and group}."""
-
-_SAME_ON_ALL_RANKS = (ValueError, TypeError, FileExistsError, RuntimeError)
-"""Errors that all ranks raise in the class that one rank raised. Other errors become a RuntimeError."""
 
 
 class ShardedCheckpoint:
@@ -72,49 +70,81 @@ class ShardedCheckpoint:
     # -- saving --------------------------------------------------------------------------------------
 
     def save(
-        self, path: Path, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None, overwrite: bool
+        self,
+        path: Path,
+        optimizers: Sequence[Optimizer],
+        extra: Mapping[str, Any] | None,
+        overwrite: bool,
+        writer: CheckpointWriter | None = None,
     ) -> None:
-        """Save into a directory, which appears when it is complete."""
-        first, what, partial = self._collectives.rank == 0, f"saving to {path}", places.partial_of(path)
+        """Save into a directory, which appears when it is complete.
 
-        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+        With a writer, values are copied to the host here, and the writer's thread writes the copies.
+        """
+        first, what, partial = self._collectives.rank == 0, f"saving to {path}", places.partial_of(path)
+        if writer is None:
+            group, storage = self._collectives.group, FileSystemWriter(partial)
+        else:  # values are on the host then: the thread asks for no device
+            group, storage = writer.group, FileSystemWriter(partial, per_thread_copy_ahead=0)
+
+        def collect() -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
             if first and path.exists() and not overwrite:
                 raise FileExistsError(f"expected nothing at {path}, found something; pass overwrite=True to replace it")
             if first:
                 places.make_room(path)
             groups = [self._groups(number, optimizer) for number, optimizer in enumerate(optimizers)]
-            nested: dict[str, Any] = {"model": self._module_values()}
+            own = self._own_names()
+            nested: dict[str, Any] = {"model": self._module_values(own)}
             if optimizers:
-                nested["optimizers"] = [self._optimizer_values(*one) for one in zip(optimizers, groups, strict=True)]
+                pairs = zip(optimizers, groups, strict=True)
+                nested["optimizers"] = [self._optimizer_values(*pair, own) for pair in pairs]
             if first and extra is not None:
                 nested["extra"] = _storable(dict(extra))
             flat, paths = flatten_state_dict(nested)
-            return flat, {**paths, FORMAT_KEY: {"version": 1, "groups": groups}}
+            values = (lambda: flat) if writer is None else _copied(flat)
+            return values, {**paths, FORMAT_KEY: {"version": 1, "groups": groups}}
 
         def write() -> None:
-            writer, planner = FileSystemWriter(partial), ChunksSavePlanner(data)
-            save(flat, storage_writer=writer, planner=planner, process_group=self._collectives.group)
-            if first:  # all ranks have written
-                places.put_in_place(path)
+            try:
+                save(values(), storage_writer=storage, planner=ChunksSavePlanner(data), process_group=group)
+                if first:  # all ranks have written
+                    places.put_in_place(path)
+            finally:
+                if first and not places.is_complete(partial):
+                    shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
 
-        flat, data = self._together(what, collect)
-        try:
-            self._together(what, write)
-        finally:
-            if first and not places.is_complete(partial):
-                shutil.rmtree(partial, ignore_errors=True)  # is there if somebody has failed
+        values, data = together(self._collectives, what, collect)
+        if writer is None:
+            together(self._collectives, what, write)
+        else:
+            writer.save(path, write)
 
-    def _module_values(self) -> dict[str, Any]:
+    def _own_names(self) -> set[str]:
+        """The names of the parameters that this rank writes, with their state: its parts of those that are divided.
+
+        Of the others each rank writes some, as many bytes as the other ranks.
+        """
+        rank, sums, own = self._collectives.rank, [0] * self._collectives.world_size, set()
+        for name, param in self._module.named_parameters():
+            writes = rank
+            if self._parts.find(param) is None:
+                writes = sums.index(min(sums))
+                sums[writes] += param.nbytes
+            if writes == rank:
+                own.add(name)
+        return own
+
+    def _module_values(self, own: set[str]) -> dict[str, Any]:
         """Return the entries of the module's state dict that this rank offers to write."""
         first, state_dict = self._collectives.rank == 0, self._module.state_dict(keep_vars=True)
         # Module buffers are rank 0's, as in any checkpoint: they may differ between synchronisations.
         return {
             name: _storable(self._memory(value))
             for name, value in state_dict.items()
-            if first or id(value) in self._names
+            if (self._names[id(value)] in own if id(value) in self._names else first)
         }
 
-    def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
+    def _optimizer_values(self, optimizer: Optimizer, groups: list[list[str]], own: set[str]) -> dict[str, Any]:
         """Return the entries of an optimizer's state that this rank offers to write, by its parameters' names."""
         swap = self._prepare(optimizer) or swap_of(optimizer)
         packed = optimizer.state_dict()
@@ -123,11 +153,14 @@ class ShardedCheckpoint:
         for index, param in enumerate(params_of(optimizer)):
             name, found = self._names[id(param)], self._parts.find(param)
             entries = dict(state.pop(index, {}))
+            if name not in own:
+                continue
             if swap is not None and (master := swap.master(param)) is not None:  # also if the swap is closed
                 entries[STATE_DICT_KEY] = master
             for key, value in entries.items():
-                own = Chunks.of(found, value.detach()) if found is not None and found.is_split(key, value) else value
-                entries[key] = _storable(own)
+                if found is not None and found.is_split(key, value):
+                    value = Chunks.of(found, value.detach())
+                entries[key] = _storable(value)
             if STATE_DICT_KEY in entries:
                 values[STATE_DICT_KEY][name] = entries.pop(STATE_DICT_KEY)
             values["state"][name] = entries
@@ -161,12 +194,17 @@ class ShardedCheckpoint:
             self._require_fit(paths, optimizers, strict and with_module)
             return self._room(metadata, optimizers, with_module), paths
 
-        flat, paths = self._together(what, make_room)
-        group, planner = self._collectives.group, ChunksLoadPlanner()
-        self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
-        values = {key: value.part if isinstance(value, Chunks) else value for key, value in flat.items()}
+        flat, paths = together(self._collectives, what, make_room)
+
+        def read() -> None:
+            load(flat, storage_reader=reader, planner=ChunksLoadPlanner(), process_group=self._collectives.group)
+
+        together(self._collectives, what, read)
+        values = {
+            key: value.part.shaped(value.flat) if isinstance(value, Chunks) else value for key, value in flat.items()
+        }
         nested = unflatten_state_dict(values, paths)
-        self._together(what, lambda: self._apply(nested, optimizers))
+        together(self._collectives, what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
         return nested.get("extra", {})
 
@@ -259,31 +297,6 @@ class ShardedCheckpoint:
                     )
         return [[self._names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
-    def _together(self, what: str, run: Callable[[], Any]) -> Any:
-        """Call ``run`` on every rank; if it raises on some, raise on all.
-
-        Raises:
-            Exception: One of the errors that callers expect, with the first rank's text.
-            RuntimeError: If it was any other error.
-        """
-        problem: BaseException | None = None
-        try:
-            result = run()
-        except CheckpointException as error:  # torch raises it on every rank
-            problem, _ = error.failures.get(self._collectives.rank, (None, None))
-        except Exception as error:
-            problem = error
-        kept = next((kind for kind in _SAME_ON_ALL_RANKS if isinstance(problem, kind)), None)
-        other = None if problem is None else (RuntimeError, f"{type(problem).__name__}: {problem}")
-        mine = other if kept is None else (kept, str(problem))  # not the error itself, which may not be picklable
-        failed = {
-            rank: found for rank, found in enumerate(self._collectives.exchange_objects(mine)) if found is not None
-        }
-        if failed:
-            kind, message = next(iter(failed.values()))
-            raise kind(f"{what} failed on rank {', '.join(map(str, failed))}: {message}") from problem
-        return result
-
 
 def _storable(value: Any) -> Any:
     """Return what a checkpoint can store: tensors and chunks as they are, other objects pickled."""
@@ -292,6 +305,24 @@ def _storable(value: Any) -> Any:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
+
+
+def _copied(flat: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Start to copy tensors and chunks to the host; return a function that waits for the copies."""
+    copies = {
+        key: HostCopy(value.flat if isinstance(value, Chunks) else value.detach())
+        for key, value in flat.items()
+        if isinstance(value, Tensor | Chunks)
+    }
+
+    def values() -> dict[str, Any]:
+        return {key: _with_memory(value, copies[key].read()) if key in copies else value for key, value in flat.items()}
+
+    return values
+
+
+def _with_memory(value: Tensor | Chunks, memory: Tensor) -> Tensor | Chunks:
+    return Chunks.of(value.part, memory) if isinstance(value, Chunks) else memory
 
 
 def _empty(stored: Any) -> Tensor | None:

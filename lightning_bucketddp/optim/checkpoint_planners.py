@@ -25,14 +25,12 @@ class Chunks:
     torch calls the methods with underscores, as it does on a DTensor (``torch.distributed._checkpointable``).
 
     Attributes:
-        shape: The whole tensor's shape.
-        part: This rank's elements, as its optimizer sees them.
-        flat: The same, 1-D.
-        chunks: The same as chunks, by their offsets.
+        part: Which part of which tensor the elements are.
+        flat: This rank's elements, 1-D.
+        chunks: The same elements as chunks, by their offsets.
     """
 
-    shape: torch.Size
-    part: Tensor
+    part: ParamPart
     flat: Tensor
     chunks: Mapping[torch.Size, Tensor]
 
@@ -40,26 +38,26 @@ class Chunks:
     def of(cls, found: ParamPart, memory: Tensor) -> Chunks:
         """Cut the memory of a part into chunks."""
         spec, part, flat = *found, found.run(memory)
-        shape = torch.Size(spec.shape)
+        dims = range(len(spec.shape))
         if spec.numel == 0:  # an empty chunk, as readers expect the key
-            return cls(shape, memory, flat, {torch.Size([0] * len(shape)): flat.view(shape)})
+            return cls(found, flat, {torch.Size([0] * len(dims)): flat.view(spec.shape)})
         chunks: dict[torch.Size, Tensor] = {}
         for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
             at = chunk.at - part.start
             ordered = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
-            chunks[torch.Size(chunk.offsets)] = ordered.permute([chunk.order.index(dim) for dim in range(len(shape))])
-        return cls(shape, memory, flat, chunks)
+            chunks[torch.Size(chunk.offsets)] = ordered.permute([chunk.order.index(dim) for dim in dims])
+        return cls(found, flat, chunks)
 
     def size(self) -> torch.Size:
         """Return the whole tensor's shape."""
-        return self.shape
+        return torch.Size(self.part.spec.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, chunk.shape) for offsets, chunk in self.chunks.items()]
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.flat.dtype)
-        data = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        data = [TensorWriteData(chunk, properties, self.size()) for chunk in self.__create_chunk_list__()]
         return [
             WriteItem(MetadataIndex(key, shard.chunk.offsets), WriteItemType.SHARD, tensor_data=shard) for shard in data
         ]

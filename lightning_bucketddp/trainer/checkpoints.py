@@ -4,17 +4,20 @@ A checkpoint also holds what the Trainer collects on rank 0. Weights are read be
 checkpoint. Optimizers are read after they have been set up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim import checkpoint_places
 from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
+from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 DIRECTORY_KEY = "bucketddp_directory"
@@ -39,6 +42,7 @@ def save_parts(
     wrapper: BucketDDP | None,
     optimizers: Sequence[Optimizer],
     storage_options: Any = None,
+    writer: CheckpointWriter | None = None,
 ) -> None:
     """Save what the Trainer has collected, and each rank's parts. All ranks must call this.
 
@@ -49,6 +53,7 @@ def save_parts(
         wrapper: The module's wrapper, open or closed; None if the module was not wrapped.
         optimizers: The Trainer's optimizers.
         storage_options: What a ``CheckpointIO`` would get.
+        writer: Writes while training goes on; None to return when the checkpoint is there.
 
     Raises:
         TypeError: If there are options for a ``CheckpointIO``.
@@ -65,7 +70,38 @@ def save_parts(
     resumable = "optimizer_states" in checkpoint
     if resumable:
         checkpoint["optimizer_states"] = []  # tells Lightning that training can be resumed
-    _checkpoint_of(module, wrapper).save(path, optimizers if resumable else (), checkpoint, overwrite=True)
+    parts = _checkpoint_of(module, wrapper)
+    parts.save(path, optimizers if resumable else (), checkpoint, overwrite=True, writer=writer)
+
+
+def start_writer(wrapper: BucketDDP, trainer: pl.Trainer) -> CheckpointWriter:
+    """Make a writer. ``ModelCheckpoint`` gives no other checkpoint the name of one that is being written.
+
+    All ranks must call this, and :func:`release_names` when the writer has ended.
+
+    Raises:
+        ValueError: If the last checkpoint is to be a link, which would lead to nothing while its target is written.
+    """
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    if any(callback.save_last == "link" for callback in callbacks):
+        raise ValueError(
+            'expected ModelCheckpoint(save_last=True) with async_save=True, found save_last="link": the link would '
+            "lead to a checkpoint that is not there yet"
+        )
+    writer = CheckpointWriter(wrapper._runtime.collectives)
+    for callback in callbacks:
+        vars(callback)["file_exists"] = partial(_is_taken, writer, callback.file_exists)
+    return writer
+
+
+def release_names(trainer: pl.Trainer) -> None:
+    """Let ``ModelCheckpoint`` look for files alone."""
+    for callback in trainer.checkpoint_callbacks:
+        vars(callback).pop("file_exists", None)
+
+
+def _is_taken(writer: CheckpointWriter, exists: Callable[..., bool], filepath: Any, trainer: pl.Trainer) -> bool:
+    return writer.is_writing(Path(filepath)) or exists(filepath, trainer)
 
 
 def load_weights(

@@ -160,6 +160,8 @@ class PreemptionCheckpoint(Callback):
         if not (end_signals.ending and isinstance(exception, SIGTERMException)):
             return
         status, trainer.state.status = trainer.state.status, TrainerStatus.RUNNING  # as all ranks are here
+        strategy: Any = trainer.strategy
+        strategy._end_writer()  # the checkpoint must be there when this job is requeued
         self._saving, requeue = True, _requeue_signal(trainer)
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir) if requeue else self.path
         if requeue in BucketDDPInTrainer.of(trainer, self)._uneven.tell(end_signals.received):

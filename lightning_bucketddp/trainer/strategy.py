@@ -27,6 +27,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.layout.require import require, require_choice
+from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
@@ -71,6 +72,10 @@ class BucketDDPStrategy(EachSampleOnce):
             ``"sharded"``: a directory to which every rank writes its own parts, in the format of
             ``torch.distributed.checkpoint`` (torch's ``dcp_to_torch_save`` makes a file of it). Both load with either
             choice, at any number of ranks.
+        async_save: With ``state_dict_type="sharded"``: a checkpoint is copied to the host, and a thread writes it while
+            training goes on. It has its name when it is complete, and older ones are removed then. A checkpoint of a
+            later step waits for it. So do loading, the end of ``fit`` and a preemption. If it cannot be written, the
+            next save, or the end of ``fit``, raises that on all ranks.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out repeats its last
             batch until all have run out, so that loops, hooks and collectives stay in step. Its gradients and module
             buffers then do not count; what it logs does. Gradients are divided by the ``"world_size"``, or by the
@@ -109,6 +114,7 @@ class BucketDDPStrategy(EachSampleOnce):
         start_method: StartMethod = "popen",
         *,
         state_dict_type: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
         exact_evaluation: bool = False,
         logged_keys: Literal["same", "any"] = "same",
@@ -119,6 +125,12 @@ class BucketDDPStrategy(EachSampleOnce):
         common.require_start_method(start_method)
         require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
+        require("async_save", async_save, "True or False", bool)
+        if async_save and state_dict_type != "sharded":
+            raise ValueError(
+                f'expected state_dict_type="sharded" with async_save=True, found {state_dict_type!r}: a single file is '
+                "written by a CheckpointIO. Give the Trainer Lightning's AsyncCheckpointIO for that"
+            )
         require("exact_evaluation", exact_evaluation, "True or False", bool)
         require_choice("logged_keys", logged_keys, ("same", "any"))
         if uneven_inputs == "active_ranks" and self._options.rescales:
@@ -141,6 +153,8 @@ class BucketDDPStrategy(EachSampleOnce):
             exact_evaluation=exact_evaluation,
         )
         self._state_dict_type = state_dict_type
+        self._async_save = async_save
+        self._writer: CheckpointWriter | None = None  # while training, with `async_save`
         self._uneven_inputs = uneven_inputs
         self._logged_keys = logged_keys
         self._evaluation_peers: Peers | None = None
@@ -225,6 +239,7 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def teardown(self) -> None:
+        self._end_writer()  # is there after an exception
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
@@ -407,12 +422,21 @@ class BucketDDPStrategy(EachSampleOnce):
             wrapper.synchronise_module_buffers()
 
     @override
+    def on_train_start(self) -> None:
+        self._end_writer()  # is there if the search for a batch size has broken a training off
+        if self._async_save and (wrapper := self.bucket_ddp) is not None and (module := self.lightning_module):
+            self._writer = checkpoints.start_writer(wrapper, module.trainer)
+
+    @override
     def on_train_end(self) -> None:
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.wait_for_parameters()
             wrapper._end_training()  # first: a rank with more batches must hear of it, as it does not come here
             wrapper.synchronise_module_buffers()
             wrapper._compare_ranks()
+        if self._writer is not None:
+            self._writer.settle()
+            self._end_writer()
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -434,11 +458,30 @@ class BucketDDPStrategy(EachSampleOnce):
         if self.lightning_module is not None:
             finetuning.add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
         if not self._saves_parts():
+            self._end_writer()  # it may be writing a checkpoint of that name
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        assert self.lightning_module is not None
-        path, wrapper = Path(self.broadcast(filepath)), self.bucket_ddp or self._ended
-        checkpoints.save_parts(checkpoint, path, self.lightning_module, wrapper, self.optimizers, storage_options)
+        module, wrapper, writer = self.lightning_module, self.bucket_ddp or self._ended, self._writer
+        assert module is not None
+        path = Path(self.broadcast(filepath))
+        if writer is not None:
+            writer.begin(path, module.trainer.global_step)
+        checkpoints.save_parts(checkpoint, path, module, wrapper, self.optimizers, storage_options, writer)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self._writer is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._writer.remove(partial(super().remove_checkpoint, filepath))
+
+    def _end_writer(self) -> None:
+        """Wait for the checkpoint that this rank writes. Later ones are written at once."""
+        if self._writer is not None:
+            self._writer.end()
+            self._writer = None
+            assert self.lightning_module is not None
+            checkpoints.release_names(self.lightning_module.trainer)
 
     def _saves_parts(self) -> bool:
         """Whether each rank saves its own parts.
@@ -449,6 +492,8 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._writer is not None:
+            self._writer.settle()
         checkpoint_path = self.broadcast(checkpoint_path)  # a batch-size finder's has another name on each rank
         path = Path(checkpoint_path)
         if not checkpoints.is_checkpoint_directory(path):

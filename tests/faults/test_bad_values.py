@@ -31,8 +31,13 @@ BAD: dict[str, list[Any]] = {
     "wire_dtype": ["float31", "fp32", torch.float32],
 }
 STRATEGIES = {**BAD, "start_method": ["threads"]}
-TRAINER = STRATEGIES | {"uneven_inputs": ["sometimes"], "state_dict_type": ["parts"], "exact_evaluation": ["yes", 1]}
-TRAINER |= {"logged_keys": ["all", None]}
+TRAINER = STRATEGIES | {
+    "uneven_inputs": ["sometimes"],
+    "state_dict_type": ["parts"],
+    "async_save": ["yes", 1],
+    "exact_evaluation": ["yes", 1],
+    "logged_keys": ["all", None],
+}
 MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
     (lambda **options: BucketDDP(Mlp(), **options), BAD),
     (BucketDDPFabricStrategy, STRATEGIES),

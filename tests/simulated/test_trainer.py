@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_bucketddp import BucketDDPFabricStrategy
 from tests.lightning_models import Citizen, PoolEnvironment, data, ours, trainer
@@ -60,6 +63,31 @@ def test_a_trainer_trains_bf16_with_fp32_gradients(ranks_on_cpu: RunRanks, ranks
     others = {"precision": "bf16-true", "gradient_clip_val": None}
     found = same(ranks_on_cpu, ranks_on_simulated, fitted, {"grad_dtype": torch.float32}, others)
     assert found[0]["net.head.weight"].dtype is torch.bfloat16
+
+
+def saved_meanwhile(accelerator: str, options: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """What a thread has written of each step, while training went on."""
+    saves = ModelCheckpoint(folder / accelerator, "{step}", every_n_train_steps=1, save_top_k=-1)
+    strategy = ours(state_dict_type="sharded", async_save=True, **options)
+    fit = trainer(strategy, accelerator=accelerator, callbacks=[saves], enable_checkpointing=True)
+    fit.fit(Logging(optimizer="adamw"), data())
+    found: dict[str, Tensor] = {}
+    for path in sorted((folder / accelerator).iterdir()):
+        one = folder / f"{dist.get_rank()}.pt"
+        dcp_to_torch_save(path, one)
+        saved = torch.load(one, weights_only=False)
+        found |= {f"{path.stem}: {name}": value for name, value in saved["model"].items()}
+        for name, entries in saved["optimizers"][0]["state"].items():
+            found |= {f"{path.stem}: {name}.{key}": value for key, value in entries.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_a_thread_writes_what_was_saved(
+    ranks_on_cpu: RunRanks, ranks_on_simulated: RunRanks, name: str, tmp_path: Path
+) -> None:
+    found = same(ranks_on_cpu, ranks_on_simulated, saved_meanwhile, OPTIONS[name], tmp_path)
+    assert {key.partition(":")[0] for key in found[0]} == {f"step={step}" for step in range(1, 7)}
 
 
 @on_ranks(2)
