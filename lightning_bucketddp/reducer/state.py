@@ -96,6 +96,7 @@ class Pass:
         recorded: The parameters whose hooks have recorded gradients that are not marked as ready yet.
         notify_after: So many recorded gradients may make a bucket full.
         exchange: Its control vector, once that is on its way.
+        dropped: Whether its gradients are dropped instead of published. A participant decides, the same on every rank.
     """
 
     number: int
@@ -112,6 +113,7 @@ class Pass:
     recorded: list[Tensor] = field(default_factory=list)
     notify_after: int = 1
     exchange: ControlExchange | None = None
+    dropped: bool = False
 
     @property
     def batched(self) -> bool:

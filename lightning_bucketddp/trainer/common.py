@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
@@ -65,6 +66,32 @@ class BucketDDPInLightning(BucketDDP):
         if strategy.num_nodes > 1:
             self._node = Node(strategy.node_rank, strategy.num_processes)  # before ranks wrap the module
         super().__init__(module, **options)
+        if (skips := self._passes.wrapped.context.skips) is not None:
+            precision = strategy.precision_plugin if hasattr(strategy, "precision_plugin") else strategy.precision
+            skips.scaler_skips = getattr(precision, "scaler", None) is not None
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
+        """As in :class:`BucketDDP`.
+
+        Raises:
+            ValueError: If steps may be skipped in the middle of LBFGS's search.
+        """
+        if self._options.skips_steps and isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "expected an optimizer with one backward per step, with skip_step_on or skip_norm_above; found LBFGS, "
+                "which moves the parameters between its backwards"
+            )
+        return super().prepare_optimizer(optimizer)
+
+
+def gradients_dropped(wrapper: BucketDDP) -> bool:
+    """Whether all ranks have dropped the gradients of the last backward, so that optimizers must not step."""
+    skips = wrapper._passes.wrapped.context.skips
+    return skips is not None and skips.skipped and not skips.left_to_scaler
+
+
+class StepSkippedError(Exception):
+    """Leaves ``optimizer.step(closure)``, as the closure's gradients were dropped."""
 
 
 def leave_shared_memory(module: Module, start_method: str | None) -> None:

@@ -106,6 +106,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     # Of the one module that was set up.
     count_tokens = forwarded(BucketDDP.count_tokens)
+    skip_step = forwarded(BucketDDP.skip_step)
+    step_skipped = forwarded(BucketDDP.step_skipped)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     clip_grad_norm_ = forwarded(BucketDDP.clip_grad_norm_)
@@ -197,6 +199,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
         wrapper = self._wrapper_behind(optimizer)
         if wrapper is None:
             return super().optimizer_step(optimizer, **kwargs)
+        if common.gradients_dropped(wrapper):
+            return None
         closure = kwargs.get("closure")
         if closure is not None and common.looks_at_loss(optimizer):
             kwargs["closure"] = lambda: wrapper.average_loss(closure())  # line searches take the same steps everywhere
