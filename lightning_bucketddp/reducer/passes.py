@@ -279,7 +279,8 @@ class Passes:
         skips, this_pass = self._context.skips, self.reducer.this_pass
         if skips is None or not skips.on_oom:
             return False
-        if synchronised and (this_pass is None or this_pass.exchange is not None):
+        told = this_pass is None or this_pass.exchange is not None
+        if synchronised and (told or self.reducer.state is not PassState.SYNCHRONISED):
             return False
         self.ask_to_skip("ran out of memory in backward")
         return True
@@ -298,6 +299,8 @@ class Passes:
                 f"rank {self.peers.rank}: expected the option skip_step_on or skip_norm_above where skip_step() is "
                 "called, found neither; give one of them"
             )
+        if self._context.options.gradient_divide_by == "tokens":
+            self.count_tokens(0)  # a pass requires a call
         if self.joining.counts():  # else this rank's gradients do not count in any case
             skips.ask(why)
 

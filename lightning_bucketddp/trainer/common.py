@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -67,7 +67,7 @@ class BucketDDPInLightning(BucketDDP):
             self._node = Node(strategy.node_rank, strategy.num_processes)  # before ranks wrap the module
         super().__init__(module, **options)
         if (skips := self._passes.wrapped.context.skips) is not None:
-            precision = strategy.precision_plugin if hasattr(strategy, "precision_plugin") else strategy.precision
+            precision = getattr(strategy, "precision_plugin", None) or strategy.precision  # in a Trainer, with Fabric
             skips.scaler_skips = getattr(precision, "scaler", None) is not None
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
@@ -82,16 +82,6 @@ class BucketDDPInLightning(BucketDDP):
                 "which moves the parameters between its backwards"
             )
         return super().prepare_optimizer(optimizer)
-
-
-def gradients_dropped(wrapper: BucketDDP) -> bool:
-    """Whether all ranks have dropped the gradients of the last backward, so that optimizers must not step."""
-    skips = wrapper._passes.wrapped.context.skips
-    return skips is not None and skips.skipped and not skips.left_to_scaler
-
-
-class StepSkippedError(Exception):
-    """Leaves ``optimizer.step(closure)``, as the closure's gradients were dropped."""
 
 
 def leave_shared_memory(module: Module, start_method: str | None) -> None:
@@ -143,6 +133,46 @@ def looks_at_loss(optimizer: Optimizer) -> bool:
 
 
 def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
-    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back."""
+    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back.
+
+    It ends a step that :func:`run_closure` has left.
+    """
     swap = wrapper.prepare_optimizer(optimizer)
-    return nullcontext() if swap is None else swap.restored_after()
+    restored = nullcontext() if swap is None else swap.restored_after()
+    return _may_be_skipped(restored) if wrapper._options.skips_steps else restored
+
+
+class StepSkippedError(Exception):
+    """Leaves ``optimizer.step(closure)``, as all ranks have dropped the gradients of the closure."""
+
+
+@contextmanager
+def _may_be_skipped(step: AbstractContextManager[object]) -> Iterator[None]:
+    with suppress(StepSkippedError), step:
+        yield
+
+
+def gradients_dropped(wrapper: BucketDDP) -> bool:
+    """Whether all ranks have dropped the gradients of the last backward, so that optimizers must not step."""
+    skips = wrapper._passes.wrapped.context.skips
+    return skips is not None and skips.skipped and not skips.left_to_scaler
+
+
+def run_closure(wrapper: BucketDDP, closure: Callable[[], Any], when_skipped: Callable[[], None] | None = None) -> Any:
+    """Run an optimizer's closure and return its loss.
+
+    Args:
+        wrapper: The wrapper.
+        closure: The closure.
+        when_skipped: Called if all ranks skip the step.
+
+    Raises:
+        StepSkippedError: If the gradients were dropped.
+    """
+    loss = closure()
+    if wrapper.step_skipped():
+        if when_skipped is not None:
+            when_skipped()
+        if gradients_dropped(wrapper):
+            raise StepSkippedError
+    return loss

@@ -1,10 +1,10 @@
 """``Fabric(strategy="bucketddp")``: Fabric's hooks around ``BucketDDP``."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -199,13 +199,17 @@ class BucketDDPFabricStrategy(DDPStrategy):
         wrapper = self._wrapper_behind(optimizer)
         if wrapper is None:
             return super().optimizer_step(optimizer, **kwargs)
-        if common.gradients_dropped(wrapper):
+        if (closure := kwargs.get("closure")) is not None:
+            kwargs["closure"] = partial(self._closure, wrapper, optimizer, closure)
+        elif common.gradients_dropped(wrapper):
             return None
-        closure = kwargs.get("closure")
-        if closure is not None and common.looks_at_loss(optimizer):
-            kwargs["closure"] = lambda: wrapper.average_loss(closure())  # line searches take the same steps everywhere
         with common.stepping(wrapper, optimizer):
             return super().optimizer_step(optimizer, **kwargs)
+
+    def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = common.run_closure(wrapper, closure)
+        # Line searches take the same steps everywhere.
+        return wrapper.average_loss(loss) if common.looks_at_loss(optimizer) else loss
 
     # -- gradients -----------------------------------------------------------------------------------
 

@@ -290,19 +290,12 @@ class BucketDDPStrategy(EachSampleOnce):
             closure = partial(self._closure, wrapper, optimizer, closure)
         elif common.gradients_dropped(wrapper):
             return None
-        try:
-            with common.stepping(wrapper, optimizer):
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
-        except common.StepSkippedError:
-            return None
+        with common.stepping(wrapper, optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Run the closure and return the loss for the optimizer: averaged over the ranks, if the optimizer uses it."""
-        loss = closure()
-        if wrapper.step_skipped():
-            self._hold_schedulers()
-            if common.gradients_dropped(wrapper):
-                raise common.StepSkippedError
+        loss = common.run_closure(wrapper, closure, self._hold_schedulers)
         if common.looks_at_loss(optimizer):  # whether this rank has a loss or not
             loss = wrapper.average_loss(loss)
         if getattr(self.precision_plugin, "scaler", None) is not None:

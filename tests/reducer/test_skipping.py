@@ -200,6 +200,11 @@ def test_what_is_not_asked_for_is_not_skipped() -> None:
         with warns_of():
             ours.step(0, bad=bad)
         assert all(param.isnan().all() for param in ours.parameters())
+    counts = Training(skip_step_on=["oom"], gradient_divide_by="tokens")
+    with warns_of("rank 0 ran out of memory in forward; rank 1 ran"):  # before it has counted tokens
+        for rank in (0, 1):
+            if rank == dist.get_rank():
+                counts.step(0, bad=oom_in_forward, rank=rank)
     ours = Training(skip_step_on=["nonfinite"])
     with warns_of():  # the loss is NaN, its gradients are not
         ours.step(0, bad=lambda model, step: good(model, step) + math.nan)
