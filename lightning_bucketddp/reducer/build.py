@@ -82,7 +82,9 @@ class WrapperContext:
         self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
         self.groups = ShardGroups(collectives, options.shard_group_size) if options.shard_optimizer else None
-        self.skips = StepSkips(options, collectives, self.groups, peers) if options.skips_steps else None
+        self.skips: StepSkips | None = None
+        if options.skips_steps:
+            self.skips = StepSkips(options, collectives, self.groups, peers, self.device)
         first = collectives if self.groups is None else self.groups.inside
         second = collectives if self.groups is None else self.groups.across
         separate_stages(first, second if options.wire_dtype else None, self.device, self.one_machine)

@@ -10,6 +10,7 @@ import math
 import statistics
 import warnings
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,24 +62,34 @@ class StepSkips(Participant):
         collectives: The group.
         groups: The ranks that divide the shards; None without shards.
         peers: The other ranks.
+        device: The device of the gradients.
 
     Attributes:
         skipped: Whether all ranks skip the step of the last pass.
         left_to_scaler: Whether its gradients were left to a GradScaler, instead of dropped.
         scaler_skips: Whether a GradScaler looks for gradients that are not finite. They then stay, so that it skips the
             step and lowers its scale.
-        on_oom: Whether ranks skip a step in which one ran out of memory.
     """
 
-    def __init__(self, options: Options, collectives: Collectives, groups: ShardGroups | None, peers: Peers) -> None:
-        self._collectives, self._groups, self._peers = collectives, groups, peers
-        self._on_nonfinite, self.on_oom = ("nonfinite" in options.skip_step_on), ("oom" in options.skip_step_on)
-        self._multiple, self._max_skipped = options.skip_norm_above, options.max_skipped
+    def __init__(
+        self,
+        options: Options,
+        collectives: Collectives,
+        groups: ShardGroups | None,
+        peers: Peers,
+        device: torch.device,
+    ) -> None:
+        self._options, self._collectives, self._peers = options, collectives, peers
+        self._norms = _Norms(options.skip_norm_above, collectives, groups, peers, device)
         self.skipped = self.left_to_scaler = self.scaler_skips = False
         self._in_a_row = 0
         self._asked = ""  # why this rank asks for a skip
-        self._norms: deque[float] = deque(maxlen=REMEMBERED_NORMS)
-        self._seen: list[tuple[list[str], Tensor]] = []
+        self._seen: list[tuple[list[str], Tensor]] = []  # the largest values of this rank's gradients, by name
+
+    @property
+    def on_oom(self) -> bool:
+        """Whether ranks skip a step in which one ran out of memory."""
+        return "oom" in self._options.skip_step_on
 
     def follow(self, table: SlotTable, storage: Storage) -> None:
         """Look at these gradients from now on."""
@@ -99,7 +110,7 @@ class StepSkips(Participant):
 
     @property
     def _looks(self) -> bool:
-        return self._on_nonfinite or self._multiple is not None
+        return "nonfinite" in self._options.skip_step_on or self._options.skip_norm_above is not None
 
     def opened(self, this_pass: Pass) -> None:
         """Forget the last pass."""
@@ -128,11 +139,11 @@ class StepSkips(Participant):
         finite, why = True, ""
         if not result.control.dropping_ranks:
             if self._looks:
-                finite, why = self._judge(result)
+                finite, why = self._norms.judge(result, self._sparse_values().values())
             if finite and not why:
                 self._in_a_row = 0
                 return
-            if not finite and not self._on_nonfinite:
+            if not finite and "nonfinite" not in self._options.skip_step_on:
                 return
         self.skipped = True
         self.left_to_scaler = self.scaler_skips and not finite
@@ -141,54 +152,14 @@ class StepSkips(Participant):
         with self._peers.waiting_for("why a step is skipped", Phase.PASS):
             everyone = self._collectives.exchange_objects(self._own(), result.poll)
         reason, number = _describe(everyone, why), result.this_pass.number
-        if self._in_a_row > self._max_skipped:
+        if self._in_a_row > (most := self._options.max_skipped):
             raise GradientError(
-                f"rank {self._peers.rank}: expected at most max_skipped={self._max_skipped} skipped steps in a row, "
+                f"rank {self._peers.rank}: expected at most max_skipped={most} skipped steps in a row, "
                 f"found another one in pass {number}: {reason}. Look at the batches, and at the learning rate"
             )
         if self._peers.rank == 0:
             in_a_row = f"{self._in_a_row} in a row so far"
             warnings.warn(f"rank 0: all ranks skip the step of pass {number}, {in_a_row}: {reason}", stacklevel=2)
-
-    def _judge(self, result: PassResult) -> tuple[bool, str]:
-        """Whether the reduced gradients are finite, and why their norm is too large; the same on every rank."""
-        total, norm = self._measure(result)
-        if not math.isfinite(total):
-            return False, ""
-        if self._multiple is not None:
-            median = statistics.median(self._norms) if len(self._norms) >= NORMS_FOR_MEDIAN else math.inf
-            if norm > self._multiple * median:
-                return True, f"the gradient norm {norm:.4g} is above {self._multiple} times its median, {median:.4g}"
-            self._norms.append(norm)
-        return True, ""
-
-    @torch.no_grad()
-    def _measure(self, result: PassResult) -> tuple[float, float]:
-        """A number that is finite if all reduced gradients are, and their norm.
-
-        Both are summed over the ranks: shards differ, and other devices may round a norm otherwise.
-        """
-        groups, ranks = self._groups, self._collectives.world_size
-        device = self._table.all_params[0].device
-        measured = torch.zeros(2, device=device)
-
-        def add(part: Tensor, copies: int) -> None:
-            if not part.numel():
-                return
-            measured[0] += torch.linalg.vector_norm(part, math.inf).to(device, torch.float32)
-            if self._multiple is not None:
-                wide = torch.promote_types(part.dtype, torch.float32)
-                measured[1] += torch.linalg.vector_norm(part, dtype=wide).to(device, torch.float32).square() / copies
-
-        for progress in result.this_pass.active:
-            flat = progress.bucket.flat
-            add(flat, ranks) if groups is None else add(groups.shard(flat), ranks // groups.shards)
-        for values in self._sparse_values().values():
-            add(values, ranks)
-        with self._peers.waiting_for("the norm of the gradients", Phase.PASS):
-            self._collectives.all_reduce_sum(measured).wait(result.poll)
-        total, squares = measured.tolist()
-        return total, math.sqrt(squares)
 
     def _sparse_values(self) -> dict[str, Tensor]:
         """By name, the elements of gradients without a slot."""
@@ -207,6 +178,69 @@ class StepSkips(Participant):
     def ended(self) -> None:
         """Forget this rank's reason, whose gradients are gone."""
         self._asked = ""
+
+
+class _Norms:
+    """Judges reduced gradients, alike on every rank.
+
+    Args:
+        multiple: Norms above this multiple of their median are too large; None for any norm.
+        collectives: The group.
+        groups: The ranks that divide the shards; None without shards.
+        peers: The other ranks.
+        device: The device of the gradients.
+    """
+
+    def __init__(
+        self,
+        multiple: float | None,
+        collectives: Collectives,
+        groups: ShardGroups | None,
+        peers: Peers,
+        device: torch.device,
+    ) -> None:
+        self._multiple, self._collectives, self._groups = multiple, collectives, groups
+        self._peers, self._device = peers, device
+        self._last: deque[float] = deque(maxlen=REMEMBERED_NORMS)
+
+    def judge(self, result: PassResult, sparse: Iterable[Tensor]) -> tuple[bool, str]:
+        """Say whether all gradients are finite, and if so, why their norm is too large.
+
+        Args:
+            result: The pass.
+            sparse: The elements of gradients without a slot.
+        """
+        total, norm = self._measure(result, sparse)
+        if not math.isfinite(total):
+            return False, ""
+        if self._multiple is not None:
+            median = statistics.median(self._last) if len(self._last) >= NORMS_FOR_MEDIAN else math.inf
+            if norm > self._multiple * median:
+                return True, f"the gradient norm {norm:.4g} is above {self._multiple} times its median, {median:.4g}"
+            self._last.append(norm)
+        return True, ""
+
+    @torch.no_grad()
+    def _measure(self, result: PassResult, sparse: Iterable[Tensor]) -> tuple[float, float]:
+        """A number that is finite if all gradients are, and their norm.
+
+        Both are summed over the ranks: shards differ, and other devices may round a norm otherwise.
+        """
+        groups, ranks = self._groups, self._collectives.world_size
+        flats = [progress.bucket.flat for progress in result.this_pass.active]
+        own = flats if groups is None else [groups.shard(flat) for flat in flats]
+        copies = ranks if groups is None else ranks // groups.shards
+        measured = torch.zeros(2, device=self._device)
+        for part, held_by in [*((part, copies) for part in own), *((values, ranks) for values in sparse)]:
+            if part.numel():
+                measured[0] += torch.linalg.vector_norm(part, math.inf).to(measured)
+            if self._multiple is not None:
+                wide = torch.promote_types(part.dtype, torch.float32)
+                measured[1] += torch.linalg.vector_norm(part, dtype=wide).to(measured).square() / held_by
+        with self._peers.waiting_for("the norm of the gradients", Phase.PASS):
+            self._collectives.all_reduce_sum(measured).wait(result.poll)
+        total, squares = measured.tolist()
+        return total, math.sqrt(squares)
 
 
 def _describe(everyone: list[_Own], why: str) -> str:
