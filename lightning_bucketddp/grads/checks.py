@@ -6,7 +6,7 @@ import math
 
 
 class GradientError(RuntimeError):
-    """A gradient that is not finite, or larger than ``max_abs_grad``."""
+    """A gradient is not finite or larger than ``max_abs_grad``, or more than ``max_skipped`` steps were skipped."""
 
 
 def require_sound(largest: float, limit: float, rank: int, name: str) -> None:

@@ -36,11 +36,17 @@ DivideBy = Literal["world_size", "tokens", "samples"] | int
 OnDifference = Literal["warn", "error"]
 """What happens if parameters differ between ranks."""
 
+SkipReason = Literal["nonfinite", "oom"]
+"""Why all ranks skip a step: a gradient is NaN or infinite, or a rank ran out of memory on its accelerator."""
+
 HookName = Literal["bf16", "fp16", "powersgd"]
 """One of torch's communication hooks, by name."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Longest wait for the other ranks' answers; torch's default for process groups."""
+
+DEFAULT_MAX_SKIPPED = 10
+"""How many steps in a row may be skipped."""
 
 DEFAULT_REPORT_AFTER = 60.0
 """After how many seconds of waiting ranks report where all are."""
@@ -137,6 +143,13 @@ class Options:
             bytes per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
         check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
             names the first parameters. On accelerators that is in the pass after the comparison.
+        skip_step_on: When all ranks drop the gradients of a step, do not update and go on, with a warning on rank 0:
+            ``"nonfinite"``: a reduced gradient is NaN or infinite; ``"oom"``: a rank raised
+            ``torch.OutOfMemoryError`` in backward or in the Trainer's ``training_step``. Costs two reads of the
+            gradients and a small all-reduce per pass, ``"oom"`` alone neither. The host waits for each pass.
+        skip_norm_above: Skip steps whose gradient norm is larger than this multiple of its median over the last 100
+            steps that were not skipped, from the 11th on.
+        max_skipped: How many steps in a row may be skipped; one more is an error on all ranks.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
         report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
             did not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
@@ -179,6 +192,9 @@ class Options:
     scatter_every_pass: bool = False
     check_ranks_every: int | None = None
     check_ranks: OnDifference = "warn"
+    skip_step_on: Sequence[SkipReason] = ()
+    skip_norm_above: float | None = None
+    max_skipped: int = DEFAULT_MAX_SKIPPED
     timeout: timedelta | None = field(default=None, compare=False)
     report_after: float = field(default=DEFAULT_REPORT_AFTER, compare=False)
 
@@ -202,6 +218,14 @@ class Options:
         if self.check_ranks == "error" and self.check_ranks_every is None:
             why = "needs comparisons of the ranks' parameters (give check_ranks_every with it)"
             self._refuse("check_ranks", why, "check_ranks_every")
+        if self.max_abs_grad is not None and "nonfinite" in self.skip_step_on:
+            self._refuse("max_abs_grad", "raises an error for gradients that are not finite", "skip_step_on")
+        if self.max_skipped != DEFAULT_MAX_SKIPPED and not self.skips_steps:
+            why = "limits skipped steps (give skip_step_on or skip_norm_above with it)"
+            self._refuse("max_skipped", why, "skip_step_on")
+        if self.scatter_every_pass and self.skips_steps:
+            why = "adds each pass to the step before it is known whether a later pass is to be dropped"
+            self._refuse("scatter_every_pass", why, "skip_step_on" if self.skip_step_on else "skip_norm_above")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb_list is not None:
             self._refuse("bucket_cap_mb", "holds for all buckets", "bucket_cap_mb_list")
         if self.comm_hook is not None:
@@ -234,6 +258,14 @@ class Options:
             ),
             ("comm_hook", hooks, str | Callable | None, lambda hook: callable(hook) or hook in get_args(HookName)),
             ("shard_group_size", "None or a number of ranks from 1", int | None, lambda ranks: ranks >= 1),
+            (
+                "skip_step_on",
+                f"a list of {get_args(SkipReason)}",
+                Sequence,
+                lambda reasons: all(reason in get_args(SkipReason) for reason in reasons),
+            ),
+            ("skip_norm_above", "None or a number above 1", float | int | None, lambda multiple: multiple > 1),
+            ("max_skipped", "a number of steps from 1", int, lambda steps: steps >= 1),
             ("check_ranks_every", "None or a number of passes from 1", int | None, lambda passes: passes >= 1),
             ("process_group", "None or a process group", ProcessGroup | int | None, _is_group),
             ("device_mesh", "None or a DeviceMesh", DeviceMesh | None, lambda mesh: True),
@@ -252,6 +284,7 @@ class Options:
             "master_params": grad_dtype is not None if self.master_params is None else self.master_params,
             "wire_dtype": None if wire is None else _as_dtype("wire_dtype", wire, WireDtypeName, "None or {}"),
             "sparse_parameters": tuple(self.sparse_parameters),
+            "skip_step_on": tuple(reason for reason in get_args(SkipReason) if reason in self.skip_step_on),
             "bucket_cap_mb_list": None if self.bucket_cap_mb_list is None else tuple(self.bucket_cap_mb_list),
             "timeout": DEFAULT_TIMEOUT if self.timeout is None else self.timeout,
         }
@@ -315,6 +348,11 @@ class Options:
     def rescales(self) -> bool:
         """Whether reduced gradients are not means. Then reducing them again would change them."""
         return self.gradient_divide_by != "world_size"
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether ranks may skip steps together."""
+        return bool(self.skip_step_on) or self.skip_norm_above is not None
 
     def grad_dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a parameter's gradient.

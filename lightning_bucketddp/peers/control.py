@@ -3,7 +3,7 @@
 Its elements are small integers, so that their sums are exact in fp32 for 4,096 ranks::
 
     0            how many ranks failed in this pass, and a multiple of how many others are to end
-    1            how many ranks have joined
+    1            how many ranks have joined, and a multiple of how many others ask to drop the pass
     2 ... 5      tokens that the gradients were summed over, in limbs of 12 bits
     6 ... 29     three numbers of 24 bits: a fingerprint of the rank's view of the pass, how many steps it has begun,
                  how many training forwards it has run; each in four limbs x of 6 bits, as x and x * x
@@ -45,8 +45,11 @@ _C_TYPES: dict[torch.dtype, Any] = {
     torch.float64: ctypes.c_double,
     torch.int64: ctypes.c_int64,
 }
-_TO_END = {torch.float32: MAX_RANKS_IN_FP32 + 1, torch.float64: 2**32, torch.int64: 2**32}
-"""What a rank that is to end adds to element 0: more than all ranks that fail can, and few enough for exact sums."""
+_MANY = {torch.float32: MAX_RANKS_IN_FP32 + 1, torch.float64: 2**32, torch.int64: 2**32}
+"""The multiple of a second count in elements 0 and 1: more than all ranks add to the first, few enough for exact sums.
+
+No rank adds to both counts of an element.
+"""
 
 _TOKENS = slice(2, 6)
 _TOKEN_BITS, _LIMB_BITS = 12, 6
@@ -69,6 +72,7 @@ class Report:
         tokens_on_device: Further tokens, as an int64 tensor of no dimension.
         failed: Whether backward raised on this rank.
         joined: Whether this rank has joined.
+        drop: Whether this rank asks all ranks to drop the pass. Not told by a rank that has joined.
         to_end: Whether a signal has asked this rank to end. Not told in a pass that failed here.
     """
 
@@ -79,6 +83,7 @@ class Report:
     tokens_on_device: Tensor | None = None
     failed: bool = False
     joined: bool = False
+    drop: bool = False
     to_end: bool = False
 
 
@@ -90,8 +95,9 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
         report: This rank's report.
         used: The slots to which this rank contributes.
     """
-    first = 1 if report.failed else report.to_end * _TO_END[vector.dtype]
-    header = [first, int(report.joined), *_limbs(report.tokens, _TOKEN_BITS)]
+    first = 1 if report.failed else report.to_end * _MANY[vector.dtype]
+    second = 1 if report.joined else report.drop * _MANY[vector.dtype]
+    header = [first, second, *_limbs(report.tokens, _TOKEN_BITS)]
     for number in (report.fingerprint, report.steps, report.forwards):
         for limb in _limbs(number, _LIMB_BITS):
             header += [limb, limb * limb]
@@ -134,6 +140,7 @@ class Control:
     Attributes:
         failed_ranks: On how many ranks backward raised.
         joined_ranks: How many ranks have joined.
+        dropping_ranks: How many ranks ask to drop the pass.
         ranks_to_end: How many ranks a signal has asked to end.
         agreed: All ranks had the same fingerprint.
         in_step: All ranks have begun the same number of steps.
@@ -142,8 +149,8 @@ class Control:
 
     def __init__(self, summed: Tensor, world_size: int) -> None:
         header = [*map(int, _header_of(summed))]
-        self.ranks_to_end, self.failed_ranks = divmod(header[0], _TO_END[summed.dtype])
-        self.joined_ranks = header[1]
+        self.ranks_to_end, self.failed_ranks = divmod(header[0], _MANY[summed.dtype])
+        self.dropping_ranks, self.joined_ranks = divmod(header[1], _MANY[summed.dtype])
         pairs = header[_TOKENS.stop :]
         same = [world_size * squares == total * total for total, squares in zip(pairs[::2], pairs[1::2], strict=True)]
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])

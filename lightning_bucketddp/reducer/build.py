@@ -32,6 +32,7 @@ from lightning_bucketddp.reducer.ready_order import OrderLearner
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.reductions import AllReduce, HookReduce, ReduceScatter, Reduction
+from lightning_bucketddp.reducer.skipping import StepSkips
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.trainable import TrainableHistory
 
@@ -55,6 +56,7 @@ class WrapperContext:
         recorder: Records passes.
         control: Sends and reads control vectors.
         ranks_check: Compares the ranks' parameters; None if that is off.
+        skips: Has all ranks drop the gradients of a step; None if that is off.
         queue: Which of several wrappers on one group may launch.
         streams: The streams on which accelerators make gradients.
         lock: Guards hooks: each device has its autograd thread.
@@ -80,6 +82,9 @@ class WrapperContext:
         self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
         self.queue = WrapperQueue(collectives.group)
         self.groups = ShardGroups(collectives, options.shard_group_size) if options.shard_optimizer else None
+        self.skips: StepSkips | None = None
+        if options.skips_steps:
+            self.skips = StepSkips(options, collectives, self.groups, peers, self.device)
         first = collectives if self.groups is None else self.groups.inside
         second = collectives if self.groups is None else self.groups.across
         separate_stages(first, second if options.wire_dtype else None, self.device, self.one_machine)
@@ -123,7 +128,11 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, others: Sequen
     members: list[Participant] = [context.recorder, context.divisor]
     if options.max_abs_grad is not None:
         members.append(GradientLimits(table, storage, options.max_abs_grad, collectives.rank))
-    members += [sparse, learner, context.changes, trainable]
+    members.append(sparse)
+    if context.skips is not None:
+        context.skips.follow(table, storage)
+        members.append(context.skips)
+    members += [learner, context.changes, trainable]
     if context.ranks_check is not None:
         context.ranks_check.follow(table)
         members.append(context.ranks_check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from lightning_bucketddp.grads.bucket import Bucket
 from lightning_bucketddp.grads.checks import require_sound
@@ -32,12 +33,21 @@ class GradientLimits(Participant):
         Raises:
             GradientError: If not.
         """
-        self._storage.pack_and_bind(bucket.slots)
-        params = self._table.params
-        present = [(slot, grad) for slot in bucket.slots if (grad := params[slot].grad) is not None and grad.numel()]
-        if not present:
-            return
-        norms = torch._foreach_norm([grad for _, grad in present], math.inf)
-        largest = torch.stack([norm.double() for norm in norms])
-        for (slot, _), value in zip(present, largest.tolist(), strict=True):
-            require_sound(value, self._limit, self._rank, self._table.specs[slot].name)
+        names, largest = largest_values(self._table, self._storage, bucket)
+        for name, value in zip(names, largest.tolist(), strict=True):
+            require_sound(value, self._limit, self._rank, name)
+
+
+def largest_values(table: SlotTable, storage: Storage, bucket: Bucket) -> tuple[list[str], Tensor]:
+    """The largest absolute value in each gradient of a bucket that is about to be packed.
+
+    Returns:
+        The parameters' names, and their values in a 1-D tensor; NaN where a gradient holds any. The host does not wait.
+    """
+    storage.pack_and_bind(bucket.slots)
+    params = table.params
+    present = [(slot, grad) for slot in bucket.slots if (grad := params[slot].grad) is not None and grad.numel()]
+    if not present:
+        return [], torch.empty(0)
+    norms = torch._foreach_norm([grad for _, grad in present], math.inf)
+    return [table.specs[slot].name for slot, _ in present], torch.stack([norm.double() for norm in norms])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
@@ -262,13 +263,47 @@ class Passes:
             with self._finishing("backward"):
                 find_unused = self._context.options.find_unused_parameters and synchronised
                 self._open(Origin.CONTEXT, synchronised, reachable_leaves(loss) if find_unused else None)
-                yield
+                try:
+                    yield
+                except torch.OutOfMemoryError:
+                    if not self._skips_after_oom(synchronised):
+                        raise
                 self._end_pass()
         finally:
             self._guarded = False
             queue.leave()
             if root is not None:
                 root.remove()
+
+    def _skips_after_oom(self, synchronised: bool) -> bool:
+        """Ask for a skip as backward ran out of memory, if that is wanted and the other ranks can still hear of it."""
+        skips, this_pass = self._context.skips, self.reducer.this_pass
+        if skips is None or not skips.on_oom:
+            return False
+        told = this_pass is None or this_pass.exchange is not None
+        if synchronised and (told or self.reducer.state is not PassState.SYNCHRONISED):
+            return False
+        self.ask_to_skip("ran out of memory in backward")
+        return True
+
+    def ask_to_skip(self, why: str) -> None:
+        """Have all ranks drop the gradients of the next reduction.
+
+        Args:
+            why: As the end of a sentence that begins with the rank.
+
+        Raises:
+            RuntimeError: If no option lets ranks skip steps.
+        """
+        if (skips := self._context.skips) is None:
+            raise RuntimeError(
+                f"rank {self.peers.rank}: expected the option skip_step_on or skip_norm_above where skip_step() is "
+                "called, found neither; give one of them"
+            )
+        if self._context.options.gradient_divide_by == "tokens":
+            self.count_tokens(0)  # a pass requires a call
+        if self.joining.counts():  # else this rank's gradients do not count in any case
+            skips.ask(why)
 
     # -- ending --------------------------------------------------------------------------------------
 

@@ -321,6 +321,9 @@ class Reducer:
         result = PassResult(this_pass, exchange, control, peers.poll)
         for participant in self.participants:
             participant.use_reports(result)
+        if this_pass.dropped:
+            self._drop_everywhere()
+            return
         for progress in this_pass.active:
             self.storage.publish(progress.bucket)
         for slot in unused:
@@ -329,6 +332,13 @@ class Reducer:
                 self.reduction.forget(slot)
             self.storage.publish_unused(slot, used_elsewhere)
         self._end()
+
+    def _drop_everywhere(self) -> None:
+        """End a pass that all ranks drop: no parameter has a gradient afterwards, not even of earlier passes."""
+        self.reduction.forget()  # PowerSGD's memory may hold NaN
+        self._end()
+        for param in self.table.all_params:
+            param.grad = None
 
     def _wait_for_all(self, this_pass: Pass, report: Report | None, poll: Callable[[], None]) -> ControlExchange:
         """Send the report, unless it travels in a bucket, and wait for all reductions."""

@@ -97,6 +97,7 @@ class Pass:
         notify_after: So many recorded gradients may make a bucket full.
         exchange: Its control vector, once that is on its way.
         weight: The factor of this rank's gradients in the sum over the ranks; None for 1.
+        dropped: Whether its gradients are dropped instead of published. A participant decides, the same on every rank.
     """
 
     number: int
@@ -114,6 +115,7 @@ class Pass:
     notify_after: int = 1
     exchange: ControlExchange | None = None
     weight: int | None = None
+    dropped: bool = False
 
     @property
     def contributes_zeros(self) -> bool:

@@ -7,7 +7,7 @@ import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import timedelta
 from functools import wraps
@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.layout.require import require
+from lightning_bucketddp.optim.swap import Swap
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
@@ -88,6 +89,22 @@ class BucketDDPInLightning(BucketDDP):
         if strategy.num_nodes > 1:
             self._node = Node(strategy.node_rank, strategy.num_processes)  # before ranks wrap the module
         super().__init__(module, **options)
+        if (skips := self._passes.wrapped.context.skips) is not None:
+            precision = getattr(strategy, "precision_plugin", None) or strategy.precision  # in a Trainer, with Fabric
+            skips.scaler_skips = getattr(precision, "scaler", None) is not None
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
+        """As in :class:`BucketDDP`.
+
+        Raises:
+            ValueError: If steps may be skipped in the middle of LBFGS's search.
+        """
+        if self._options.skips_steps and isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "expected an optimizer with one backward per step, with skip_step_on or skip_norm_above; found LBFGS, "
+                "which moves the parameters between its backwards"
+            )
+        return super().prepare_optimizer(optimizer)
 
 
 def leave_shared_memory(module: Module, start_method: str | None) -> None:
@@ -139,6 +156,46 @@ def looks_at_loss(optimizer: Optimizer) -> bool:
 
 
 def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
-    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back."""
+    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back.
+
+    It ends a step that :func:`run_closure` has left.
+    """
     swap = wrapper.prepare_optimizer(optimizer)
-    return nullcontext() if swap is None else swap.restored_after()
+    restored = nullcontext() if swap is None else swap.restored_after()
+    return _may_be_skipped(restored) if wrapper._options.skips_steps else restored
+
+
+class StepSkippedError(Exception):
+    """Leaves ``optimizer.step(closure)``, as all ranks have dropped the gradients of the closure."""
+
+
+@contextmanager
+def _may_be_skipped(step: AbstractContextManager[object]) -> Iterator[None]:
+    with suppress(StepSkippedError), step:
+        yield
+
+
+def gradients_dropped(wrapper: BucketDDP) -> bool:
+    """Whether all ranks have dropped the gradients of the last backward, so that optimizers must not step."""
+    skips = wrapper._passes.wrapped.context.skips
+    return skips is not None and skips.skipped and not skips.left_to_scaler
+
+
+def run_closure(wrapper: BucketDDP, closure: Callable[[], Any], when_skipped: Callable[[], None] | None = None) -> Any:
+    """Run an optimizer's closure and return its loss.
+
+    Args:
+        wrapper: The wrapper.
+        closure: The closure.
+        when_skipped: Called if all ranks skip the step.
+
+    Raises:
+        StepSkippedError: If the gradients were dropped.
+    """
+    loss = closure()
+    if wrapper.step_skipped():
+        if when_skipped is not None:
+            when_skipped()
+        if gradients_dropped(wrapper):
+            raise StepSkippedError
+    return loss

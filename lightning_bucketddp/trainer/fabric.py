@@ -1,10 +1,10 @@
 """``Fabric(strategy="bucketddp")``: Fabric's hooks around ``BucketDDP``."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -108,6 +108,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
     # Of the one module that was set up.
     count_tokens = forwarded(BucketDDP.count_tokens)
     count_samples = forwarded(BucketDDP.count_samples)
+    skip_step = forwarded(BucketDDP.skip_step)
+    step_skipped = forwarded(BucketDDP.step_skipped)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     clip_grad_norm_ = forwarded(BucketDDP.clip_grad_norm_)
@@ -199,11 +201,17 @@ class BucketDDPFabricStrategy(DDPStrategy):
         wrapper = self._wrapper_behind(optimizer)
         if wrapper is None:
             return super().optimizer_step(optimizer, **kwargs)
-        closure = kwargs.get("closure")
-        if closure is not None and common.looks_at_loss(optimizer):
-            kwargs["closure"] = lambda: wrapper.average_loss(closure())  # line searches take the same steps everywhere
+        if (closure := kwargs.get("closure")) is not None:
+            kwargs["closure"] = partial(self._closure, wrapper, optimizer, closure)
+        elif common.gradients_dropped(wrapper):
+            return None
         with common.stepping(wrapper, optimizer):
             return super().optimizer_step(optimizer, **kwargs)
+
+    def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = common.run_closure(wrapper, closure)
+        # Line searches take the same steps everywhere.
+        return wrapper.average_loss(loss) if common.looks_at_loss(optimizer) else loss
 
     # -- gradients -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
@@ -164,6 +165,7 @@ class BucketDDPStrategy(EachSampleOnce):
         self._restore_precision: Callable[[], None] | None = None
         self._trainable_at_setup: finetuning.Trainable | None = None
         self._warned_of_none = False
+        self._schedulers_held = False
 
     @property
     def bucket_ddp(self) -> "BucketDDPInTrainer | None":
@@ -245,6 +247,7 @@ class BucketDDPStrategy(EachSampleOnce):
             self.model = self.lightning_module
             if self._options.shard_optimizer or self._state_dict_type == "sharded":  # else a destroyed group would stay
                 self._ended = wrapper
+            self._release_schedulers()
             if self._restore_precision is not None:
                 self._restore_precision()
                 self._restore_precision = None
@@ -318,10 +321,17 @@ class BucketDDPStrategy(EachSampleOnce):
         if wrapper is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
+        self._release_schedulers()
         wrapper.begin_step()
         if wrapper.samples is not None:
             wrapper.samples.look_at(args, kwargs)
-        output = super().training_step(*args, **kwargs)
+        try:
+            output = super().training_step(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            # A manual step may have several backwards: nobody knows which ones the others run.
+            if "oom" not in self._options.skip_step_on or not self.lightning_module.automatic_optimization:
+                raise
+            output = wrapper.skip_step("ran out of memory in training_step")
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
             wrapper.end_step()
         elif output is None and self.world_size > 1:
@@ -351,12 +361,14 @@ class BucketDDPStrategy(EachSampleOnce):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         if closure is not do_nothing_closure:  # Lightning's word for no closure
             closure = partial(self._closure, wrapper, optimizer, closure)
+        elif common.gradients_dropped(wrapper):
+            return None
         with common.stepping(wrapper, optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Run the closure and return the loss for the optimizer: averaged over the ranks, if the optimizer uses it."""
-        loss = closure()
+        loss = common.run_closure(wrapper, closure, self._hold_schedulers)
         if common.looks_at_loss(optimizer):  # whether this rank has a loss or not
             loss = wrapper.average_loss(loss)
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -365,10 +377,23 @@ class BucketDDPStrategy(EachSampleOnce):
                 return None  # no rank had a loss: a scaler would fail without gradients, and skips the step of a None
         return loss
 
+    def _hold_schedulers(self) -> None:
+        """Have schedulers leave out their step, unless they follow epochs."""
+        assert self.lightning_module is not None
+        vars(self.lightning_module)["lr_scheduler_step"] = MethodType(_step_others, self.lightning_module)
+        self._schedulers_held = True
+
+    def _release_schedulers(self) -> None:
+        if self._schedulers_held:
+            vars(self.lightning_module).pop("lr_scheduler_step", None)
+            self._schedulers_held = False
+
     # Of the wrapper, during `fit`. In `on_before_optimizer_step` gradients are as optimizers see them. In
     # `on_after_backward` fp16 mixed precision has them scaled.
     count_tokens = forwarded(BucketDDP.count_tokens)
     count_samples = forwarded(BucketDDP.count_samples)
+    skip_step = forwarded(BucketDDP.skip_step)
+    step_skipped = forwarded(BucketDDP.step_skipped)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     grad_norm = forwarded(BucketDDP.grad_norm)
@@ -518,6 +543,13 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         register_names(strategy_registry, cls, REGISTERED)
+
+
+def _step_others(module: pl.LightningModule, scheduler: Any, metric: Any) -> None:
+    """``lr_scheduler_step`` after a skipped step: only schedulers that follow epochs step."""
+    configs = module.trainer.lr_scheduler_configs
+    if next(config.interval for config in configs if config.scheduler is scheduler) != "step":
+        type(module).lr_scheduler_step(module, scheduler, metric)
 
 
 class BucketDDPInTrainer(BucketDDPInLightning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -375,6 +376,34 @@ class BucketDDP(nn.Module, Joinable):
             RuntimeError: If gradients are divided by something else.
         """
         self._passes.count(samples, "samples")
+
+    def skip_step(self, why: str = "asked to skip the step") -> Tensor:
+        """Have all ranks drop the gradients of this step, for example because this rank's forward ran out of memory.
+
+        Run the backward of the tensor that this returns in place of the one that this rank cannot run, in
+        :meth:`backward_pass` or by ``fabric.backward``, so that the ranks stay in step. The gradients of all passes
+        since the last reduction go, inside :meth:`no_sync` those of the reduction to come.
+
+        Args:
+            why: For the warning, as the end of a sentence that begins with the rank.
+
+        Returns:
+            A loss, NaN, that reaches no parameter.
+
+        Raises:
+            RuntimeError: Without ``skip_step_on`` and ``skip_norm_above``.
+        """
+        self._passes.ask_to_skip(why)
+        return torch.full((), math.nan, device=self.device, requires_grad=True)
+
+    def step_skipped(self) -> bool:
+        """Whether all ranks skip the step of the last backward; see the options ``skip_step_on``, ``skip_norm_above``.
+
+        No parameter has a gradient then, so that ``optimizer.step()`` changes nothing. Leave the scheduler's step out.
+        In a Trainer or Fabric with a ``GradScaler``, gradients that are not finite stay: the scaler skips the step.
+        """
+        skips = self._passes.wrapped.context.skips
+        return skips is not None and skips.skipped
 
     def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
         """The loss as its gradients are averaged, for optimizers that look at it. All ranks must call this.

@@ -40,7 +40,7 @@ from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
 from lightning_bucketddp.wrapper.sync_batchnorm import links_of
-from lightning_bucketddp.wrapper.validation import named_parameters
+from lightning_bucketddp.wrapper.validation import named_parameters, require_no_sync_batchnorm
 
 _AGREED = "parameters, module buffers and options"
 
@@ -81,6 +81,8 @@ class Runtime:
         release.callback(params.restore_grad_dtypes)
         with _agreeing(_AGREED, peers) as entries:
             require_divides(options.shard_group_size, collectives.world_size)
+            if "oom" in options.skip_step_on:
+                require_no_sync_batchnorm(module)
             collectives.require_nothing_left_behind()
             hook = choose_hook(options, collectives)
             take_over({id(param) for _, param in params.named if param.requires_grad})

@@ -143,6 +143,20 @@ def require_own_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+def require_no_sync_batchnorm(module: nn.Module) -> None:
+    """Require that no layer has collectives of its own, which a rank that runs out of memory would miss.
+
+    Raises:
+        ValueError: If a ``SyncBatchNorm`` has.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"expected no SyncBatchNorm with skip_step_on that has 'oom', found {name!r}: in its collectives the "
+                "other ranks would wait for one that ran out of memory. Leave one of the two out"
+            )
+
+
 def input_device(
     module: nn.Module, device_ids: Sequence[int | str | torch.device] | None, output_device: object
 ) -> torch.device | None:

@@ -1,5 +1,7 @@
 """Two ranks that send through the simulated device's communicator train to the CPU's bits, whatever the options."""
 
+import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -74,6 +76,21 @@ def test_ranks_with_unused_parameters_wait_once_a_pass() -> None:
 @on_ranks(2)
 def test_looking_for_bad_gradients_waits_once_a_bucket() -> None:
     compare(Case({"max_abs_grad": 1e3, "bucket_cap_mb": 25}), allowed_waits=["copy to the host"])
+
+
+def break_one(module: nn.Module, step: int) -> None:
+    if step == 2 and dist.get_rank() == 1:
+        hook = module.head.bias.register_hook(lambda grad: (hook.remove(), grad * math.nan)[1])
+
+
+@on_ranks(2, cases=[{}, {"shard_optimizer": True}, {"wire_dtype": BF16}])
+def test_skipping_steps_waits_twice_a_pass(options: dict[str, Any]) -> None:
+    """For the control vector, and for what the ranks found in the gradients."""
+    options = {"skip_step_on": ["nonfinite", "oom"], "skip_norm_above": 50.0, **options}
+    for model in (Mlp, TwoStreams):
+        compare(Case(options, model), allowed_waits=["synchronize an event", "copy to the host"])
+    with warnings.catch_warnings(action="ignore"):
+        compare(Case(options, before_step=break_one), from_pass=10)
 
 
 @on_ranks(2)
