@@ -14,10 +14,10 @@ from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
+from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.report import in_words
-from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
 
 _PROBLEM = "problem: "
@@ -49,6 +49,7 @@ class Peers:
         self.here = Status(self.rank)
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
+        self._concerns = f"wrapper {self.number}"
         self.message = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
@@ -75,17 +76,14 @@ class Peers:
         Raises:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
-        self.here.begin_agreement()
-        store, name = self._store, f"{self.number}/{self.position.agreement}/{topic}"
-        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        counter, complete = f"{name}/said", f"{name}/complete"
-        self._polls = 0
+        store, self._polls = self._store, 0
         with self.here.waiting(topic, Phase.AGREEMENT):
+            name = f"{self.number}/{self.position.agreement}/{topic}"
+            keys = [f"{name}/{rank}" for rank in range(self.world_size)]
             store.set(keys[self.rank], mine)
-            if store.add(counter, 1) == self.world_size:
-                store.set(complete, "")
+            store.add(counter := f"{name}/said", 1)
             began = time.monotonic()
-            while not store.check([complete]):  # wait() keeps the connection from other threads; torch logs each end
+            while store.add(counter, 0) < self.world_size:  # wait() would block the connection; torch logs its end
                 waited = time.monotonic() - began
                 time.sleep(min(max(waited / 10, 0.001), POLL_SECONDS))
                 if waited > (self._polls + 1) * POLL_SECONDS:
@@ -100,7 +98,7 @@ class Peers:
             answers = [value.decode() for value in store.multi_get(keys)]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
             store.delete_key(key)
-        self._last_keys = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
+        self._last_keys = [keys[self.rank], *([counter] if self.rank == 0 else ())]
         return answers
 
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
@@ -131,7 +129,7 @@ class Peers:
                 )
         if len(set(digests)) == 1:
             return
-        everyone = [decode(said, Sequence[Entry], ()) for said in self.exchange(f"{topic} in full", text)]
+        everyone = [decode(said, Sequence[tuple[str, str]], ()) for said in self.exchange(f"{topic} in full", text)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise RankMismatchError(
             f"rank {self.rank}: ranks disagree on {topic}: {first_difference(everyone[0], everyone[other], other)}. "
@@ -190,14 +188,12 @@ class Peers:
             PeerFailureError: Instead of the collective's error, if another rank has failed.
             RankMismatchError: If ranks wait for different things.
         """
-        self.here.begin_collective()
         with self.here.waiting(what, Phase.COLLECTIVE):
             try:
                 yield
             except RuntimeError:
-                if self.failure():
-                    with self.giving_up_on_errors():
-                        self.raise_if_failed()
+                self._look()
+                self.raise_if_failed()
                 raise
 
     def steps(self) -> str:
@@ -221,35 +217,40 @@ class Peers:
         if self.message:
             raise PeerFailureError(self.message)
         if self._listener.failure is not None:
-            with self.giving_up_on_errors():
-                self.raise_if_failed()
+            self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise if another rank failed in this pass, or for good, as far as is known here.
+        """Give up and raise if another rank failed in this pass, or for good, as far as is known here.
 
         Raises:
             PeerFailureError: If a rank failed.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        failure = self._listener.failure
-        if failure is not None:
+        failure = self._known_failure()
+        if failure is None:
+            return
+        if self._listener.failure is not None:
             self._listener.noticed()
+        with self.giving_up_on_errors():
             if failure.mismatch:
                 raise RankMismatchError(f"rank {self.rank}: {failure.text}")
-        if cause := self._known_failure():
-            raise PeerFailureError(self.cannot_complete(cause))
+            raise PeerFailureError(self.cannot_complete(failure.text))
 
     def failure(self) -> str:
         """Why this pass cannot be completed, in words; empty if no rank has failed in it. Asks the store."""
+        self._look()
+        failure = self._known_failure()
+        return "" if failure is None else failure.text
+
+    def _look(self) -> None:
         with suppress(RuntimeError):  # the store goes with the rank that serves it
             self._roll_call.look(self._listener.store)
-        return self._known_failure()
 
-    def _known_failure(self) -> str:
-        if self._listener.failure is not None:
-            return self._listener.failure.text
-        failed = self._roll_call.failed_pass(self.number)
-        return failed.text if failed.for_good or failed.number == self.position.pass_number else ""
+    def _known_failure(self) -> Failure | None:
+        failure = self._listener.failure or self._roll_call.news.failures.get(self._concerns)
+        if failure is None or failure.for_good or failure.pass_number == self.position.pass_number:
+            return failure
+        return None
 
     def publish_failure(self, cause: str, for_good: bool = True) -> None:
         """Tell the others that this rank failed. Ranks that wait for it, or will, raise. The first cause stays.
@@ -259,11 +260,9 @@ class Peers:
             for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
                 goes on if it has raised on every rank.
         """
-        if for_good:
-            self.here.fail(cause)
+        failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
         with suppress(RuntimeError):  # the store is gone
-            failed = FailedPass(self.position.pass_number, for_good, f"rank {self.rank} {cause}")
-            self._roll_call.publish_failed(self.number, failed)
+            self._roll_call.publish(self._concerns, failure)
 
     def give_up(self, message: str, cause: str | None = None) -> None:
         """Give up for good.
@@ -302,11 +301,9 @@ class Peers:
 
     def _give_up_after(self, awaited: str, error: RuntimeError) -> None:
         """Give up after a collective raised, and say which rank caused it, if that can be found out."""
-        if self.failure():
-            with self.giving_up_on_errors():
-                self.raise_if_failed()
-        late = "timed out" in str(error).lower() or "timeout" in str(error)  # else a connection was closed
-        told = self._listener.ask_why(self.number, self.here.names, closed=not late)
+        self._look()
+        self.raise_if_failed()
+        told = self._listener.ask_why(self.number)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
         self.give_up(

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -78,21 +79,19 @@ class Watch(threading.Thread):
     def _waiting_wrapper(self) -> int | None:
         """The wrapper that waits, by its number, or the last one for another wait; None if this rank does not wait."""
         records = self._roll_call.records()
-        waiting = [number for number, record in enumerate(records, 1) if record.waiting_for]
+        waiting = [number for number, record in enumerate(records) if record.waiting_for]
         if not waiting and self._group() is dist.group.WORLD and waits(records[-1]):
             return len(records) - 1
         return max(waiting, default=None)
 
     def _look_for_mistakes(self, wrapper: int, unless_within: float) -> None:
         """Look whether ranks wait in vain. Ranks that wait for different things must be found so twice."""
-        records = self._roll_call.statuses[wrapper - 1 : wrapper]
-        if not records or not records[0].waiting_for:  # a collective of the user's own
+        if not self._roll_call.statuses[wrapper].waiting_for:  # a collective of the user's own
             return
-        names = records[0].names
         with suppress(RuntimeError):  # the store is gone; the collective will tell
-            found = diagnose(self._roll_call.ask(wrapper, unless_within), names)
+            found = diagnose(self._roll_call.ask(wrapper, unless_within))
             if found is not None and found.mismatch and not self._closed.wait(_AGAIN_SECONDS):
-                again = diagnose(self._roll_call.ask(wrapper), names)
+                again = diagnose(self._roll_call.ask(wrapper))
                 found = found if found == again else None
             if found is not None:
                 self._publish(found)
@@ -105,8 +104,8 @@ class Watch(threading.Thread):
                 return
             statuses = roll_call.ask(wrapper)
             if self._progress() == here and not self._closed.is_set():  # else the others came while ranks answered
-                store.set(f"report/{store.add('reports', 1) - 1}", report(statuses, roll_call.rank, waited))
-                roll_call.wake()
+                text = report(statuses, roll_call.rank, waited)
+                roll_call.change(lambda news: replace(news, reports=news.reports + 1, report=text))
         except RuntimeError:  # this rank reports alone
-            roll_call.report = report([roll_call.records()[wrapper - 1]], roll_call.rank, waited, STORE_SILENT)
+            roll_call.report = report([roll_call.records()[wrapper]], roll_call.rank, waited, STORE_SILENT)
             _log.warning("%s", roll_call.report)
