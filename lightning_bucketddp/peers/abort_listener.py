@@ -174,7 +174,8 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
-        Watch(self.roll_call, self._group, self._closed, self.publish).start()
+        watch = Watch(self.roll_call, self._group, self._closed, self.publish)
+        threading.Thread(target=watch.run, name=f"{_THREADS}watch", daemon=True).start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
@@ -217,12 +218,9 @@ class AbortListener:
         Returns:
             Whether this is the first.
         """
-        try:
-            return self.roll_call.publish(f"fit {self._fit}", failure)
-        except RuntimeError:  # the store is gone
-            failure = Failure(self._lost()) if self._store_lost else failure
-            self.roll_call.know(f"fit {self._fit}", failure)
-            return False
+        if self._store_lost:
+            failure = Failure(self._lost())
+        return self.roll_call.publish(f"fit {self._fit}", failure)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""

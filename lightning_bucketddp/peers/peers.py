@@ -171,9 +171,8 @@ class Peers:
         self.raise_if_failed()
         self._polls += 1
         if end_signals.impatient(waited := self._polls * POLL_SECONDS):
-            away = [
-                answer.rank for answer in self._roll_call.ask(self.number) if not (answer.heard and answer.waiting_for)
-            ]
+            answers = self._roll_call.ask(self.number)
+            away = [answer.rank for answer in answers if not (answer.heard and answer.waiting_for)]
             cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
             raise PeerFailureError(self.cannot_complete(cause))
 
@@ -261,8 +260,7 @@ class Peers:
                 goes on if it has raised on every rank.
         """
         failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
-        with suppress(RuntimeError):  # the store is gone
-            self._roll_call.publish(self._concerns, failure)
+        self._roll_call.publish(self._concerns, failure)
 
     def give_up(self, message: str, cause: str | None = None) -> None:
         """Give up for good.
@@ -279,14 +277,6 @@ class Peers:
     def giving_up_on_errors(self) -> GivingUp:
         """A context that gives up on errors after which the ranks are no longer in step."""
         return GivingUp(self)
-
-    def give_up_on(self, error: BaseException | None) -> None:
-        """Give up if the ranks are no longer in step after this error."""
-        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
-            self.give_up(str(error))
-        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
-            cause = f"cannot go on in pass {self.position.pass_number}: {error}"
-            self.give_up(f"rank {self.rank}: {error}", cause)
 
     def cannot_complete(self, cause: str) -> str:
         """The message for a pass that cannot be completed.
@@ -313,7 +303,7 @@ class Peers:
 
 
 class GivingUp:
-    """See :meth:`Peers.giving_up_on_errors`. A class: contexts made of generators take several times as long."""
+    """Gives up after errors that leave ranks out of step. A class: contexts made of generators take far longer."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -322,5 +312,9 @@ class GivingUp:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._peers.give_up_on(error)
+        peers = self._peers
+        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
+            peers.give_up(str(error))
+        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
+            cause = f"cannot go on in pass {peers.position.pass_number}: {error}"
+            peers.give_up(f"rank {peers.rank}: {error}", cause)

@@ -74,7 +74,7 @@ class RollCall:
         self.world_size = world_size
         self._thread = threading.get_ident()
         self.statuses = [Status(rank)]
-        self.news, self._lock = News(), threading.Lock()
+        self.news, self._lock = News(), threading.RLock()  # a collected group's end may come in between
         self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
         self.report, self.report_after = "", report_after
 
@@ -132,8 +132,12 @@ class RollCall:
     def publish(self, concerns: str, failure: Failure) -> bool:
         """Tell all ranks of a failure. What happened first in a pass stays, and so does a failure for good.
 
+        Args:
+            concerns: A wrapper, or all ranks in a fit.
+            failure: The failure.
+
         Returns:
-            Whether it is new to the ranks.
+            Whether it is new to the ranks; False if the store is gone, and this rank alone knows.
         """
 
         def add(news: News) -> News | None:
@@ -144,11 +148,11 @@ class RollCall:
                 return None
             return replace(news, failures={**news.failures, concerns: told})
 
-        return self.change(add) > 0
-
-    def know(self, concerns: str, failure: Failure) -> None:
-        """Note a failure that the other ranks cannot be told of, as the store is gone."""
-        self.news = replace(self.news, failures={concerns: failure, **self.news.failures})
+        try:
+            return self.change(add) > 0
+        except RuntimeError:
+            self.news = add(self.news) or self.news
+            return False
 
     # -- records -------------------------------------------------------------------------------------
 

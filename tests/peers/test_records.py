@@ -97,7 +97,7 @@ def test_training_goes_on_whatever_is_written_into_the_store(tmp_path: Path) -> 
     dist.barrier()
     with logged("lightning_bucketddp.peers"):
         listener.roll_call.look(listener.store)
-        listener.roll_call.ask(1)
+        assert [status.heard for status in listener.roll_call.ask(1)] == [True, True], "the next news replace it"
         model(inputs_of(0)).sum().backward()
     assert listener._thread.is_alive()
     assert listener.failure is None
