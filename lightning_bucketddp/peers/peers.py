@@ -37,7 +37,7 @@ class Peers:
         number: Which of the group's wrappers this is; the same on every rank.
         rank: This rank.
         world_size: Number of ranks.
-        message: Why this rank has given up: the text of the error that every later use raises. Empty if it has not.
+        give_up_reason: Why this rank has given up: what every later use raises. Empty if it has not.
         here: Where this rank is.
         position: How far it has come.
     """
@@ -50,7 +50,7 @@ class Peers:
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
         self._concerns = f"wrapper {self.number}"
-        self.message = ""
+        self.give_up_reason = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._store = self._listener.store.limited(self._timeout + STORE_SECONDS)  # a wait for others is no longer
@@ -213,8 +213,8 @@ class Peers:
             PeerFailureError: If this rank has given up, or another one failed for good.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        if self.message:
-            raise PeerFailureError(self.message)
+        if self.give_up_reason:
+            raise PeerFailureError(self.give_up_reason)
         if self._listener.failure is not None:
             self.raise_if_failed()
 
@@ -262,15 +262,15 @@ class Peers:
         failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
         self._roll_call.publish(self._concerns, failure)
 
-    def give_up(self, message: str, cause: str | None = None) -> None:
+    def give_up(self, reason: str, cause: str | None = None) -> None:
         """Give up for good.
 
         Args:
-            message: What every later use raises.
+            reason: What every later use raises.
             cause: What happened, for ranks that would otherwise wait for this one in a later pass; as the end of a
                 sentence that begins with the rank. None if they find it too.
         """
-        self.message = self.message or message
+        self.give_up_reason = self.give_up_reason or reason
         if cause is not None:
             self.publish_failure(cause)
 
@@ -299,7 +299,7 @@ class Peers:
         self.give_up(
             f"{text}\n{self._roll_call.report}".rstrip(), f"failed while it waited for {awaited}: {error}; {cause}"
         )
-        raise PeerFailureError(self.message) from error
+        raise PeerFailureError(self.give_up_reason) from error
 
 
 class GivingUp:
