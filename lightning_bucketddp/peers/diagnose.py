@@ -70,7 +70,7 @@ def diagnose(statuses: Sequence[Status]) -> Failure | None:
     """
     # Most ranks of a large world are at the same point: the first of them speaks for all.
     by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
-    distinct = {repr(replace(status, rank=0)): status for status in by_rank}.values()
+    distinct = {(status.heard, repr(replace(status, rank=0))): status for status in by_rank}.values()
     pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
     all_wait = all(status.heard and status.waiting_for for status in statuses)
     for find in (_ended, _skipped, _validates, _elsewhere):

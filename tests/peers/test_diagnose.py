@@ -128,6 +128,13 @@ def test_a_diagnosis_names_both_ranks(words: str) -> None:
         assert words in found.text
 
 
+def test_a_silent_rank_does_not_speak_for_one_at_the_same_point() -> None:
+    late = {"step": 3, "step_ended": True, "pass_number": 6}
+    found = diagnose([at(0, step=3, **IN_PASS), at(1, silent_for=1.0, **late), at(2, **late)])
+    assert found is not None
+    assert found.text.startswith("rank 2 ran no backward in step 3")
+
+
 def walk(rank: int, program: list[Phase], moments: int) -> Status:
     """Where a rank is that has come to some point of a program."""
     counts = dict.fromkeys(("pass_number", "exchange", "agreement", "collective", "updates"), 0)
