@@ -244,8 +244,9 @@ class RollCall:
             answered, statuses = decode(value, _Answer, nothing) if value else nothing
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
-            seconds = now - min((at for number, at in list(self._heard) if number > answered), default=now)
+            silent = now - min((at for number, at in list(self._heard) if number > answered), default=now)
             # Without such a wrapper the last one.
             status = statuses[min(wrapper, len(statuses) - 1)] if statuses else Status(rank)
-            found.append(replace(status, rank=rank, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
+            silent = 0.0 if answered >= call else max(silent, 1e-3)
+            found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
         return found

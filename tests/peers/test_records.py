@@ -81,7 +81,7 @@ def test_a_rank_whose_record_cannot_be_read_has_not_answered() -> None:
     for text in (pickle.dumps((9, [Status(1)])).decode("latin-1"), "[9, []]", "nonsense"):
         store.set("status/1", text)
         store.set("news", "nonsense")
-        found = RollCall(store, 0, 2, 60)._read_records(1, 10)
+        found = RollCall(store, 0, 2, 60)._read_records(0, 10)
         assert [status.rank for status in found if not status.heard] == [1]
 
 

@@ -30,7 +30,7 @@ def test_records_show_the_thread_that_trains() -> None:
 
 
 def test_a_rank_needs_no_answer_from_its_own_listener() -> None:
-    assert [status.heard for status in RollCall(HashStore(), 0, 2, 60).ask(1)] == [True, False]
+    assert [status.heard for status in RollCall(HashStore(), 0, 2, 60).ask(0)] == [True, False]
 
 
 class Garbage:
