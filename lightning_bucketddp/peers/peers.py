@@ -49,7 +49,6 @@ class Peers:
         self.here = Status(self.rank)
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
-        self._concerns = f"wrapper {self.number}"
         self.give_up_reason = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
@@ -246,7 +245,7 @@ class Peers:
             self._roll_call.look(self._listener.store)
 
     def _known_failure(self) -> Failure | None:
-        failure = self._listener.failure or self._roll_call.news.failures.get(self._concerns)
+        failure = self._listener.failure or self._roll_call.news.failures.get(f"wrapper {self.number}")
         if failure is None or failure.for_good or failure.pass_number == self.position.pass_number:
             return failure
         return None
@@ -260,7 +259,7 @@ class Peers:
                 goes on if it has raised on every rank.
         """
         failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
-        self._roll_call.publish(self._concerns, failure)
+        self._roll_call.publish(f"wrapper {self.number}", failure)
 
     def give_up(self, reason: str, cause: str | None = None) -> None:
         """Give up for good.

@@ -36,7 +36,7 @@ class News:
     Attributes:
         number: How many changes there were.
         by: The rank that made the last one.
-        failures: Failures by whom they concern: a wrapper, or all ranks in a fit.
+        failures: Failures by what they concern: a wrapper, or a fit.
         reports: How many reports of ranks that wait there were.
         report: The last of them.
         end: Whether the rank ends that may serve the store.
@@ -133,7 +133,7 @@ class RollCall:
         """Tell all ranks of a failure. What happened first in a pass stays, and so does a failure for good.
 
         Args:
-            concerns: A wrapper, or all ranks in a fit.
+            concerns: Such as ``"wrapper 1"``; ``"fit 0"`` for a failure that ends all ranks.
             failure: The failure.
 
         Returns:
