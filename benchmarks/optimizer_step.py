@@ -2,7 +2,8 @@
 
     python benchmarks/optimizer_step.py [--megaparameters 64] [--worlds 1 2] [--rounds 7]
 
-AdamW, fused and as a loop over parameters, in plain PyTorch with BucketDDP; every rank has one core. Ranks step one
+AdamW, fused and as a loop over parameters, and Muon on the matrices, in plain PyTorch with BucketDDP; every rank has
+one core. Ranks step one
 after the other while the others wait: they share the machine's memory bandwidth, which ranks on several machines do
 not.
 
@@ -20,6 +21,8 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,17 +35,16 @@ from models import mlp
 from ranks import prepare, require_device, run_ranks
 from report import paired_ratio, plots, save, table
 
-from lightning_bucketddp import BucketDDP, declare_element_wise
+from lightning_bucketddp import BucketDDP, declare_element_wise, declare_whole_parameter
 
 WIDTH = 1024
 WARM_UP = 3
 """Steps that do not count: buckets follow the order of gradients from the second on, and state is made in the first."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW, fused": {"fused": True}, "AdamW, a loop": {"foreach": False}}
 UPDATE, STEP, ARRIVAL = "update", "step", "until parameters are there"
 
 
-class TimedAdamW(torch.optim.AdamW):
-    """AdamW that notes how many seconds its last update took."""
+class Timed(torch.optim.Optimizer):
+    """Notes how many seconds its last update took."""
 
     update_s = 0.0
 
@@ -54,7 +56,21 @@ class TimedAdamW(torch.optim.AdamW):
         return result
 
 
-declare_element_wise(TimedAdamW)
+@declare_element_wise
+class TimedAdamW(Timed, torch.optim.AdamW):
+    pass
+
+
+@declare_whole_parameter
+class TimedMuon(Timed, torch.optim.Muon):
+    pass
+
+
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Timed]] = {
+    "AdamW, fused": partial(TimedAdamW, lr=1e-4, fused=True),
+    "AdamW, a loop": partial(TimedAdamW, lr=1e-4, foreach=False),
+    "Muon": partial(TimedMuon, lr=1e-4),
+}
 
 
 def _now(device: torch.device) -> float:
@@ -67,14 +83,15 @@ def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str
     """One rank's work: seconds of each step, by optimizer, sharded or not, and what was timed."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     elements = 0
-    for name, options in OPTIMIZERS.items():
-        trained: dict[str, tuple[BucketDDP, TimedAdamW]] = {}
+    for name, make in OPTIMIZERS.items():
+        trained: dict[str, tuple[BucketDDP, Timed]] = {}
         for kind, sharded in (("unsharded", False), ("sharded", True)):
             torch.manual_seed(0)
             layers = max(1, round(megaparameters * 1e6 / WIDTH**2))
             model = BucketDDP(mlp(WIDTH, layers).to(device), shard_optimizer=sharded)
-            trained[kind] = model, TimedAdamW(model.parameters(), lr=1e-4, **options)
-            elements = sum(param.numel() for param in model.parameters())
+            params = [param for param in model.parameters() if param.ndim == 2]  # Muon takes no others
+            trained[kind] = model, make(params)
+            elements = sum(param.numel() for param in params)
         found[name] = {kind: {UPDATE: [], STEP: [], ARRIVAL: []} for kind in trained}
         for number in range(WARM_UP + rounds):
             for kind in list(trained) if number % 2 else reversed(list(trained)):
@@ -86,7 +103,7 @@ def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str
     return {"elements": elements, "seconds": found}
 
 
-def _seconds(model: BucketDDP, optimizer: TimedAdamW, device: torch.device) -> dict[str, float]:
+def _seconds(model: BucketDDP, optimizer: Timed, device: torch.device) -> dict[str, float]:
     """Time a step that ranks take one after the other, and the wait after a step that all take at once."""
     times: dict[str, float] = {}
     inputs = torch.ones(1, WIDTH, device=device)
@@ -153,7 +170,7 @@ def plot(worlds: dict[int, Any], elements: int) -> Any:
     pyplot = plots()
     figure, axis = pyplot.subplots(figsize=(6, 3.8), constrained_layout=True)
     xs = list(worlds)
-    for name, colour in zip(OPTIMIZERS, ("C0", "C1"), strict=True):
+    for name, colour in zip(OPTIMIZERS, ("C0", "C1", "C2"), strict=True):
         for what, style in ((UPDATE, "o-"), (STEP, "s--")):
             pairs = [(worlds[x][name]["sharded"][what], worlds[x][name]["unsharded"][what]) for x in xs]
             ratios = [paired_ratio(*pair) for pair in pairs]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.registry import FOLDERS, register_everywhere
-from lightning_bucketddp.optim.element_wise import declare_element_wise
+from lightning_bucketddp.optim.element_wise import declare_element_wise, declare_whole_parameter
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError, WrapError
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "convert_sync_batchnorm",
     "declare_element_wise",
+    "declare_whole_parameter",
     "revert_sync_batchnorm",
 ]
 

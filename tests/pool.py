@@ -6,6 +6,7 @@ are forked from it. Each job gets a process group of its own (file store), and i
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -144,6 +145,7 @@ class WorkerPool:
 def _raise_workers() -> None:
     for name in ("lightning.pytorch", "torchmetrics", "torch._dynamo", "lightning_bucketddp"):
         importlib.import_module(name)
+    gc.freeze()  # garbage collections in workers pass these modules over, and copy none of their memory
     exit_codes: dict[int, int] = {}
     for line in sys.stdin:
         what, *words = line.split()
@@ -220,6 +222,8 @@ def _serve(rank: int, world_size: int, address: str) -> None:
                 dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
+        job = None
+        gc.collect()  # groups in reference cycles, each of which has threads
         connection.send_bytes(pickle.dumps(answer))
 
 

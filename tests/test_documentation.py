@@ -128,11 +128,11 @@ def test_figures_over_the_link_are_those_of_the_file() -> None:
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/performance.md")}
     for page in pages.values():
         assert "2026-11-26-link.png" in page
-    shares: dict[str, str] = {}
+    shares, steps = dict[str, str](), dict[str, str]()
     for line in (ROOT / "benchmarks" / "results" / "2026-11-26-link.txt").read_text().splitlines():
-        row = re.match(r"(\S.*?)  +\d+ +(\d\.\d{3})(?: |$)", line)
+        row = re.match(r"(\S.*?)  +(\d+) +(\d\.\d{3})(?: |$)", line)
         if row is not None:
-            shares[row[1]] = f"{100 * float(row[2]) + 1e-9:.0f} %"
+            shares[row[1]], steps[row[1]] = f"{100 * float(row[3]) + 1e-9:.0f} %", f"{row[2]} ms"
     words = {
         "bucketddp": "`bucketddp` needs {} of the time",
         "bound for an all-reduce": "No all-reduce could need less than {}",
@@ -152,3 +152,8 @@ def test_figures_over_the_link_are_those_of_the_file() -> None:
     }
     table = re.findall(r"^\| (.+?) \| \d+ ms \| (\d+ %) \|$", pages["docs/performance.md"], re.MULTILINE)
     assert {(text, shares[name]) for name, text in rows.items()} - set(table) == set()
+    picture = (ROOT / "docs" / "pictures" / "step.svg").read_text()
+    assert f">{steps['ddp as shipped']}<" in picture
+    assert f">{steps['bucketddp']}<" in picture
+    home = " ".join((ROOT / "docs" / "index.md").read_text().split())
+    assert f"`ddp` reaches {steps['ddp, best flags, 1 MiB']}" in home

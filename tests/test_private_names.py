@@ -38,6 +38,7 @@ OWNERS = {
     "_checkpoint_connector": "lightning.pytorch.Trainer",
     "_child_processes": f"{SCRIPTS}._ChildProcessObserver",
     "_combined_loader": FIT,
+    "_current_frames": "sys",  # documented
     "_combined_loader_states_to_load": FIT,
     "_compiled_call_impl": "torch.nn.Module",
     "_computed": "torchmetrics.Metric",

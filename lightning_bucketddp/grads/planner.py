@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from enum import Enum
 
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
@@ -49,6 +50,7 @@ class LayoutPlanner:
         self._order: list[int] = []
         self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
+        self._whole: set[int] = set()
         self.add(table.trainable_now())
         self.due = False
 
@@ -70,6 +72,16 @@ class LayoutPlanner:
         if dense not in self._grouping_sets and len(self._grouping_sets) < MAX_GROUPING_SETS:
             self._grouping_sets.append(dense)
         self.due = True
+
+    def keep_whole(self, indices: AbstractSet[int]) -> bool:
+        """Have shards cut between these parameters of the module, and never inside of one.
+
+        Returns:
+            Whether that is new.
+        """
+        new = not self._whole.issuperset(indices)
+        self._whole |= indices
+        return new
 
     def unseen(self, trainable: TrainableSet) -> bool:
         """Whether a parameter of the set had no gradient in any pass that taught the order."""
@@ -108,6 +120,8 @@ class LayoutPlanner:
             multiple,
             self._world_size,
             self._one_machine,
+            {slot for index in self._whole if (slot := self._table.slot_of(index)) is not None},
+            options.shard_group_size or self._world_size,
         )
 
     def _group_of(self, slot: int) -> Hashable:

@@ -1,4 +1,4 @@
-"""The memory of this rank's shards: in their buckets, or apart while the next pass uses the buckets."""
+"""The memory of this rank's shards: in their buckets, or stashed while the next pass uses the buckets."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ class ShardMemory:
         layout: The layout.
         buckets: Its buckets.
         groups: The ranks that divide the shards.
-        always_apart: Whether shards always have memory of their own.
+        always_stashed: Whether shards always have memory of their own.
 
     Attributes:
         parts: This rank's part of each slot.
         in_bucket: The same in the slot's bucket, 1-D.
     """
 
-    def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_apart: bool) -> None:
+    def __init__(self, layout: Layout, buckets: Buckets, groups: ShardGroups, always_stashed: bool) -> None:
         self.parts: list[Part] = parts_of(layout, groups.shards, groups.index)
-        self._buckets, self._groups, self._always_apart = buckets, groups, always_apart
+        self._buckets, self._groups, self._always_stashed = buckets, groups, always_stashed
         self.in_bucket = [
             buckets.all[part.bucket].flat[part.at : part.at + part.stop - part.start] for part in self.parts
         ]
-        apart = buckets.all if always_apart else []
-        self._apart = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in apart}
+        stashed = buckets.all if always_stashed else []
+        self._stashed = {bucket.index: torch.zeros_like(groups.shard(bucket.flat)) for bucket in stashed}
 
     @property
     def numel(self) -> int:
-        """Number of elements of the shards that lie apart."""
-        return sum(shard.numel() for shard in self._apart.values())
+        """Number of elements of the stashed shards."""
+        return sum(shard.numel() for shard in self._stashed.values())
 
-    def is_apart(self, slot: int) -> bool:
+    def is_stashed(self, slot: int) -> bool:
         """Whether a slot's part lies outside of its bucket."""
-        return self.parts[slot].bucket in self._apart
+        return self.parts[slot].bucket in self._stashed
 
     def part(self, slot: int) -> Tensor:
         """This rank's part of a slot's published gradient, 1-D."""
         part = self.parts[slot]
-        if part.bucket not in self._apart:
+        if part.bucket not in self._stashed:
             return self.in_bucket[slot]
-        shard = self._apart[part.bucket]
+        shard = self._stashed[part.bucket]
         offset = part.at - self._groups.index * shard.numel()
         return shard[offset : offset + part.stop - part.start]
 
-    def set_apart(self, slots: AbstractSet[int]) -> None:
-        """Copy the shards with these slots out of their buckets. Forget other shards that lay apart."""
-        if self._always_apart:
+    def stash(self, slots: AbstractSet[int]) -> None:
+        """Copy the shards with these slots out of their buckets. Forget other stashed shards."""
+        if self._always_stashed:
             return
-        before, self._apart = self._apart, {}
+        before, self._stashed = self._stashed, {}
         for index in {self.parts[slot].bucket for slot in slots}:
             in_bucket = self._groups.shard(self._buckets.all[index].flat)
-            self._apart[index] = before[index] if index in before else in_bucket.clone()
+            self._stashed[index] = before[index] if index in before else in_bucket.clone()
 
     def put_back(self) -> None:
-        """Copy shards back into their buckets, unless they are always apart."""
-        if not self._always_apart:
-            for index, shard in self._apart.items():
+        """Copy shards back into their buckets, unless they are always stashed."""
+        if not self._always_stashed:
+            for index, shard in self._stashed.items():
                 self._groups.shard(self._buckets.all[index].flat).copy_(shard)
-            self._apart.clear()
+            self._stashed.clear()

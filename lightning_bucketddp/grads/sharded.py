@@ -81,7 +81,7 @@ class Sharded(Storage):
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards
         self._observer: LayoutObserver | None = None
-        self._whole_put_away = False  # whether whole buckets have no memory
+        self._whole_freed = False  # whether whole buckets have no memory
         # Slots to whose published gradient this pass adds. None between passes.
         self._accumulating: set[int] | None = None
         self._make_shards()
@@ -101,9 +101,9 @@ class Sharded(Storage):
     def _pieces(self, slot: int) -> tuple[Tensor, list[Tensor]]:
         """A slot's part, and all tensors that an operation on its gradient changes."""
         part = self.shards.part(slot)
-        if not self.shards.is_apart(slot):
+        if not self.shards.is_stashed(slot):
             return part, [self._inner.views[slot]]  # holds the part
-        return part, [part] if self._whole_put_away else [part, self._inner.views[slot]]
+        return part, [part] if self._whole_freed else [part, self._inner.views[slot]]
 
     def observe(self, observer: LayoutObserver) -> None:
         """Tell ``observer`` when buckets are rebuilt."""
@@ -117,9 +117,9 @@ class Sharded(Storage):
 
     def require_memory(self) -> None:
         """Give whole buckets memory again, if they have none."""
-        if self._whole_put_away:
+        if self._whole_freed:
             self._inner.buffers.alloc_storage()
-            self._whole_put_away = False
+            self._whole_freed = False
 
     # -- a pass --------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Sharded(Storage):
             return
         self.require_memory()
         self._inner.open()
-        self.shards.set_apart(self._take_published())
+        self.shards.stash(self._take_published())
 
     def _take_published(self) -> set[int]:
         """Leave only local gradients in ``.grad``, and remember the slots of published ones."""
@@ -176,7 +176,7 @@ class Sharded(Storage):
     def _publish_part(self, slot: int) -> None:
         if slot in (self._accumulating or ()):
             self.shards.part(slot).add_(self.shards.in_bucket[slot])
-        elif self.shards.is_apart(slot):
+        elif self.shards.is_stashed(slot):
             self.shards.part(slot).copy_(self.shards.in_bucket[slot])
         self._bind(slot)
 
@@ -201,7 +201,7 @@ class Sharded(Storage):
             in_use = any(self._table.params[slot].grad is view for slot, view in enumerate(self._inner.views))
             if self._keep_shards and not in_use:
                 self._inner.buffers.free_storage()
-                self._whole_put_away = True
+                self._whole_freed = True
 
     def abandon(self) -> None:
         """Publish again the gradients of earlier passes, and drop gradients that came on top of them."""
@@ -250,13 +250,13 @@ class Sharded(Storage):
         self._inner.lay_out(layout)
         self._make_shards()
         if self._table.pending:  # local gradients wait in the buckets
-            self.shards.set_apart(published)
+            self.shards.stash(published)
         for slot, part in moved.items():
             self.shards.part(slot).copy_(part)
         moved.clear()
         self._observer.on_layout(layout)
         if opened:
-            self.shards.set_apart(published)
+            self.shards.stash(published)
         else:
             self.abandon()
 

@@ -51,12 +51,13 @@ class Options:
     """The options of :class:`BucketDDP`, :class:`BucketDDPStrategy` and :class:`BucketDDPFabricStrategy`.
 
     All three take them as keyword arguments. ``process_group``, ``device_mesh``, ``timeout`` and ``report_after`` may
-    differ between ranks; all others must be the same on every rank. An instance holds one spelling of each choice:
-    torch's dtypes, and ``module_buffers``, ``grad_dtype`` and ``master_params`` in place of their other spellings.
+    differ between ranks; all others must be the same on every rank. Words in capitals begin a topic. An instance holds
+    one spelling of each choice: torch's dtypes, and ``module_buffers``, ``grad_dtype`` and ``master_params`` in place
+    of their other spellings.
 
     Args:
-        broadcast_buffers: torch DDP's spelling of ``module_buffers``: True is ``"broadcast"``, False is ``"off"``. With
-            False module buffers are not copied at the start either.
+        broadcast_buffers: TORCH DDP'S ARGUMENTS. Its spelling of ``module_buffers``: True is ``"broadcast"``, False is
+            ``"off"``. With False module buffers are not copied at the start either.
         init_sync: Whether to copy parameters and module buffers from rank 0 at the start.
         process_group: The ranks that train together; None for all ranks. Lightning's own collectives use all ranks in
             any case. A module with collectives of its own in backward (``SyncBatchNorm``) needs another group for them
@@ -82,19 +83,19 @@ class Options:
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
             start.
-        module_buffers: How to synchronise BatchNorm statistics and the like before each forward with gradients enabled,
-            unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the default),
-            ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
+        module_buffers: MODULE BUFFERS. How to synchronise BatchNorm statistics and the like before each forward with
+            gradients enabled, unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the
+            default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
             validation and at the end of ``fit``, Fabric when it saves a checkpoint.
-        grad_dtype: The dtype in which gradients are accumulated, kept in ``.grad`` and reduced. Meant for parameters of
-            lower precision: ``"float32"`` for bf16 and fp16 ones. A mapping gives one dtype per pattern of parameter
-            names (``fnmatch``; the first match counts). All parameters, fp32 ones too, then have their gradient as
-            ``main_grad``, unless it is sharded.
+        grad_dtype: PRECISION. The dtype in which gradients are accumulated, kept in ``.grad`` and reduced. Meant for
+            parameters of lower precision: ``"float32"`` for bf16 and fp16 ones. A mapping gives one dtype per pattern
+            of parameter names (``fnmatch``; the first match counts). All parameters, fp32 ones too, then have their
+            gradient as ``main_grad``, unless it is sharded.
         accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
         master_params: Whether optimizers step on fp32 copies of parameters that have another ``grad_dtype``.
             Checkpoints hold the copies with the optimizers' state. Default: True if ``grad_dtype`` is given.
-        use_contiguous_buffers: If False, gradients stay where autograd put them. They are copied together per dtype and
-            reduced after backward.
+        use_contiguous_buffers: GRADIENTS. If False, gradients stay where autograd put them. They are copied together
+            per dtype and reduced after backward.
         overlap: If False, each gradient buffer is reduced after backward, in one piece per set of parameters that are
             trainable together.
         gradient_divide_by: The divisor of the sum of gradients over the ranks: ``"world_size"``, an integer, or
@@ -108,27 +109,29 @@ class Options:
             ``nn.EmbeddingBag`` with ``sparse=True`` need not be named. Sparse gradients are averaged at the end of
             backward, without communication hook or ``wire_dtype``. ``.grad`` is then a coalesced sparse tensor, or
             dense if any rank's is dense.
-        comm_hook: Reduces each bucket instead of an all-reduce: ``"bf16"`` or ``"fp16"`` (torch's compression hooks),
-            ``"powersgd"``, or a hook as for :meth:`BucketDDP.register_comm_hook`; the same on every rank.
+        comm_hook: ON THE WIRE. Reduces each bucket instead of an all-reduce: ``"bf16"`` or ``"fp16"`` (torch's
+            compression hooks), ``"powersgd"``, or a hook as for :meth:`BucketDDP.register_comm_hook`; the same on every
+            rank.
         comm_hook_state: The communication hook's state. ``"powersgd"`` takes a ``PowerSGDState``; the default has rank
             1 and starts after 1,000 passes. The other named hooks take none.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: gradients travel in this dtype and are summed in fp32
             (``comm_hook="bf16"`` sums in bf16). Gradients of lower precision travel as they are. In fp16, values beyond
             65504 become infinite. Until the pass has ended, a copy of the sent bytes takes memory.
-        shard_optimizer: Whether each rank's optimizer updates one shard of the parameters and holds state for this
-            shard only. Gradients are reduce-scattered during backward; new parameters are gathered during the next
-            forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`). ``.grad`` can be
-            scaled and cleared, but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping
-            of Trainer and Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load
-            optimizers with :meth:`BucketDDP.optimizer_state_dict`.
+        shard_optimizer: SHARDED OPTIMIZER. Whether each rank's optimizer updates one shard of the parameters and holds
+            state for this shard only. Gradients are reduce-scattered during backward; new parameters are gathered
+            during the next forward. For element-wise optimizers (SGD, Adam, ...; see :func:`declare_element_wise`), and
+            for Muon, with whole matrices (see :func:`declare_whole_parameter`). ``.grad`` can be scaled and cleared,
+            but not read: use ``grad_norm``, ``clip_grad_norm_`` and ``full_grad``, or the clipping of Trainer and
+            Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load optimizers with
+            :meth:`BucketDDP.optimizer_state_dict`.
         shard_group_size: Divide shards among this many consecutive ranks, such as the ranks of a node; None for all
             ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state.
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
             shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
             local passes accumulate whole gradients, and only their sum is reduce-scattered.
-        check_ranks_every: Compare the parameters of all ranks every so many synchronised passes, from the first one on:
-            a sum over the bits of each. Costs one read of the parameters, and eight bytes per rank. None: never. Not
-            for post-local SGD, where parameters differ on purpose.
+        check_ranks_every: COMPARISONS AND WAITING. Compare the parameters of all ranks every so many synchronised
+            passes, from the first one on: a sum over the bits of each. Costs one read of the parameters, and eight
+            bytes per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
         check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
             names the first parameters. On accelerators that is in the pass after the comparison.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,13 +112,15 @@ class Bucket:
         buffer: Index of its buffer in ``Layout.buffers``.
         start: First element.
         stop: One past the last element, padding included.
-        slots: Indices into ``Layout.slots``, by offset.
+        slots: Indices into ``Layout.slots``, in the order in which gradients are expected.
+        whole: Whether shards are cut between slots, so that no slot is divided.
     """
 
     buffer: int
     start: int
     stop: int
     slots: tuple[int, ...]
+    whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -167,6 +169,8 @@ def plan(
     multiple: int = 1,
     world_size: int = 2,
     one_machine: bool = False,
+    whole: Collection[int] = (),
+    shards: int = 1,
 ) -> Layout:
     """Lay parameters out in the order in which their gradients become ready.
 
@@ -182,6 +186,8 @@ def plan(
         multiple: Each bucket's number of elements is a multiple of this.
         world_size: Number of ranks, for the default cap.
         one_machine: Whether they share one machine, for the default.
+        whole: Indices of parameters that no shard may divide. They share buckets with each other only.
+        shards: Number of shards of each bucket. ``multiple`` is a multiple of it.
 
     Returns:
         The layout. Its buckets are sorted by when their last gradient is expected.
@@ -196,8 +202,13 @@ def plan(
             cut = _cut_with_small_ends
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for slot in order:
-        together[specs[slot].device, specs[slot].dtype, groups and groups[slot]].append(slot)
-    members = [slots for run in together.values() for slots in cut(run, sizes, caps)]
+        together[specs[slot].device, specs[slot].dtype, groups and groups[slot], slot in whole].append(slot)
+    members: list[list[int]] = []
+    for run in together.values():
+        if run[0] in whole:  # room for as many of the largest one as there are shards, else much would be padding
+            members += _cut_by_size(run, sizes, [max(caps[-1], shards * max(sizes[slot] for slot in run))])
+        else:
+            members += cut(run, sizes, caps)
 
     filled: dict[tuple[str, torch.dtype], int] = {}  # elements of each buffer
     slots: dict[int, Slot] = {}
@@ -205,12 +216,12 @@ def plan(
     for bucket in sorted(members, key=lambda slots: position[slots[-1]]):
         key = specs[bucket[0]].device, specs[bucket[0]].dtype
         start = filled.setdefault(key, 0)
-        buffer = list(filled).index(key)
-        for slot in bucket:
-            slots[slot] = Slot(specs[slot], buffer, filled[key])
-            filled[key] += _padded(specs[slot])
-        filled[key] += -(filled[key] - start) % multiple
-        buckets.append(Bucket(buffer, start, filled[key], tuple(bucket)))
+        buffer, divided = list(filled).index(key), bucket[0] not in whole
+        places, numel = _in_order(bucket, specs, multiple) if divided else _in_shards(bucket, specs, multiple, shards)
+        for slot, place in places.items():
+            slots[slot] = Slot(specs[slot], buffer, start + place)
+        filled[key] += numel
+        buckets.append(Bucket(buffer, start, filled[key], tuple(bucket), whole=not divided))
     buffers = tuple(BufferSpec(device, dtype, numel) for (device, dtype), numel in filled.items())
     return Layout(tuple(slots[index] for index in range(len(specs))), tuple(buckets), buffers)
 
@@ -240,6 +251,36 @@ def _padded(spec: ParamSpec) -> int:
     """The parameter's number of elements, rounded up to the alignment."""
     per_line = max(1, ALIGNMENT_BYTES // spec.dtype.itemsize)
     return -(-spec.numel // per_line) * per_line
+
+
+def _in_order(slots: Sequence[int], specs: Sequence[ParamSpec], multiple: int) -> tuple[dict[int, int], int]:
+    """Places of slots in their bucket, one behind the other, and the bucket's number of elements."""
+    places, numel = {}, 0
+    for slot in slots:
+        places[slot] = numel
+        numel += _padded(specs[slot])
+    return places, numel + -numel % multiple
+
+
+def _in_shards(
+    slots: Sequence[int], specs: Sequence[ParamSpec], multiple: int, shards: int
+) -> tuple[dict[int, int], int]:
+    """Places of slots in their bucket, each in one shard, and the bucket's number of elements.
+
+    Shards are as long as the fullest one. The slot that costs most goes first, to the shard that has least to do. To
+    orthogonalise a matrix takes its number of elements times its shorter side, in multiplications.
+    """
+    cost = {slot: specs[slot].numel * min(specs[slot].shape, default=1) for slot in slots}
+    work, filled = [0] * shards, [0] * shards
+    at: dict[int, tuple[int, int]] = {}
+    for slot in sorted(slots, key=lambda slot: -cost[slot]):
+        shard = min(range(shards), key=lambda shard: (work[shard], filled[shard]))
+        at[slot] = shard, filled[shard]
+        work[shard] += cost[slot]
+        filled[shard] += _padded(specs[slot])
+    numel = max(filled) * shards
+    numel += -numel % multiple
+    return {slot: shard * (numel // shards) + place for slot, (shard, place) in at.items()}, numel
 
 
 def _cut_by_size(slots: list[int], sizes: Sequence[int], caps: Sequence[int]) -> list[list[int]]:

@@ -6,6 +6,12 @@ in the order of memory, that lies in one shard. Element-wise optimizers can upda
     bucket      |a           |b       ~~|c              ~~|
     shards      |------ 0 ------|------ 1 ------|---- 2 --|
     parts       |a           |b |b    ~~|c      |c      ~~|
+
+Optimizers that need whole matrices get shards that are cut between parameters instead. They are as long as the fullest
+one::
+
+    bucket      |a           |b       ~~~~|c              |
+    shards      |----- 0 ----|----- 1 ----|------ 2 ------|
 """
 
 from __future__ import annotations
@@ -24,12 +30,14 @@ class Part:
         start: First element of the slot, in the order of memory.
         stop: One past the last; the same as ``start`` if the shard has no element of the slot.
         at: Place of the first element in the bucket.
+        whole: Whether the slot lies in one shard: the part is all of it, or nothing.
     """
 
     bucket: int
     start: int
     stop: int
     at: int
+    whole: bool = False
 
 
 def parts_of(layout: Layout, shards: int, index: int) -> list[Part]:
@@ -48,5 +56,5 @@ def parts_of(layout: Layout, shards: int, index: int) -> list[Part]:
             numel = layout.slots[slot].spec.numel
             start = min(max(index * length - begin, 0), numel)
             stop = max(min((index + 1) * length - begin, numel), start)
-            found[slot] = Part(number, start, stop, begin + start)
+            found[slot] = Part(number, start, stop, begin + start, bucket.whole)
     return [found[slot] for slot in range(len(layout.slots))]

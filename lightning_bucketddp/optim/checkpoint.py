@@ -164,7 +164,7 @@ class ShardedCheckpoint:
         flat, paths = self._together(what, make_room)
         group, planner = self._collectives.group, ChunksLoadPlanner()
         self._together(what, lambda: load(flat, storage_reader=reader, planner=planner, process_group=group))
-        values = {key: value.flat if isinstance(value, Chunks) else value for key, value in flat.items()}
+        values = {key: value.part if isinstance(value, Chunks) else value for key, value in flat.items()}
         nested = unflatten_state_dict(values, paths)
         self._together(what, lambda: self._apply(nested, optimizers))
         self._parts.replaced()
@@ -307,7 +307,7 @@ def _room_of(param: Tensor, found: ParamPart | None, key: str, stored: Any) -> A
     if room is None or key == "step":
         return room
     if found is not None and found.splits(key, room.shape):
-        return Chunks.of(found, torch.empty(found.numel, dtype=room.dtype, device=param.device))
+        return Chunks.of(found, found.shaped(torch.empty(found.numel, dtype=room.dtype, device=param.device)))
     # With the parameter's strides where that is possible.
     whole = found is None and room.shape == param.shape
     return torch.empty_like(param, dtype=room.dtype, requires_grad=False) if whole else room

@@ -26,27 +26,29 @@ class Chunks:
 
     Attributes:
         shape: The whole tensor's shape.
-        flat: This rank's elements, 1-D.
-        chunks: The same elements as chunks, by their offsets.
+        part: This rank's elements, as its optimizer sees them.
+        flat: The same, 1-D.
+        chunks: The same as chunks, by their offsets.
     """
 
     shape: torch.Size
+    part: Tensor
     flat: Tensor
     chunks: Mapping[torch.Size, Tensor]
 
     @classmethod
-    def of(cls, found: ParamPart, flat: Tensor) -> Chunks:
+    def of(cls, found: ParamPart, memory: Tensor) -> Chunks:
         """Cut the memory of a part into chunks."""
-        spec, part = found
+        spec, part, flat = *found, found.run(memory)
         shape = torch.Size(spec.shape)
         if spec.numel == 0:  # an empty chunk, as readers expect the key
-            return cls(shape, flat, {torch.Size([0] * len(shape)): flat.view(shape)})
+            return cls(shape, memory, flat, {torch.Size([0] * len(shape)): flat.view(shape)})
         chunks: dict[torch.Size, Tensor] = {}
         for chunk in chunks_of(spec.shape, spec.strides, part.start, part.stop):
             at = chunk.at - part.start
-            memory = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
-            chunks[torch.Size(chunk.offsets)] = memory.permute([chunk.order.index(dim) for dim in range(len(shape))])
-        return cls(shape, flat, chunks)
+            ordered = flat[at : at + chunk.numel].view([chunk.sizes[dim] for dim in chunk.order])
+            chunks[torch.Size(chunk.offsets)] = ordered.permute([chunk.order.index(dim) for dim in range(len(shape))])
+        return cls(shape, memory, flat, chunks)
 
     def size(self) -> torch.Size:
         """Return the whole tensor's shape."""

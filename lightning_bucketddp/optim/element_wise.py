@@ -1,4 +1,8 @@
-"""The optimizers that may be sharded: element-wise ones, which update each element by itself."""
+"""The optimizers that may be sharded.
+
+Element-wise ones update each element by itself: their shards are cut anywhere. Others update each parameter by itself,
+as Muon does: their shards are cut between parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ _OF_TORCH: frozenset[type] = frozenset({
 })  # fmt: skip
 """torch's element-wise optimizers. They count steps by parameter."""
 
+_WHOLE_OF_TORCH: frozenset[type] = frozenset({optim.Muon} if hasattr(optim, "Muon") else ())
+"""torch's optimizers that update each parameter by itself, but not each element."""
+
 _DECLARED: set[type] = set()
+_DECLARED_WHOLE: set[type] = set()
 
 _KNOWN = frozenset({
     "lion_pytorch.foreach.Lion", "lion_pytorch.lion_pytorch.Lion", "timm.optim.adamw.AdamWLegacy",
@@ -51,7 +59,8 @@ def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
     """Return an optimizer's ``step`` without its hooks; None unless it may be called for some parameters at a time."""
     hooked = type(optimizer).step
     step: Callable[[Optimizer], object] | None = getattr(hooked, "__wrapped__", None)  # functools' name for it
-    return step if type(optimizer) in _OF_TORCH and getattr(hooked, "hooked", False) else None
+    by_itself = type(optimizer) in _OF_TORCH | _WHOLE_OF_TORCH
+    return step if by_itself and getattr(hooked, "hooked", False) else None
 
 
 def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
@@ -72,6 +81,28 @@ def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:
     return kind
 
 
+def declare_whole_parameter(kind: type[Optimizer]) -> type[Optimizer]:
+    """Declare that an optimizer class may be sharded if no parameter is divided; usable as a decorator.
+
+    It may if the update of a parameter depends only on that parameter, its gradient and its state. ``step`` must create
+    the state. Each entry of the state must have the parameter's shape or one element. ``torch.optim.Muon`` is known.
+
+    Args:
+        kind: The class itself; subclasses are not included.
+
+    Raises:
+        TypeError: If it is no class of optimizers.
+    """
+    require("kind", kind, "a class of torch.optim.Optimizer", type(Optimizer))
+    _DECLARED_WHOLE.add(kind)
+    return kind
+
+
+def needs_whole_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps on shards that divide no parameter."""
+    return type(optimizer) in _WHOLE_OF_TORCH | _DECLARED_WHOLE
+
+
 def require_optimizer(optimizer: object) -> None:
     """Require a torch optimizer, not a wrapper around one, which has no hooks and no state.
 
@@ -84,14 +115,17 @@ def require_optimizer(optimizer: object) -> None:
         )
 
 
-def require_element_wise(optimizer: Optimizer) -> None:
+def require_shardable(optimizer: Optimizer) -> None:
     """Require that an optimizer can step on shards.
 
     Raises:
         TypeError: If it is a wrapper around an optimizer.
-        ValueError: If it is not known to be element-wise, or changes parameters outside of ``step``.
+        ValueError: If it is not known to be element-wise or to update each parameter by itself, or changes parameters
+            outside of ``step``.
     """
     require_optimizer(optimizer)
+    if needs_whole_parameters(optimizer):
+        return
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = kind in _OF_TORCH or kind in _DECLARED or name in _KNOWN
@@ -107,10 +141,12 @@ def require_element_wise(optimizer: Optimizer) -> None:
     if problem:
         raise ValueError(
             "expected an element-wise optimizer that changes parameters in step() alone with shard_optimizer=True, "
-            f"found {problem}. Each rank would have only a part of each parameter. Use shard_optimizer=False with it"
+            f"found {problem}. Each rank would have only a part of each parameter. Use shard_optimizer=False with it. "
+            "If it updates each parameter by itself, in step() alone: declare_whole_parameter(its class)"
         )
     raise ValueError(
         f"expected an optimizer known to be element-wise with shard_optimizer=True, found {name}. If its update of an "
         "element depends on that element, its gradient and its state alone, declare it: "
-        "lightning_bucketddp.declare_element_wise(its class)"
+        "lightning_bucketddp.declare_element_wise(its class). If its update of a parameter depends on that parameter, "
+        "its gradient and its state alone: declare_whole_parameter(its class)"
     )

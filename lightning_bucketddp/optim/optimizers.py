@@ -18,7 +18,12 @@ from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout
-from lightning_bucketddp.optim.element_wise import needs_one_dtype, require_element_wise, require_optimizer
+from lightning_bucketddp.optim.element_wise import (
+    needs_one_dtype,
+    needs_whole_parameters,
+    require_optimizer,
+    require_shardable,
+)
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, gets_master, params_of
@@ -97,13 +102,15 @@ class Optimizers:
         if self._params is None:
             return master_params(optimizer) if self._with_masters else None
         if optimizer not in self._sharded:
-            require_element_wise(optimizer)
+            require_shardable(optimizer)
             if swap_of(optimizer) is not None:
                 raise ValueError(
                     f"expected an optimizer over the parameters of one BucketDDP with shard_optimizer=True, found a "
                     f"{type(optimizer).__name__} that is sharded by another one, or has whole master parameters. Give "
                     "each its own, or close() the other"
                 )
+            if needs_whole_parameters(optimizer):
+                self._passes.keep_whole(params_of(optimizer))
             self._sharded[optimizer] = self._next_number, Swap(optimizer, self._params, self._with_masters)
             self._next_number += 1
         return self._sharded[optimizer][1]

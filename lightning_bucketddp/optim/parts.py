@@ -29,12 +29,26 @@ class ParamPart(NamedTuple):
         """Number of elements of the part."""
         return self.part.stop - self.part.start
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which optimizers see the part: 1-D, unless shards are cut between parameters."""
+        return self.spec.shape if self.part.whole and self.numel else (self.numel,)
+
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor with the parameter's shape; 1-D, a view where that is possible."""
-        if whole.numel() > 1 and whole.stride() != self.spec.strides:
-            memory = torch.empty_strided(self.spec.shape, self.spec.strides, dtype=whole.dtype, device=whole.device)
-            whole = memory.copy_(whole)
-        return whole.as_strided((whole.numel(),), (1,))[self.part.start : self.part.stop]
+        """Return the part of a tensor with the parameter's shape; a view where that is possible."""
+        return self.shaped(self.run(whole)[self.part.start : self.part.stop])
+
+    def run(self, tensor: Tensor) -> Tensor:
+        """Return the elements of a tensor with the parameter's or the part's shape in the order of memory, 1-D."""
+        if tensor.shape == self.spec.shape and tensor.numel() > 1 and tensor.stride() != self.spec.strides:
+            memory = torch.empty_strided(self.spec.shape, self.spec.strides, dtype=tensor.dtype, device=tensor.device)
+            tensor = memory.copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def shaped(self, run: Tensor) -> Tensor:
+        """View the elements of the part, 1-D, in the shape in which optimizers see it."""
+        whole = self.part.whole and self.numel
+        return run.as_strided(self.spec.shape, self.spec.strides, run.storage_offset()) if whole else run
 
     def in_bucket(self, flat: Tensor) -> Tensor:
         """View the part in the flat tensor of its bucket; 1-D."""
@@ -67,7 +81,7 @@ class ParamPart(NamedTuple):
 
     def is_split(self, key: str, value: object) -> bool:
         """Tell whether an entry of the part's state has one value per element."""
-        return isinstance(value, Tensor) and key != "step" and value.shape == (self.numel,)
+        return isinstance(value, Tensor) and key != "step" and value.shape == self.shape
 
 
 class Parts:
@@ -89,7 +103,7 @@ class Parts:
         return None
 
     def param_part(self, param: Tensor) -> Tensor:
-        """Return the memory of this rank's part, 1-D; the parameter itself if that is whole."""
+        """Return the memory of this rank's part; the parameter itself if that is whole."""
         return param
 
     def grad_part(self, param: Tensor) -> Tensor | None:

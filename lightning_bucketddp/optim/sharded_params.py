@@ -64,15 +64,16 @@ class ShardedParams(Parts):
         return {id(slots.params[slot]): ParamPart(slots.specs[slot], part) for slot, part in enumerate(parts)}
 
     def param_part(self, param: Tensor) -> Tensor:
-        """Return the memory of this rank's part, 1-D; the parameter itself if it is not sharded."""
+        """Return the memory of this rank's part; the parameter itself if it is not sharded."""
         found = self.find(param)
         return param if found is None else found.of(param.data)
 
     def grad_part(self, param: Tensor) -> Tensor | None:
-        """Return the gradient of this rank's part, 1-D; None if the parameter has no gradient."""
+        """Return the gradient of this rank's part; None if the parameter has no gradient."""
         found, grad = self.find(param), param.grad
         if isinstance(grad, ShardedGrad):
-            return grad.own_part.detach()  # another object, as an optimizer may give it other memory
+            own = grad.own_part.detach()  # another object, as an optimizer may give it other memory
+            return own if found is None else found.shaped(own)
         return grad if grad is None or found is None else found.of(grad.detach())
 
     def gather(
@@ -90,7 +91,7 @@ class ShardedParams(Parts):
         flat = torch.zeros(layout.numel, dtype=dtype, device=self._slots.params[layout.slots[0]].device)
         for part, value in parts:
             if value is not None:
-                part.in_bucket(flat).copy_(value)
+                part.in_bucket(flat).copy_(part.run(value))
         with self._peers.waiting_for(what):
             self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         return flat
@@ -110,7 +111,8 @@ class ShardedParams(Parts):
                 own = [(part, grads[slot]) for slot, part in here.items()]
                 flat = self.gather(index, layout.buffers[bucket.buffer].dtype, own, "the gradients of earlier passes")
                 for slot, part in here.items():
-                    found[slot] = parts[id(params[slot])].of(part.whole_in_bucket(flat)).clone()
+                    moved = parts[id(params[slot])]
+                    found[slot] = moved.run(moved.of(part.whole_in_bucket(flat))).clone()
         return found
 
     def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:

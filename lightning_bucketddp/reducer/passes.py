@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -96,6 +96,11 @@ class Passes:
             self.wrapped.note_trainable()
         if self.synchronise and reducer.state is PassState.IDLE and not self.joining.uneven:
             self.wrapped.move_shards()
+
+    def keep_whole(self, params: Iterable[Tensor]) -> None:
+        """Cut shards between these parameters from now on. All ranks must call this alike, between passes."""
+        self._require_idle()
+        self.wrapped.keep_whole(params)
 
     def count_tokens(self, tokens: int | Tensor) -> None:
         """Add to the number of tokens by which gradients are divided."""

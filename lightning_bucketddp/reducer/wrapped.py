@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.sharded import Sharded
@@ -102,7 +104,7 @@ class Wrapped:
         storage, divisor = self.reducer.storage, self.context.divisor
         if divisor.rescales:
             if self.context.options.scatter_every_pass:
-                storage.open()  # sets the gradients of earlier passes apart, so that they are not divided again
+                storage.open()  # stashes the gradients of earlier passes, so that they are not divided again
             table = self.reducer.table
             accumulated = table.pending_indices()
             # A parameter that was frozen since may have a gradient that waits for its reduction.
@@ -152,6 +154,12 @@ class Wrapped:
         """
         due = self.context.options.shard_optimizer and self.built.planner.due
         if due and not self.context.params.changed():
+            self._lay_out()
+
+    def keep_whole(self, params: Iterable[Tensor]) -> None:
+        """Have shards cut between these parameters, and never inside of one. All ranks must call this alike."""
+        index_of = self.reducer.table.index_of
+        if self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of}):
             self._lay_out()
 
     def _lay_out(self) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.machines import Node
@@ -48,6 +52,25 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
         return getattr(self._wrapper_for(call.__name__), call.__name__)(*args, **kwargs)
 
     return method
+
+
+def list_options(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let ``help()``, ``--help`` and ``inspect.signature`` list every option of a strategy's constructor by itself.
+
+    First come keyword-only arguments, then this package's options, torch DDP's and Lightning's. Calls stay the same.
+    """
+    first, *shown = inspect.signature(init).parameters.values()
+    torchs, types = inspect.signature(DistributedDataParallel).parameters, get_type_hints(Options)
+    own = [each for each in shown if each.kind is each.KEYWORD_ONLY]
+    lightnings = [each.replace(kind=each.KEYWORD_ONLY) for each in shown if each.kind is each.POSITIONAL_OR_KEYWORD]
+    options = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name])
+        for each in sorted(fields(Options), key=lambda each: each.name in torchs)
+        if all(each.name != other.name for other in lightnings)
+    ]
+    init.__signature__ = inspect.Signature([first, *own, *options, *lightnings])  # type: ignore[attr-defined]
+    init.__doc__ = Options.__doc__
+    return init
 
 
 class BucketDDPInLightning(BucketDDP):

@@ -44,7 +44,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
     loss reaches none of them is an error. Plain ``loss.backward()`` is averaged too.
 
     Args:
-        accelerator: The accelerator; set by Fabric.
+        accelerator: LIGHTNING'S ARGUMENTS. The accelerator; set by Fabric.
         parallel_devices: This node's devices; set by Fabric.
         cluster_environment: Where ranks and the main address come from; set by Fabric.
         checkpoint_io: How checkpoints are read and written.
@@ -59,6 +59,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
+    @common.list_options
     def __init__(
         self,
         accelerator: Accelerator | None = None,

@@ -52,7 +52,7 @@ class BucketDDPStrategy(EachSampleOnce):
     ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``).
 
     Args:
-        accelerator: The accelerator; set by the Trainer.
+        accelerator: LIGHTNING'S ARGUMENTS. The accelerator; set by the Trainer.
         parallel_devices: This node's devices; set by the Trainer.
         cluster_environment: Where ranks and the main address come from; set by the Trainer.
         checkpoint_io: How checkpoints are read and written.
@@ -64,9 +64,10 @@ class BucketDDPStrategy(EachSampleOnce):
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
         start_method: How processes are started.
-        state_dict_type: How checkpoints are saved. ``"full"``: one file that any strategy loads. ``"sharded"``: a
-            directory to which every rank writes its own parts, in the format of ``torch.distributed.checkpoint``
-            (torch's ``dcp_to_torch_save`` makes a file of it). Both load with either choice, at any number of ranks.
+        state_dict_type: CHECKPOINTS AND DATA. How checkpoints are saved. ``"full"``: one file that any strategy loads.
+            ``"sharded"``: a directory to which every rank writes its own parts, in the format of
+            ``torch.distributed.checkpoint`` (torch's ``dcp_to_torch_save`` makes a file of it). Both load with either
+            choice, at any number of ranks.
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out repeats its last
             batch until all have run out, so that loops, hooks and collectives stay in step. Its gradients and module
             buffers then do not count; what it logs does. Gradients are divided by the ``"world_size"``, or by the
@@ -82,6 +83,7 @@ class BucketDDPStrategy(EachSampleOnce):
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
+    @common.list_options
     def __init__(
         self,
         accelerator: pl.accelerators.Accelerator | None = None,

@@ -154,3 +154,31 @@ def test_the_parts_of_all_shards_are_the_slots() -> None:
                     assert index * length <= part.at < part.at + part.stop - part.start <= (index + 1) * length
                 stop_before[slot] = part.stop
         assert stop_before == [spec.numel for spec in specs]
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from([1, 2, 3, 4]), st.data())
+def test_no_shard_divides_what_must_stay_whole(problem: Problem, shards: int, data: st.DataObject) -> None:
+    specs, order, caps, groups, _ = problem
+    whole = data.draw(st.sets(st.sampled_from(range(len(specs)))))
+    layout = plan(specs, order, caps, groups, 16 * shards, whole=whole, shards=shards)
+    taken: dict[tuple[int, int], int] = {}
+    for bucket in layout.buckets:
+        assert {slot in whole for slot in bucket.slots} == {bucket.whole}
+        for slot in bucket.slots:
+            for element in range(layout.slots[slot].offset, layout.slots[slot].offset + specs[slot].numel):
+                assert taken.setdefault((bucket.buffer, element), slot) == slot, "no two slots overlap"
+                assert bucket.start <= element < bucket.stop
+    owned = [parts_of(layout, shards, index) for index in range(shards)]
+    for slot, spec in enumerate(specs):
+        parts = [parts[slot].stop - parts[slot].start for parts in owned]
+        assert sum(parts) == spec.numel
+        assert slot not in whole or max(parts) == spec.numel
+
+
+def test_whole_matrices_are_divided_by_the_work_that_they_are() -> None:
+    specs = [spec("wide", (64, 256)), *(spec(f"square {at}", (64, 64)) for at in range(4)), spec("tall", (256, 64))]
+    layout = plan(specs, range(6), [MIB], multiple=48, whole=range(6), shards=3)
+    elements = [sum(part.stop - part.start for part in parts_of(layout, 3, index)) for index in range(3)]
+    assert (len(layout.buckets), layout.buckets[0].numel) == (1, 3 * 64 * 256), "nothing is padding"
+    assert elements == [64 * 256] * 3

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_bucketddp import declare_element_wise
-from lightning_bucketddp.optim.element_wise import _KNOWN, require_element_wise
+from lightning_bucketddp import declare_element_wise, declare_whole_parameter
+from lightning_bucketddp.optim.element_wise import _KNOWN, needs_whole_parameters, require_shardable
 
 
 class OfAnotherPackage(Optimizer):
@@ -39,7 +39,15 @@ def test_what_is_element_wise_is_taken() -> None:
     assert {"lion_pytorch.lion_pytorch.Lion", "timm.optim.adopt.Adopt"} <= _KNOWN
     declared = declare_element_wise(type("Declared", (OwnSgd,), {}))
     for kind in [*map(called, _KNOWN), torch.optim.AdamW, torch.optim.Adagrad, declared]:
-        require_element_wise(one(kind))
+        require_shardable(one(kind))
+        assert not needs_whole_parameters(one(kind))
+
+
+def test_what_updates_each_parameter_by_itself_gets_whole_ones() -> None:
+    declared = declare_whole_parameter(type("LAMB", (OfAnotherPackage,), {}))
+    for kind in (torch.optim.Muon, declared):
+        require_shardable(one(kind))
+        assert needs_whole_parameters(one(kind))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_what_is_element_wise_is_taken() -> None:
     [
         (torch.optim.LBFGS, {}, r"step\(\) alone .*found LBFGS: its directions.*would have only a part"),
         (torch.optim.Adafactor, {}, "Adafactor: it keeps sums over rows and columns"),
-        (torch.optim.Muon, {}, "Muon: it orthogonalises"),
+        (type("Muon", (OfAnotherPackage,), {}), {}, "Muon: it orthogonalises.*declare_whole_parameter"),
         (torch.optim.SparseAdam, {}, "SparseAdam: it is for sparse"),
         (type("LAMB", (OfAnotherPackage,), {}), {}, "LAMB: it scales by the norm"),
         (OwnSgd, {}, r"found tests.optim.test_element_wise.OwnSgd\. If .*declare_element_wise"),
@@ -58,4 +66,4 @@ def test_what_is_element_wise_is_taken() -> None:
 )
 def test_optimizers_that_cannot_be_sharded_say_why(kind: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        require_element_wise(one(kind, **options))
+        require_shardable(one(kind, **options))

@@ -1,0 +1,210 @@
+"""Sharded optimizers that need whole matrices: each matrix is one rank's."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from lightning_bucketddp import BucketDDP, declare_whole_parameter
+from tests.lightning_models import data, ours, trainer
+from tests.optim.common import TINY, assert_equal, stepped, values
+from tests.pool import RunRanks, on_ranks
+from tests.reference import drift, everyones, seeded
+
+BF16 = torch.bfloat16
+
+
+class Matrices(nn.Module):
+    """Two widths, a matrix with strides of its own, biases and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.wide, self.narrow = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.wide.weight = nn.Parameter(self.wide.weight.detach().t().contiguous().t())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.narrow(self.wide(self.table(tokens)).relu())
+        return self.layers(hidden).square().mean()
+
+
+def optimizers_of(module: nn.Module) -> list[Optimizer]:
+    matrices = [param for name, param in module.named_parameters() if param.ndim == 2 and name != "table.weight"]
+    chosen = {id(param) for param in matrices}
+    rest = [param for param in module.parameters() if id(param) not in chosen]
+    return [Muon(matrices, lr=0.02, weight_decay=0.1), AdamW(rest, lr=0.01)]
+
+
+def tokens(number: int) -> Tensor:
+    return torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+class Training:
+    """A sharded one, beside the same optimizers on whole parameters with the same gradients."""
+
+    def __init__(self, low: bool = False, **options: Any) -> None:
+        plain = seeded(Matrices)
+        masters: dict[str, Any] = {"grad_dtype": torch.float32, "master_params": True} if low else {}
+        module = copy.deepcopy(plain).to(BF16 if low else torch.float32)
+        self.plain = module if not low else copy.deepcopy(module).float()
+        self.plain = copy.deepcopy(self.plain)
+        self.ours = BucketDDP(module, shard_optimizer=True, bucket_cap_mb=TINY, **masters, **options)
+        self.steppers, self.reference = optimizers_of(self.ours.module), optimizers_of(self.plain)
+
+    def run(self, first: int, last: int, accumulate: int = 1) -> "Training":
+        for number in range(first, last):
+            for at in range(accumulate):
+                with self.ours.no_sync() if at < accumulate - 1 else nullcontext():
+                    self.ours(tokens(accumulate * number + at)).backward()
+            for param, twin in zip(self.ours.module.parameters(), self.plain.parameters(), strict=True):
+                grad = self.ours.full_grad(param)
+                twin.grad = None if grad is None else grad.to(twin.dtype)
+            stepped(*self.steppers, *self.reference)
+        return self
+
+    def state(self) -> list[dict[str, Any] | None]:
+        return [self.ours.optimizer_state_dict(stepper, every_rank=True) for stepper in self.steppers]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate": 2},
+    "scattered": {"scatter_every_pass": True, "accumulate": 2},
+    "one bucket": {"overlap": False},
+}
+
+
+@on_ranks(2, 3, cases=OPTIONS)
+def test_steps_are_those_of_whole_parameters_to_the_bit(options: dict[str, Any]) -> None:
+    options = dict(options)
+    accumulate = options.pop("accumulate", 1)
+    training = Training(**options).run(0, 5, accumulate)
+    assert_equal(values(training.ours.module), values(training.plain))
+    for mine, stepper in zip(training.state(), training.reference, strict=True):
+        assert mine is not None
+        assert_equal(mine["state"], stepper.state_dict()["state"])
+    assert drift(training.ours.module) == 0
+
+
+@on_ranks(4)
+def test_groups_of_ranks_divide_the_matrices() -> None:
+    training = Training(shard_group_size=2).run(0, 3)
+    assert_equal(values(training.ours.module), values(training.plain))
+    owned = everyones(len(training.steppers[0].state))
+    assert owned[0] + owned[1] == owned[2] + owned[3] == 6
+
+
+@on_ranks(2)
+def test_masters_are_whole_too() -> None:
+    training = Training(low=True).run(0, 4)
+    rounded = {name: value.to(BF16) for name, value in values(training.plain).items()}
+    assert_equal(values(training.ours.module), rounded)
+
+
+@on_ranks(2, 3)
+def test_each_matrix_is_one_ranks_and_the_work_is_balanced() -> None:
+    training = Training().run(0, 2)
+    muon = training.steppers[0]
+    shapes = [tuple(state["momentum_buffer"].shape) for state in muon.state.values()]
+    everybodys = everyones(shapes)
+    assert sorted(chain(*everybodys)) == sorted(tuple(param.shape) for param in muon.param_groups[0]["params"])
+    assert all(everybodys), "every rank has some"
+    adam = sum(everyones(sum(state["exp_avg"].numel() for state in training.steppers[1].state.values())))
+    assert adam == sum(param.numel() for param in training.steppers[1].param_groups[0]["params"]), "divided anywhere"
+
+
+@on_ranks(2)
+def test_prepared_late_with_gradients_and_state_it_still_gets_whole_matrices() -> None:
+    """Shards are cut anew in the first step, where nobody has prepared the optimizer, and gradients move along."""
+    training = Training()
+    sgd = torch.optim.SGD(training.ours.module.parameters(), lr=0.1, momentum=0.9)
+    twin = torch.optim.SGD(training.plain.parameters(), lr=0.1, momentum=0.9)
+    training.steppers, training.reference = [sgd, *training.steppers], [twin, *training.reference]
+    training.run(0, 3)
+    assert_equal(values(training.ours.module), values(training.plain))
+
+
+@on_ranks(2)
+def test_a_declared_class_gets_whole_parameters() -> None:
+    @declare_whole_parameter
+    class Normed(torch.optim.SGD):
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.grad.div_(param.grad.norm() + 1)
+            return super().step(closure)
+
+    training = Training()
+    training.steppers = [Normed(training.ours.module.parameters(), lr=0.1, momentum=0.5)]
+    training.reference = [Normed(training.plain.parameters(), lr=0.1, momentum=0.5)]
+    training.run(0, 3)
+    assert_equal(values(training.ours.module), values(training.plain))
+
+
+def save(folder: str) -> tuple[dict[str, Tensor], list[dict[str, Any] | None]]:
+    training = Training().run(0, 3)
+    training.ours.save_sharded(f"{folder}/parts", training.steppers)
+    state = training.state()
+    if dist.get_rank() == 0:
+        torch.save((training.ours.module.state_dict(), state), f"{folder}/whole.pt")
+    return values(training.ours.module), state
+
+
+def load(folder: str, parts: bool, expected: dict[str, Tensor], state: list[dict[str, Any]]) -> None:
+    training = Training().run(0, 2)
+    if parts:
+        training.ours.load_sharded(f"{folder}/parts", training.steppers)
+    else:
+        module, states = torch.load(f"{folder}/whole.pt")
+        training.ours.module.load_state_dict(module)
+        for stepper, loaded in zip(training.steppers, states, strict=True):
+            training.ours.load_optimizer_state_dict(stepper, loaded)
+    assert_equal(values(training.ours.module), expected)
+    assert_equal(training.state(), state)
+    training.plain.load_state_dict(expected)
+    for stepper, loaded in zip(training.reference, state, strict=True):
+        stepper.load_state_dict(copy.deepcopy(loaded))
+    training.run(3, 5)
+    assert_equal(values(training.ours.module), values(training.plain))
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("world_sizes", [(3, 2), (2, 3), (1, 2)])
+def test_checkpoints_load_at_another_world_size(
+    run_ranks: RunRanks, tmp_path: Path, world_sizes: tuple[int, int], parts: bool
+) -> None:
+    expected, state = run_ranks(world_sizes[0], save, str(tmp_path))[0]
+    run_ranks(world_sizes[1], load, str(tmp_path), parts, expected, state)
+
+
+class OnlyMatrices(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.second(self.first(batch[0]).relu()), batch[1])
+
+    def configure_optimizers(self) -> Optimizer:
+        return Muon(self.parameters(), lr=0.02)
+
+
+@on_ranks(2)
+def test_a_trainer_trains_with_muon_as_without_shards() -> None:
+    found = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        module = OnlyMatrices()
+        trainer(ours(shard_optimizer=shard), max_epochs=2).fit(module, data())
+        found.append(values(module))
+    assert_equal(found[1], found[0])
