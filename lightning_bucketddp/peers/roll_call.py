@@ -107,19 +107,19 @@ class RollCall:
             self.report = news.report
             _log.warning("%s", news.report)
 
-    def change(self, edit: Callable[[News], News | None]) -> int:
+    def change(self, edit: Callable[[News], News | None]) -> bool:
         """Change the news, and wake all ranks.
 
         Args:
             edit: Makes the new ones of the old; None if nothing is to be changed.
 
         Returns:
-            The number of the new ones; 0 if nothing was changed.
+            Whether they were changed.
         """
         while True:
             written = self.look(self.store)
             if (news := edit(self.news)) is None:
-                return 0
+                return False
             news = replace(news, number=news.number + 1, by=self.rank)
             text = encode(news)
             if self.store.compare_set("news", written, text) == text.encode():  # no other rank came in between
@@ -127,7 +127,7 @@ class RollCall:
         self._learn(news)
         keys = [f"wake/{rank}" for rank in range(self.world_size)]
         self.store.multi_set(keys, [""] * len(keys))
-        return news.number
+        return True
 
     def publish(self, concerns: str, failure: Failure) -> bool:
         """Tell all ranks of a failure. What happened first in a pass stays, and so does a failure for good.
@@ -149,7 +149,7 @@ class RollCall:
             return replace(news, failures={**news.failures, concerns: told})
 
         try:
-            return self.change(add) > 0
+            return self.change(add)
         except RuntimeError:
             self.news = add(self.news) or self.news
             return False
@@ -211,11 +211,11 @@ class RollCall:
         last, heard_at = self._heard[-1]
         if time.monotonic() < heard_at + unless_within:
             return []
-        call = self.change(lambda news: None if unless_within and news.number > last else news)
-        if not call:
+        called = self.change(lambda news: None if news.number > last else news)  # else a call of another rank will do
+        if unless_within and not called:
             return []
         known = self.news.failures
-        return self.wait_until(lambda status: status.ended or self.news.failures != known, wrapper, call)
+        return self.wait_until(lambda status: status.ended or self.news.failures != known, wrapper, call=last + 1)
 
     def wait_until(self, enough: Callable[[Status], bool], wrapper: int = 0, call: int = sys.maxsize) -> list[Status]:
         """Read the ranks' records until all have answered or say enough, or :data:`ANSWER_SECONDS` have passed.
