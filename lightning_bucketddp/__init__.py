@@ -18,6 +18,7 @@ from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, r
 __version__ = "0.2.0"
 
 __all__ = [
+    "BatchSizeFinder",
     "BucketDDP",
     "BucketDDPFabricStrategy",
     "BucketDDPStrategy",
@@ -38,6 +39,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lightning_bucketddp.trainer.public import (
+        BatchSizeFinder,
         BucketDDPFabricStrategy,
         BucketDDPStrategy,
         BucketDPStrategy,

@@ -11,9 +11,9 @@ from tests.pool import ROOT
 
 PUBLIC_NAMES = {
     "lightning_bucketddp": """
-        BucketDDP BucketDDPFabricStrategy BucketDDPStrategy BucketDPStrategy CommunicationMonitor GradientError Options
-        PeerFailureError PreemptionCheckpoint RankMismatchError WrapError __version__ convert_sync_batchnorm
-        declare_element_wise declare_whole_parameter revert_sync_batchnorm""",
+        BatchSizeFinder BucketDDP BucketDDPFabricStrategy BucketDDPStrategy BucketDPStrategy CommunicationMonitor
+        GradientError Options PeerFailureError PreemptionCheckpoint RankMismatchError WrapError __version__
+        convert_sync_batchnorm declare_element_wise declare_whole_parameter revert_sync_batchnorm""",
     "lightning_bucketddp.replicas": "Replicas data_parallel gather parallel_apply replicate scatter",
     "lightning_bucketddp.trainer.ray": "RayBucketDDPStrategy",
     "lightning_bucketddp.wrapper": "BucketDDP",  # pickles name it

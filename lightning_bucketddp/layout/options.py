@@ -30,7 +30,7 @@ _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64":
 BucketCap = float | None
 """Largest bucket in MiB; None for the default rule."""
 
-DivideBy = Literal["world_size", "tokens"] | int
+DivideBy = Literal["world_size", "tokens", "samples"] | int
 """The divisor of summed gradients."""
 
 OnDifference = Literal["warn", "error"]
@@ -98,9 +98,12 @@ class Options:
             per dtype and reduced after backward.
         overlap: If False, each gradient buffer is reduced after backward, in one piece per set of parameters that are
             trainable together.
-        gradient_divide_by: The divisor of the sum of gradients over the ranks: ``"world_size"``, an integer, or
-            ``"tokens"``. Tokens are the sum over ranks and local passes of the numbers given to ``count_tokens``, for
-            losses that are sums over tokens. Unless this is the world size, clear gradients after each step.
+        gradient_divide_by: The divisor of the sum of gradients over the ranks: ``"world_size"``, an integer,
+            ``"tokens"`` or ``"samples"``. Tokens are the sum over ranks and local passes of the numbers given to
+            ``count_tokens``, for losses that are sums over tokens. Samples are for losses that are means over a rank's
+            batch, where batches differ in size: a rank's gradient since the last reduction is weighted by its number of
+            samples, as given to ``count_samples``. A Trainer counts each batch itself. Unless this is the world size,
+            clear gradients after each step.
         max_abs_grad: Raise an error before gradients are sent if one is larger in absolute value, NaN or Inf.
             ``math.inf`` (in YAML ``.inf``) allows all finite ones. The host waits for this check.
         pad_buckets_to: Pad each bucket to a multiple of this number of elements. Megatron-LM pads to 65536 for NCCL's
@@ -193,8 +196,8 @@ class Options:
             self._refuse("scatter_every_pass", "keeps only a shard of accumulated gradients", "shard_optimizer")
         if self.shard_group_size is not None and not self.shard_optimizer:
             self._refuse("shard_group_size", "sets the number of ranks that divide shards", "shard_optimizer")
-        if self.scatter_every_pass and self.gradient_divide_by == "tokens":
-            why = "divides by the tokens of all passes since the last step, which a single pass does not know"
+        if self.scatter_every_pass and self.gradient_divide_by in ("tokens", "samples"):
+            why = f"divides by the {self.gradient_divide_by} of all passes since the last step, unknown to a single one"
             self._refuse("gradient_divide_by", why, "scatter_every_pass")
         if self.check_ranks == "error" and self.check_ranks_every is None:
             why = "needs comparisons of the ranks' parameters (give check_ranks_every with it)"
@@ -220,7 +223,7 @@ class Options:
         others: tuple[tuple[str, str, Any, Callable[[Any], bool]], ...] = (
             ("bucket_cap_mb", "None or a number of MiB from 0", float | int | None, lambda cap: 0 <= cap < math.inf),
             ("bucket_cap_mb_list", "None or a list of numbers of MiB from 0", Sequence | None, _are_caps),
-            ("gradient_divide_by", '"world_size", "tokens" or an integer from 1', int | str, _is_divisor),
+            ("gradient_divide_by", '"world_size", "tokens", "samples" or an integer from 1', int | str, _is_divisor),
             ("max_abs_grad", "None or a positive number", float | int | None, lambda most: most > 0),
             ("pad_buckets_to", "a number of elements from 1", int, lambda pad: pad >= 1),
             (
@@ -367,7 +370,7 @@ def _are_caps(values: Sequence[float]) -> bool:
 
 
 def _is_divisor(value: int | str) -> bool:
-    return value >= 1 if isinstance(value, int) else value in ("world_size", "tokens")
+    return value >= 1 if isinstance(value, int) else value in ("world_size", "tokens", "samples")
 
 
 def _as_dtype(option: str, value: Any, choice: Any, wanted: str = "{}") -> torch.dtype:

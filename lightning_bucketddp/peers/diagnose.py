@@ -116,13 +116,16 @@ def _skipped(waiting: Status, other: Status) -> str:
     here, there = waiting.position, other.position
     if not other.heard or (there.step, other.step_ended) < (here.step, True):
         return ""
+    if waiting.phase is Phase.AGREEMENT and waiting.step_ended and there.step == here.step:
+        return ""  # both have: it waits after the step
     text = f"rank {other.rank} has left step {here.step}, in which {_describe(waiting)}"
     if waiting.phase is Phase.PASS:
         ran = here.backward - (there.backward if there.step > here.step else 0)
         count = f"{ran} backwards" if ran > 1 else "1 backward" if ran else "no backward"
         text = f"rank {other.rank} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
-    return f"{text}: look for a backward in a branch that depends on the rank or on its data"
+    what = "such a call" if waiting.phase is Phase.AGREEMENT else "a backward"
+    return f"{text}: look for {what} in a branch that depends on the rank or on its data"
 
 
 def _validates(waiting: Status, other: Status) -> str:

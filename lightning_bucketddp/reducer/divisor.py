@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -31,47 +33,57 @@ class GradientDivisor(Participant):
         self.factor: float | Tensor | None = None
         self._opened: Pass | None = None
         self._uncleared: str | None = None
-        self._tokens_before: int | Tensor | None = None  # of local passes since the last reduction
-        self._tokens: int | Tensor | None = None  # since the last pass
+        self._counted_before: int | Tensor | None = None  # in local passes since the last reduction
+        self._counted: int | Tensor | None = None  # since the last pass
 
     @property
     def rescales(self) -> bool:
         """Whether the user asked for another divisor than the world size."""
         return self._divide_by != "world_size"
 
-    def count_tokens(self, tokens: int | Tensor) -> None:
-        """Add to the number of tokens that this rank's gradients are summed over.
+    @property
+    def counted(self) -> bool:
+        """Whether something was counted since the last pass."""
+        return self._counted is not None
+
+    @property
+    def weight(self) -> int | None:
+        """The factor of this rank's gradients in the last reduction; None for 1."""
+        return None if self._opened is None else self._opened.weight
+
+    def count(self, number: int | Tensor, what: Literal["tokens", "samples"]) -> None:
+        """Add to the number of tokens, or of samples, that this rank's gradients are taken over.
 
         Raises:
             ValueError: If the number is negative or not whole, as far as the host knows it.
             RuntimeError: If gradients are divided by something else.
         """
-        if self._divide_by != "tokens":
+        if self._divide_by != what:
             raise RuntimeError(
-                'expected gradient_divide_by="tokens" where count_tokens() is called, found '
+                f'expected gradient_divide_by="{what}" where count_{what}() is called, found '
                 f"gradient_divide_by={self._divide_by!r}; leave out the call, or change the option"
             )
-        if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
-            self._tokens = _sum(self._tokens, tokens.detach().to(torch.int64, copy=True).reshape(()))
+        if isinstance(number, Tensor) and number.device.type != "cpu" and what == "tokens":
+            self._counted = _sum(self._counted, number.detach().to(torch.int64, copy=True).reshape(()))
             return
-        number = tokens.item() if isinstance(tokens, Tensor) else tokens
-        if not (number >= 0 and number % 1 == 0):  # NaN and Inf are neither
-            raise ValueError(f"expected a whole number of tokens from 0, found {number}")
-        self._tokens = _sum(self._tokens, int(number))
+        on_host = number.item() if isinstance(number, Tensor) else number
+        if not (on_host >= 0 and on_host % 1 == 0):  # NaN and Inf are neither
+            raise ValueError(f"expected a whole number of {what} from 0, found {on_host}")
+        self._counted = _sum(self._counted, int(on_host))
 
     def note_uncleared_grads(self, uncleared: str | None, cleared: bool) -> None:
         """Take note of ``.grad`` before backward.
 
         Args:
             uncleared: A parameter with the gradient of an earlier reduction, which would be rescaled once more.
-            cleared: Whether the gradients of local passes are gone. Their tokens then do not count either.
+            cleared: Whether the gradients of local passes are gone. What was counted then does not count either.
         """
         self._uncleared = uncleared
         if cleared:
-            self._tokens_before = None
+            self._counted_before = None
 
     def opened(self, this_pass: Pass) -> None:
-        """Require cleared gradients and counted tokens, where the sum is not divided by the world size.
+        """Require cleared gradients and a count, where the sum is not divided by the world size.
 
         Raises:
             RuntimeError: If either is missing.
@@ -83,12 +95,17 @@ class GradientDivisor(Participant):
                 f"{self._divide_by!r}, found {uncleared!r} with the gradient of an earlier one, which would be "
                 "rescaled once more; call optimizer.zero_grad() or zero_grad_buffer() after each step"
             )
-        counts = this_pass.synchronised and this_pass.role is Role.ACTIVE
-        if counts and self._divide_by == "tokens" and _sum(self._tokens_before, self._tokens) is None:
+        if not this_pass.synchronised or self._divide_by not in ("tokens", "samples"):
+            return
+        counted = _sum(self._counted_before, self._counted)
+        if counted is None and this_pass.role is Role.ACTIVE:
             raise RuntimeError(
-                f"rank {self._rank}: expected count_tokens() before each synchronised backward with "
-                'gradient_divide_by="tokens", found no call since the last one; call it with 0 for a batch without any'
+                f"rank {self._rank}: expected count_{self._divide_by}() before each synchronised backward with "
+                f'gradient_divide_by="{self._divide_by}", found no call since the last one; call it with 0 for a batch '
+                "without any"
             )
+        if self._divide_by == "samples":
+            this_pass.weight = int(counted or 0)
 
     def require_root(self, name: str) -> None:
         """Refuse another divisor in a backward without a root.
@@ -107,13 +124,13 @@ class GradientDivisor(Participant):
             )
 
     def backward_ended(self, raised: bool) -> None:
-        """Count the tokens of a local pass with its gradients."""
+        """Keep the count of a local pass with its gradients."""
         if not raised and self._opened is not None and not self._opened.synchronised:
-            self._tokens_before, self._tokens = _sum(self._tokens_before, self._tokens), None
+            self._counted_before, self._counted = _sum(self._counted_before, self._counted), None
 
     def report(self, report: Report) -> None:
-        """Report the tokens."""
-        tokens = _sum(self._tokens_before, self._tokens)
+        """Report the tokens, or samples."""
+        tokens = _sum(self._counted_before, self._counted)
         if isinstance(tokens, Tensor):
             report.tokens_on_device = tokens
         else:
@@ -128,7 +145,7 @@ class GradientDivisor(Participant):
                 flat.mul_(factor.to(flat.device) if isinstance(factor, Tensor) else factor)
 
     def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
-        if self._divide_by == "tokens":
+        if self._divide_by in ("tokens", "samples"):
             tokens = exchange.tokens()  # not in torch's default dtype, which may be of low precision
             return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
         if isinstance(self._divide_by, int):
@@ -138,8 +155,8 @@ class GradientDivisor(Participant):
         return None
 
     def ended(self) -> None:
-        """Forget the tokens of gradients that were reduced, or dropped."""
-        self._tokens = self._tokens_before = None
+        """Forget the count of gradients that were reduced, or dropped."""
+        self._counted = self._counted_before = None
 
 
 def _sum(first: int | Tensor | None, second: int | Tensor | None) -> int | Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
@@ -102,10 +103,10 @@ class Passes:
         self._require_idle()
         self.wrapped.keep_whole(params)
 
-    def count_tokens(self, tokens: int | Tensor) -> None:
-        """Add to the number of tokens by which gradients are divided."""
-        self.require_usable()  # settling a broken pass later would drop these tokens
-        self._context.divisor.count_tokens(tokens if self.joining.counts() else 0)
+    def count(self, number: int | Tensor, what: Literal["tokens", "samples"]) -> None:
+        """Add to the number of tokens, or of samples, by which gradients are divided."""
+        self.require_usable()  # settling a broken pass later would drop this count
+        self._context.divisor.count(number if self.joining.counts() else 0, what)
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in place."""

@@ -250,8 +250,8 @@ class Reducer:
                 participant.before_launch(bucket)
             taken = self.storage.take(bucket)
             # Means of earlier passes, which others have too, must not count again.
-            zeros = this_pass.contribution is Contribution.ZERO
-            pack = partial(_pack_zeros, bucket) if zeros else partial(self._pack, bucket, taken)
+            zeros = partial(_pack_zeros, bucket)
+            pack = zeros if this_pass.contributes_zeros else partial(self._pack, bucket, taken, this_pass.weight)
         if with_control is not None:
             report = self._report(this_pass, failed)
             used = self.table.pending_slots()
@@ -263,8 +263,17 @@ class Reducer:
         progress.launched, progress.launched_at = True, time.perf_counter()
         this_pass.launched += 1
 
-    def _pack(self, bucket: Bucket, taken: Taken, scale: float | None = None, memory: Tensor | None = None) -> None:
+    def _pack(
+        self,
+        bucket: Bucket,
+        taken: Taken,
+        weight: int | None,
+        scale: float | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
         with bucket.label("pack"):
+            if weight is not None and taken.grads:
+                torch._foreach_mul_([grad.detach() for grad in taken.grads], weight)
             self.storage.pack(bucket, taken, scale, memory)
         taken.grads.clear()  # the stages, which hold this until the last one is over, keep no gradient in memory
 

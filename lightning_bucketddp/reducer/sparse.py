@@ -28,7 +28,7 @@ from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.reducer.participant import Participant, PassResult
-from lightning_bucketddp.reducer.state import Contribution, Origin, Pass
+from lightning_bucketddp.reducer.state import Origin, Pass
 
 _DENSE = -1
 """Stands where a number of rows would, for a dense gradient."""
@@ -116,8 +116,7 @@ class SparseGrads(Participant):
         this_pass = self._opened
         assert this_pass is not None
         sparse = [index for index in sorted(self._table.sparse) if this_pass.trainable[index]]
-        zeros = this_pass.contribution is Contribution.ZERO
-        self._held = [(index, None if zeros else self._own(index)) for index in sparse]
+        self._held = [(index, None if this_pass.contributes_zeros else self._own(index)) for index in sparse]
 
     def _own(self, index: int) -> Tensor | None:
         grad = self._params[index].grad
@@ -176,6 +175,7 @@ class SparseGrads(Participant):
 
     def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
         dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()
+        self._weigh(dense)
         self.nbytes += dense.nbytes
         self._collectives.all_reduce_mean(dense.view(-1)).wait(poll)
         return dense
@@ -187,6 +187,7 @@ class SparseGrads(Participant):
         if grad is not None:
             count = _rows(grad)
             indices[:count], values[:count] = grad.indices()[0], grad.values()
+        self._weigh(values)
         if values.dtype is torch.float16:  # before the sum, which overflows at 65504
             values.mul_(1.0 / self._collectives.world_size)
         all_indices, indices_pending = self._collectives.all_gather(indices)
@@ -204,6 +205,10 @@ class SparseGrads(Participant):
         if values.dtype is not torch.float16:
             total.values().mul_(1.0 / self._collectives.world_size)
         return total
+
+    def _weigh(self, values: Tensor) -> None:
+        if self._opened is not None and self._opened.weight is not None:
+            values.mul_(self._opened.weight)
 
     def ended(self) -> None:
         """Forget the gradients of this pass."""

@@ -96,6 +96,7 @@ class Pass:
         recorded: The parameters whose hooks have recorded gradients that are not marked as ready yet.
         notify_after: So many recorded gradients may make a bucket full.
         exchange: Its control vector, once that is on its way.
+        weight: The factor of this rank's gradients in the sum over the ranks; None for 1.
     """
 
     number: int
@@ -112,6 +113,12 @@ class Pass:
     recorded: list[Tensor] = field(default_factory=list)
     notify_after: int = 1
     exchange: ControlExchange | None = None
+    weight: int | None = None
+
+    @property
+    def contributes_zeros(self) -> bool:
+        """Whether this rank reduces zeros, whatever its gradients are: those of no samples may be NaN."""
+        return self.contribution is Contribution.ZERO or self.weight == 0
 
     @property
     def batched(self) -> bool:

@@ -91,8 +91,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
     def wrapper_of(self, module: Module) -> BucketDDP:
         """Return the wrapper of a module that was set up, for calls that Fabric does not have.
 
-        With a single module, ``count_tokens()``, ``last_pass()``, ``full_grad()`` and clipping are calls of the
-        strategy too.
+        With a single module, ``count_tokens()``, ``count_samples()``, ``last_pass()``, ``full_grad()`` and clipping are
+        calls of the strategy too.
 
         Args:
             module: What ``fabric.setup`` returned, or was given.
@@ -107,6 +107,7 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     # Of the one module that was set up.
     count_tokens = forwarded(BucketDDP.count_tokens)
+    count_samples = forwarded(BucketDDP.count_samples)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     clip_grad_norm_ = forwarded(BucketDDP.clip_grad_norm_)

@@ -28,13 +28,16 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
+from lightning_bucketddp.trainer.batch_size_finder import require_ours
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
 from lightning_bucketddp.trainer.ddp_hooks import require_averaging_possible, with_ddp_hook
 from lightning_bucketddp.trainer.exact_evaluation import EachSampleOnce
 from lightning_bucketddp.trainer.launchers import ScriptLauncher, TellingLauncher
 from lightning_bucketddp.trainer.layer_sync import BatchNormSync
 from lightning_bucketddp.trainer.precision import adapt_precision
+from lightning_bucketddp.trainer.samples import SampleCount
 from lightning_bucketddp.trainer.sigterm import quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_countable_batches
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
@@ -76,12 +79,18 @@ class BucketDDPStrategy(EachSampleOnce):
         exact_evaluation: Validation and test take each sample once. By default Lightning's sampler repeats some, so
             that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
             smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.
+        logged_keys: Which keys ranks may log with ``self.log(..., sync_dist=True)``. ``"same"``: all ranks the same
+            ones. A key that a rank lacks is an error on all ranks. ``"any"``: a rank may lack keys that others have
+            logged in the batches of an epoch. Their epoch value is that of the ranks that have them. Costs one tiny
+            collective per epoch and dataloader. Values of ``on_step=True`` need all ranks in either case.
         options: The fields of :class:`Options`, which documents them.
 
     Raises:
         TypeError: If an option has a value of the wrong type.
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
+
+    leaves_out_collectives = False  # the Trainer's, in a trial of a batch size
 
     @common.list_options
     def __init__(
@@ -102,6 +111,7 @@ class BucketDDPStrategy(EachSampleOnce):
         state_dict_type: Literal["full", "sharded"] = "full",
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
         exact_evaluation: bool = False,
+        logged_keys: Literal["same", "any"] = "same",
         **options: Any,
     ) -> None:
         checked = Options(timeout=timeout, **options)  # raises before ranks are started
@@ -110,6 +120,7 @@ class BucketDDPStrategy(EachSampleOnce):
         require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
         require("exact_evaluation", exact_evaluation, "True or False", bool)
+        require_choice("logged_keys", logged_keys, ("same", "any"))
         if uneven_inputs == "active_ranks" and self._options.rescales:
             raise ValueError(
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
@@ -131,6 +142,8 @@ class BucketDDPStrategy(EachSampleOnce):
         )
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
+        self._logged_keys = logged_keys
+        self._evaluation_peers: Peers | None = None
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint() with shards
@@ -139,14 +152,16 @@ class BucketDDPStrategy(EachSampleOnce):
         self._warned_of_none = False
 
     @property
-    def bucket_ddp(self) -> BucketDDP | None:
+    def bucket_ddp(self) -> "BucketDDPInTrainer | None":
         """The wrapper around the LightningModule during ``fit``; None otherwise."""
-        return self.model if isinstance(self.model, BucketDDP) else None
+        return self.model if isinstance(self.model, BucketDDPInTrainer) else None
 
     # -- setting up and taking down ------------------------------------------------------------------
 
     @override
     def setup_distributed(self) -> None:
+        if (module := self.lightning_module) is not None and module._trainer is not None:
+            require_ours(module.trainer.callbacks)  # type: ignore[attr-defined]
         with common.group_set_up(self._timeout):
             super().setup_distributed()
             if dist.is_initialized():  # not if a test mocks `init_process_group`
@@ -167,6 +182,20 @@ class BucketDDPStrategy(EachSampleOnce):
             self._layer_sync = BatchNormSync(self._timeout)
         quieten_sigterm(trainer)
         super().setup(trainer)
+        if self._listener is None or self.world_size == 1:
+            return
+        if self.bucket_ddp is None:
+            self._evaluation_peers = Peers(Collectives(None), self._timeout)
+        self._agree_on_logged_keys(trainer)
+
+    def _agree_on_logged_keys(self, trainer: pl.Trainer) -> None:
+        try:
+            from lightning_bucketddp.trainer.logged_keys import LoggedKeys, install
+        except ImportError:  # a Lightning without these private classes; then `self.log` is its own
+            if self._logged_keys == "any" or self._exact_evaluation:
+                raise
+            return
+        install(trainer, LoggedKeys(self, self._logged_keys == "any"))
 
     @override
     def configure_ddp(self) -> None:
@@ -182,6 +211,8 @@ class BucketDDPStrategy(EachSampleOnce):
         wrapper = BucketDDPInTrainer(model, self, **vars(self._options))
         if self._uneven_inputs == "active_ranks":
             wrapper._uneven.divide_by_active()
+        if self._options.gradient_divide_by == "samples":
+            wrapper.samples = SampleCount()
         return wrapper
 
     @override
@@ -202,6 +233,9 @@ class BucketDDPStrategy(EachSampleOnce):
             if self._restore_precision is not None:
                 self._restore_precision()
                 self._restore_precision = None
+        if self._evaluation_peers is not None:
+            self._evaluation_peers.end_training()
+            self._evaluation_peers = None
         self._evened_loader = None
         if self._listener is not None:
             self._listener.end()
@@ -217,32 +251,44 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not self._interrupted():
+        if not (self.leaves_out_collectives or self._interrupted()):
             with self._collective("barrier"):
                 super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if self._interrupted():
+        if self.leaves_out_collectives or self._interrupted():
             return obj
         with self._collective("broadcast"):
             return super().broadcast(obj, src)
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        if self.leaves_out_collectives:
+            return torch.stack([tensor] * self.world_size)
         with self._collective("all_gather", group):
             return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.leaves_out_collectives:
+            return tensor
         with self._collective("reduce", group):
             return super().reduce(tensor, group, reduce_op)
 
     def _collective(self, name: str, group: Any = None) -> AbstractContextManager[None]:
-        wrapper = self.bucket_ddp
-        if wrapper is None or group not in (None, dist.group.WORLD) or not wrapper._runtime.collectives.is_default():
+        peers = self._peers
+        if peers is None or group not in (None, dist.group.WORLD):
             return nullcontext()
-        return wrapper._passes.peers.trainers_collective(f"the Trainer's {name}")
+        return peers.trainers_collective(f"the Trainer's {name}")
+
+    @property
+    def _peers(self) -> Peers | None:
+        """The ranks of the default group, as far as this strategy knows them."""
+        wrapper = self.bucket_ddp
+        if wrapper is None:
+            return self._evaluation_peers
+        return wrapper._passes.peers if wrapper._runtime.collectives.is_default() else None
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""
@@ -258,12 +304,16 @@ class BucketDDPStrategy(EachSampleOnce):
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         wrapper.begin_step()
+        if wrapper.samples is not None:
+            wrapper.samples.look_at(args, kwargs)
         output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come
             wrapper.end_step()
         elif output is None and self.world_size > 1:
             # Take part with a loss that reaches no parameter: other ranks may have a real one.
             output = torch.zeros((), device=self.root_device, requires_grad=True)
+            if wrapper.samples is not None:
+                wrapper.samples.skip()
             if not self._warned_of_none:
                 self._warned_of_none = True
                 warnings.warn(
@@ -272,6 +322,12 @@ class BucketDDPStrategy(EachSampleOnce):
                     stacklevel=1,
                 )
         return output
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if (wrapper := self.bucket_ddp) is not None and wrapper.samples is not None:
+            wrapper.samples.count(wrapper)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -297,6 +353,7 @@ class BucketDDPStrategy(EachSampleOnce):
     # Of the wrapper, during `fit`. In `on_before_optimizer_step` gradients are as optimizers see them. In
     # `on_after_backward` fp16 mixed precision has them scaled.
     count_tokens = forwarded(BucketDDP.count_tokens)
+    count_samples = forwarded(BucketDDP.count_samples)
     last_pass = forwarded(BucketDDP.last_pass)
     full_grad = forwarded(BucketDDP.full_grad)
     grad_norm = forwarded(BucketDDP.grad_norm)
@@ -392,7 +449,8 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        checkpoint_path = self.broadcast(checkpoint_path)  # a batch-size finder's has another name on each rank
+        path = Path(checkpoint_path)
         if not checkpoints.is_checkpoint_directory(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
@@ -418,9 +476,14 @@ class BucketDDPStrategy(EachSampleOnce):
 
 
 class BucketDDPInTrainer(BucketDDPInLightning):
-    """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it."""
+    """A wrapper whose module may be frozen entirely when ``fit`` starts, as callbacks may unfreeze it.
+
+    Attributes:
+        samples: Counts the samples of batches, with ``gradient_divide_by="samples"``.
+    """
 
     _may_be_frozen = True
+    samples: SampleCount | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer, callback: pl.Callback) -> Self:

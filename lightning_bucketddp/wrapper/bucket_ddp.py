@@ -359,7 +359,22 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If the number is negative.
             RuntimeError: If gradients are divided by something else.
         """
-        self._passes.count_tokens(tokens)
+        self._passes.count(tokens, "tokens")
+
+    def count_samples(self, samples: int) -> None:
+        """Add to the number that gradients are weighted and divided by, with ``gradient_divide_by="samples"``.
+
+        Call it before each backward, local ones included, with the number of samples that the loss is the mean of. A
+        rank's gradient since the last reduction is weighted by its number of samples since then.
+
+        Args:
+            samples: How many, 0 for none.
+
+        Raises:
+            ValueError: If the number is negative.
+            RuntimeError: If gradients are divided by something else.
+        """
+        self._passes.count(samples, "samples")
 
     def average_loss(self, loss: Tensor | float | None) -> Tensor | None:
         """The loss as its gradients are averaged, for optimizers that look at it. All ranks must call this.

@@ -185,14 +185,16 @@ class Runtime:
         peers, joining = self.passes.peers, self.passes.joining
         dtype = torch.float32 if device.type == "mps" else torch.float64
         mine = torch.zeros(3, dtype=dtype, device=device)
-        mine[1], mine[2] = int(loss is not None), int(joining.counts())
-        if loss is not None and joining.counts():
-            mine[0] = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
+        by_samples = (weight := self.passes.wrapped.context.divisor.weight) is not None
+        weight = int(joining.counts()) if weight is None else weight
+        mine[1], mine[2] = int(loss is not None), weight
+        if loss is not None and weight:
+            mine[0] = weight * (loss.detach().reshape(()) if isinstance(loss, Tensor) else loss)
         with peers.waiting_for("the mean of the losses"):
             self.collectives.all_reduce_mean(mine).wait(peers.poll)
         if loss is None and not mine[1]:
             return None
-        mean = mine[0] / mine[2] if joining.divides_by_active else mine[0]
+        mean = mine[0] / mine[2] if joining.divides_by_active or by_samples else mine[0]
         if isinstance(loss, Tensor) and loss.is_floating_point():
             return mean.to(loss.dtype)
         return mean.to(torch.get_default_dtype())

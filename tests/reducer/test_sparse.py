@@ -209,7 +209,7 @@ def test_training_goes_on_when_all_ranks_raised(guarded: bool) -> None:
         assert_means(ours.module, mean_grads(plain))
 
 
-@on_ranks(2, cases=(3, "tokens"))
+@on_ranks(2, cases=(3, "tokens", "samples"))
 def test_sparse_gradients_are_divided_like_dense_ones(divide_by: Any) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     plain, ours = pair(Lookup, gradient_divide_by=divide_by)
@@ -219,12 +219,19 @@ def test_sparse_gradients_are_divided_like_dense_ones(divide_by: Any) -> None:
         for micro in range(2):
             if divide_by == "tokens":
                 ours.count_tokens(rank + 1)
+            if divide_by == "samples":
+                ours.count_samples(rank + 1)
             with local_if(ours, micro == 0):
                 step_of((plain, ours), 2 * step + micro, zero=False)
+        if divide_by == "samples":  # weights of 1/3 and 2/3 are 2/3 and 4/3 of the mean's
+            for param in plain.parameters():
+                param.grad = None if param.grad is None else param.grad * (2 * (rank + 1) / 3)
+            assert_means(ours.module, mean_grads(plain))
+            continue
         divisor = world * (world + 1) if divide_by == "tokens" else divide_by
         assert_means(ours.module, {name: mean * world / divisor for name, mean in mean_grads(plain).items()})
-    if divide_by == "tokens":
-        ours.count_tokens(1)
+    if isinstance(divide_by, str):
+        getattr(ours, f"count_{divide_by}")(1)
     with pytest.raises(RuntimeError, match="expected cleared gradients"):
         step_of((ours,), 9, zero=False)
 

@@ -168,7 +168,12 @@ def test_a_choice_that_cannot_be_honoured_is_refused_at_once(options: dict[str, 
         BucketDDPStrategy(**options)
 
 
-CALLS: dict[str, tuple[Any, ...]] = {"count_tokens": (4,), "last_pass": (), "full_grad": (torch.zeros(1),)}
+CALLS: dict[str, tuple[Any, ...]] = {
+    "count_tokens": (4,),
+    "count_samples": (4,),
+    "last_pass": (),
+    "full_grad": (torch.zeros(1),),
+}
 CALLS |= {"clip_grad_norm_": (1.0,), "clip_grad_value_": (1.0,)}
 
 

@@ -1,0 +1,169 @@
+"""Lightning's batch-size finder on several ranks: all of them find the same size."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
+from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.parsing import lightning_getattr
+from torch.nn import SyncBatchNorm
+from typing_extensions import override
+
+_CALLS = ("batch_to_device", "training_step", "backward", "validation_step", "test_step", "predict_step")
+"""The strategy's calls after which the ranks ask each other whether one has run out of memory."""
+
+
+class BatchSizeFinder(LightningsFinder):
+    """Lightning's ``BatchSizeFinder`` for ``Trainer(strategy="bucketddp")``, on any number of ranks.
+
+    Lightning's own works on one device only. Here all ranks find the same size, the one for the rank with the least
+    memory: if one of them runs out of memory in a step or in its backward, all end the trial after that call. Takes
+    the arguments of Lightning's. In a trial ``self.log(sync_dist=True)`` and ``self.all_gather`` do not communicate.
+
+    Raises:
+        MisconfigurationException: As Lightning's. When the search begins, with manual optimisation or
+            ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
+    """
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None) -> None:
+        seen: Any = _Undistributed(trainer) if hasattr(trainer.strategy, "bucket_ddp") else trainer
+        super().setup(seen, pl_module, stage)
+
+    @override
+    def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Search for the batch size, on all ranks together."""
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "bucket_ddp"):
+            super().scale_batch_size(trainer, pl_module)
+            return
+        trials = _Trials(trainer, pl_module)
+        self._require_possible(trainer, pl_module, trials)
+        calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
+        with _replaced(strategy, **calls), _replaced(pl_module, backward=trials.watched(pl_module.backward)):
+            super().scale_batch_size(trainer, pl_module)
+
+    def _require_possible(self, trainer: Any, pl_module: pl.LightningModule, trials: "_Trials") -> None:
+        """Require that ranks search alike, and can end a trial together. All ranks call this."""
+        if not pl_module.automatic_optimization or any(isinstance(each, SyncBatchNorm) for each in pl_module.modules()):
+            raise MisconfigurationException(
+                "expected automatic optimisation and no SyncBatchNorm for BatchSizeFinder, found one of the two "
+                "otherwise: a rank that runs out of memory could not take part in what the others wait for. Search "
+                "without sync_batchnorm, or set the batch size yourself"
+            )
+        loop = trainer._active_loop
+        loop.setup_data()
+        try:
+            length = loop._combined_loader._dataset_length()
+        except NotImplementedError:  # no dataset has a length
+            length = -1
+        size: Any = lightning_getattr(pl_module, self._batch_arg_name)
+        found = trials.everyones(size, length)
+        if any(rank != found[0] for rank in found):
+            raise MisconfigurationException(
+                f"rank {trainer.global_rank}: expected one batch size, and datasets of one length, on all ranks for "
+                f"BatchSizeFinder, found {found} by rank. Begin with the same size, and divide one dataset by a sampler"
+            )
+
+
+class _Trials:
+    """Ends a trial on all ranks if one of them runs out of memory.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its module, in the modes in which trials begin.
+    """
+
+    def __init__(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.trainer, self.strategy, self._ran_out = trainer, trainer.strategy, False
+        self._modes = [(module, module.training) for module in pl_module.modules()]
+
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a function that calls ``call``, and notes if memory runs out there."""
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if not is_oom_error(error):
+                    raise
+                self._ran_out = True
+
+        return watching
+
+    def on_all_ranks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a function that calls ``call``, and raises on all ranks if memory runs out on one.
+
+        Meanwhile the Trainer's collectives are left out: a rank that runs out of memory does not come to each of them.
+        """
+        watched = self.watched(call)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            with _replaced(self.strategy, leaves_out_collectives=True):
+                output = watched(*args, **kwargs)
+            ran_out, self._ran_out = self._ran_out, False
+            ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
+            if ranks:
+                self._forget_trial()
+                raise RuntimeError(f"rank(s) {ranks}: CUDA out of memory, or another device's")  # Lightning's words
+            return output
+
+        return calling
+
+    def _forget_trial(self) -> None:
+        """Drop gradients. Leave the stage and the modes of a validation in ``fit``, which Lightning would keep."""
+        if (wrapper := self.strategy.bucket_ddp) is not None:
+            wrapper._passes.wrapped.forget_gradients()
+            self.trainer.training = True
+        for module, training in self._modes:
+            module.training = training
+
+    def everyones(self, *numbers: int) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+        mine = torch.tensor(numbers, device=self.strategy.root_device)
+        found: list[list[int]] = self.strategy.all_gather(mine).view(-1, len(numbers)).tolist()
+        return found
+
+
+class _Undistributed:
+    """A Trainer as the finder's ``setup`` sees it: Lightning's refuses several ranks, and checks the rest."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return (
+            SimpleNamespace(is_distributed=False) if name == "_accelerator_connector" else getattr(self.trainer, name)
+        )
+
+
+@contextmanager
+def _replaced(owner: object, **members: Any) -> Iterator[None]:
+    """Give an object other members in this context."""
+    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
+    vars(owner).update(members)
+    try:
+        yield
+    finally:
+        for name in members:
+            del vars(owner)[name]
+        vars(owner).update(before)
+
+
+def require_ours(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse Lightning's own finder.
+
+    Raises:
+        MisconfigurationException: If it is there.
+    """
+    for callback in callbacks:
+        if isinstance(callback, LightningsFinder) and not isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                "expected lightning_bucketddp.BatchSizeFinder, which all ranks take part in, among the Trainer's "
+                f"callbacks; found {type(callback).__name__}, which is Lightning's. Replace it"
+            )
