@@ -150,7 +150,7 @@ class ShardedParams(Parts):
         """Give up: a step raised after it had changed some parts, which the other ranks will not get."""
         number = self._peers.position.pass_number
         cause = f"raised in optimizer.step() before pass {number}, with some parameters updated"
-        if self._peers.world_size > 1 and not self._peers.message:
+        if self._peers.world_size > 1 and not self._peers.give_up_reason:
             self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
 
     def updated(self, params: Sequence[Tensor], complete: bool) -> None:
@@ -236,7 +236,7 @@ class ShardedParams(Parts):
     def release(self) -> None:
         """Wait for parameters that are on their way, and give all memory of their own."""
         try:
-            if not self._peers.message:
+            if not self._peers.give_up_reason:
                 self.wait()
         except Exception as error:  # ranks have failed, which other errors tell
             _log.warning("rank %d: parameters of the last step could not be gathered: %s", self._peers.rank, error)

@@ -7,20 +7,12 @@ well it asks the store nothing.
 
 Keys of the store. Every group has a namespace, ``lightning_bucketddp/<group>/<n-th listener>``::
 
-    wake/<rank>                  look into the store! The rank's listener waits for this key alone, and deletes it
-    call                         the last roll call: its number, and the rank that calls
-    status/<rank>                the number of the roll call that the rank has answered; its records, one per wrapper
+    wake/<rank>                  look at the news! The rank's listener waits for this key alone, and deletes it
+    news                         what all ranks are to know: failures, the last report, a roll call
+    status/<rank>                the number of the news that the rank has read; its records
     reporting/<wait>/<seconds>   how many ranks have wanted to report a wait after so long; the first does
-    reports                      how many reports there were
-    report/<n>                   the n-th report of ranks that wait
-    failure/<fit>                the first failure that ends all ranks, in words
-    heard/<fit>/<rank>           the rank has heard of the failure, or has stopped listening
-    end                          the rank that may serve the store ends: stop listening
-    closed/<fit>/<rank>          the rank has stopped listening
-    failed                       by wrapper, the last pass that failed on some rank, and why
     <wrapper>/<topic>/<rank>     a rank's answer on a topic; everyone reads everyone's
     <wrapper>/<topic>/said       how many ranks have answered
-    <wrapper>/<topic>/complete   all ranks have answered
 """
 
 from __future__ import annotations
@@ -30,11 +22,11 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
@@ -47,22 +39,17 @@ from lightning_bucketddp.comm.groups import abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
-from lightning_bucketddp.peers.records import decode, encode
-from lightning_bucketddp.peers.roll_call import RollCall, read
+from lightning_bucketddp.peers.records import encode
+from lightning_bucketddp.peers.roll_call import RollCall
+from lightning_bucketddp.peers.status import Status
 from lightning_bucketddp.peers.timed_store import STORE_SILENT, TimedStore
 from lightning_bucketddp.peers.watch import Watch
-
-LINGER_SECONDS = 2.0
-"""How long a rank that failed waits for the others to hear of it."""
 
 LEAVE_SECONDS = 30.0
 """How long a rank that has heard may stand still before its process is ended; torchrun allows as much after SIGTERM."""
 
 STORE_SECONDS = 5.0
 """How long this rank waits for the store's answer to a request."""
-
-CLOSED_SECONDS = 1.0
-"""How long a rank that calls the roll waits for answers after a connection was closed."""
 
 _OWN_ERROR_SECONDS = 0.3
 _ABORT_SECONDS = 1.0
@@ -120,10 +107,10 @@ def tell_end_of_rank(rank: int, how: str) -> bool:
     world = dist.group.WORLD
     listener = _listeners.get(world) if world is not None else None
     if listener is not None and listener.failure is None:
-        with suppress(RuntimeError):  # the store is gone
-            for key in ("heard", "closed"):  # nobody need wait for it
-                listener.store.set(f"{key}/{listener._fit}/{rank}", "")
         listener.publish(Failure(f"rank {rank} {how}"))
+        with suppress(RuntimeError):  # the store is gone
+            nobody_waits_for = [Status(rank, ended=True)]
+            listener.store.set(f"status/{rank}", encode((0, nobody_waits_for)))
     return listener is not None
 
 
@@ -155,8 +142,7 @@ class AbortListener:
 
     Attributes:
         store: The group's namespace.
-        roll_call: Where all ranks are.
-        failure: The first failure that ends all ranks, as far as is known here.
+        roll_call: What ranks tell one another.
     """
 
     def __init__(self, collectives: Collectives, report_after: float) -> None:
@@ -167,7 +153,6 @@ class AbortListener:
         self.store = TimedStore(store, STORE_SECONDS)
         _made[name] += 1
         self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size, report_after)
-        self.failure: Failure | None = None
         self._store_lost = False
         self._fit = 0
         self._is_stopping: Callable[[], bool] = lambda: False
@@ -178,7 +163,7 @@ class AbortListener:
             return
         self.roll_call.write(self.store)
         try:  # a write alone does not notice, and a second connection would be tried until the timeout
-            self.store.check(["end"])
+            self.store.check(["news"])
         except RuntimeError as error:
             raise PeerFailureError(f"rank {collectives.rank}: {_STORE_LOST}") from error
         # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
@@ -189,10 +174,16 @@ class AbortListener:
             daemon=True,
         )
         self._thread.start()
-        Watch(self.roll_call, self._group, self._closed, self.publish).start()
+        watch = Watch(self.roll_call, self._group, self._closed, self.publish)
+        threading.Thread(target=watch.run, name=f"{_THREADS}watch", daemon=True).start()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a strategy listens for nobody
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that ends all ranks, as far as is known here."""
+        return self.roll_call.news.failures.get(f"fit {self._fit}")
 
     def is_own(self) -> bool:
         """Whether this process made it; False in a child that was forked."""
@@ -206,7 +197,6 @@ class AbortListener:
         """
         self._fit += 1
         self._is_stopping = is_stopping
-        self.failure = None
         self._reason_logged = False
         self._heard.clear()
         self._leaving.clear()
@@ -228,15 +218,9 @@ class AbortListener:
         Returns:
             Whether this is the first.
         """
-        mine = encode(failure)
-        try:
-            first = self.store.compare_set(f"failure/{self._fit}", "", mine)
-            self.failure = self.failure or decode(first, Failure, failure)
-            self.roll_call.wake()
-        except RuntimeError:  # the store is gone
-            self.failure = self.failure or (Failure(self._lost()) if self._store_lost else failure)
-            return False
-        return first == mine.encode()
+        if self._store_lost:
+            failure = Failure(self._lost())
+        return self.roll_call.publish(f"fit {self._fit}", failure)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
@@ -244,8 +228,8 @@ class AbortListener:
         if self._closed.is_set():
             return
         first = False
-        if isinstance(error, PeerFailureError):  # the rank that failed says it best, in a moment
-            self._hear()
+        if isinstance(error, PeerFailureError) and not self._store_lost:
+            self._heard.wait(1)  # the rank that failed says it best, in a moment
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
             # An error of torch's may be due to a rank that is gone.
@@ -254,45 +238,29 @@ class AbortListener:
             _add_note(error, f"rank {self.roll_call.rank}: {gone}" if gone else "")
             _add_note(error, self.roll_call.report if from_torch else "")
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
-            self._hear()
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
             self._log_reason()
             _add_note(error, self._reason())
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
-            self._wait_until_all("heard")
+            with suppress(RuntimeError):
+                self.roll_call.wait_until(lambda status: status.heard_of >= self._fit or status.ended)
 
-    def _hear(self) -> None:
-        """Give the listener a moment to hear of a failure."""
-        if not self._store_lost:
-            self._heard.wait(1)
-
-    def ask_why(self, wrapper: int, names: Sequence[str] = (), closed: bool = False) -> str:
+    def ask_why(self, wrapper: int) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
 
         Args:
-            wrapper: The number of a wrapper.
-            names: The parameters' names.
-            closed: Whether a connection was closed: ranks that live answer soon, and one does not.
+            wrapper: The number of a wrapper; 0 for none.
         """
-        seconds = CLOSED_SECONDS if closed else 0
         try:
-            statuses = self.roll_call.ask(wrapper, seconds=seconds, until=lambda: self.failure is not None)
+            statuses = self.roll_call.ask(wrapper)
         except RuntimeError as error:
             return STORE_SILENT if STORE_SILENT in str(error) else self._lost()
-        found = diagnose(statuses, names)
+        found = diagnose(statuses)
         return found.text if found is not None else silent(statuses)
 
     def _lost(self) -> str:
         return _STORE_ENDED if self._closed.is_set() else _STORE_LOST  # it has closed this listener before
-
-    def _wait_until_all(self, key: str) -> None:
-        """Wait until all ranks have set a key of theirs, or the time is up, or the store is gone."""
-        keys = [f"{key}/{self._fit}/{rank}" for rank in range(self.roll_call.world_size)]
-        deadline = time.monotonic() + LINGER_SECONDS
-        with suppress(RuntimeError):
-            while not self.store.check(keys) and time.monotonic() < deadline:  # torch's wait() prints such an end
-                time.sleep(0.02)
 
     def close(self) -> None:
         """Stop listening, as the group or this process ends."""
@@ -309,15 +277,12 @@ class AbortListener:
         self._thread.join(timeout=5)
 
     def _tell_end(self) -> None:
-        self.roll_call.end()
-        for key in ("heard", "closed"):
-            self.store.set(f"{key}/{self._fit}/{self.roll_call.rank}", "")
+        self.roll_call.end(self.store)
         if self.roll_call.rank or not _serves(self.store.store):
             self.store.set(f"wake/{self.roll_call.rank}", "")
         else:  # the store may end with this process: nobody may be in the middle of a call
-            self.store.set("end", "")
-            self.roll_call.wake()
-            self._wait_until_all("closed")
+            self.roll_call.change(lambda news: replace(news, end=True))
+            self.roll_call.wait_until(lambda status: status.ended)
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -326,14 +291,13 @@ class AbortListener:
         try:
             while self._wait(store, key):
                 store.delete_key(key)
-                if store.check(["end"]):
-                    self._closed.set()
-                    store.set(f"closed/{self._fit}/{self.roll_call.rank}", "")
-                    return
                 self.roll_call.look(store)
-                text = "" if self._heard.is_set() else read(store, f"failure/{self._fit}")
-                if text and (failure := decode(text, Failure, None)):
-                    self.failure = self.failure or failure
+                if self.roll_call.news.end:
+                    self._closed.set()
+                    self.roll_call.end(store)
+                    return
+                self.roll_call.write(store)
+                if self.failure is not None and not self._heard.is_set():
                     self._heard.set()
                     self._end_training(store)
         except RuntimeError:
@@ -354,7 +318,8 @@ class AbortListener:
         """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty."""
         if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
             self._log_reason()
-        store.set(f"heard/{self._fit}/{self.roll_call.rank}", "")
+        self.roll_call.statuses[0].heard_of = self._fit
+        self.roll_call.write(store)
         if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
             self.abort()
         where = self.roll_call.stack()

@@ -7,10 +7,9 @@ rank A has not. Then they never meet, whenever the records were written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-from lightning_bucketddp.peers.status import Frame, Phase, Status
+from lightning_bucketddp.peers.status import COUNTED, Frame, Phase, Status
 
 LOOK_FOR_BATCHES = (
     "look for an exception in its output; else look for ranks with different numbers of batches, which need "
@@ -43,34 +42,35 @@ _INNER = ("/torch/", "/lightning_bucketddp/", "/strategies/", "/core/module.py",
 """Files through which the Trainer's collectives are called."""
 
 
-class Failure(NamedTuple):
+@dataclass(frozen=True)
+class Failure:
     """Why ranks cannot go on.
 
     Attributes:
         text: A sentence without its full stop. It begins with a rank.
         mismatch: True if the ranks are at different points of the program; False if one of them failed.
+        for_good: False if backward raised in a pass: training goes on if it has raised on every rank.
+        pass_number: That pass.
     """
 
     text: str
     mismatch: bool = False
+    for_good: bool = True
+    pass_number: int = -1
 
 
-def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure | None:
+def diagnose(statuses: Sequence[Status]) -> Failure | None:
     """Find out why ranks wait.
 
     Args:
         statuses: The records of all ranks, in any order.
-        names: The parameters' names.
 
     Returns:
         None if the awaited ranks may still come.
     """
-    for status in statuses:
-        if status.failure:
-            return Failure(f"rank {status.rank} {status.failure}")
     # Most ranks of a large world are at the same point: the first of them speaks for all.
     by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
-    distinct = {repr(replace(status, rank=0)): status for status in by_rank}.values()
+    distinct = {(status.heard, repr(replace(status, rank=0))): status for status in by_rank}.values()
     pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
     all_wait = all(status.heard and status.waiting_for for status in statuses)
     for find in (_ended, _skipped, _validates, _elsewhere):
@@ -78,7 +78,7 @@ def diagnose(statuses: Sequence[Status], names: Sequence[str] = ()) -> Failure |
             # A user's own code may mix the Trainer's collectives and torch's: then they must all wait.
             if Phase.COLLECTIVE in (waiting.phase, other.phase) and not (all_wait and find is _elsewhere):
                 continue
-            if text := find(waiting, other, names):
+            if text := find(waiting, other):
                 return Failure(text, mismatch=find is not _ended)
     return None
 
@@ -94,22 +94,15 @@ def _has_come(other: Status, waiting: Status) -> bool:
     """Whether a rank has come to where another one waits, as far as is known."""
     here, there, phase = waiting.position, other.position, waiting.phase
     # Each case asks: has it come further, or just as far and to the same thing?
-    same = other.phase is not phase or other.waiting_for == waiting.waiting_for
-    match phase:
-        case Phase.PASS | Phase.ROOT:
-            return (there.pass_number, other.phase in (Phase.PASS, phase)) >= (here.pass_number, True)
-        case Phase.EXCHANGE:
-            return (there.exchange, same) >= (here.exchange, True)
-        case Phase.AGREEMENT:
-            return (there.agreement, same) >= (here.agreement, True)
-        case Phase.COLLECTIVE:
-            return (there.collective, same) >= (here.collective, True)
-        case Phase.UPDATE:
-            return there.update > here.update or there.updates == here.updates
-    return True
+    if phase in (Phase.PASS, Phase.ROOT):
+        return (there.pass_number, other.phase in (Phase.PASS, phase)) >= (here.pass_number, True)
+    if phase in COUNTED:
+        same = other.phase is not phase or other.waiting_for == waiting.waiting_for
+        return (getattr(there, phase), same) >= (getattr(here, phase), True)
+    return phase is Phase.RUNS or there.update > here.update or there.updates == here.updates
 
 
-def _ended(waiting: Status, other: Status, _: Sequence[str]) -> str:
+def _ended(waiting: Status, other: Status) -> str:
     """``other`` has ended training."""
     if not other.ended or waiting.ended:  # all ranks that have ended training run what follows it
         return ""
@@ -118,7 +111,7 @@ def _ended(waiting: Status, other: Status, _: Sequence[str]) -> str:
     return f"rank {other.rank} has ended training after {passes} pass(es), while {_describe(waiting)}; {hint}"
 
 
-def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
+def _skipped(waiting: Status, other: Status) -> str:
     """``other`` has left a step in which ``waiting`` runs one more backward."""
     here, there = waiting.position, other.position
     if not other.heard or (there.step, other.step_ended) < (here.step, True):
@@ -135,21 +128,21 @@ def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
     return f"{text}: look for {what} in a branch that depends on the rank or on its data"
 
 
-def _validates(waiting: Status, other: Status, _: Sequence[str]) -> str:
+def _validates(waiting: Status, other: Status) -> str:
     """``other`` has begun a validation that ``waiting`` has not come to."""
     if other.position.validation <= waiting.position.validation:
         return ""
     return f"rank {other.rank} has begun a validation, while {_describe(waiting)}; {LOOK_FOR_BATCHES}"
 
 
-def _elsewhere(waiting: Status, other: Status, names: Sequence[str]) -> str:
+def _elsewhere(waiting: Status, other: Status) -> str:
     """Two ranks wait for each other at different points of the program."""
     if not other.heard or other.phase is Phase.RUNS or _has_come(waiting, other):
         return ""
     first, second = sorted((waiting, other), key=lambda status: (status.phase is not Phase.PASS, status.rank))
     phases = frozenset({first.phase, second.phase})
     if Phase.AGREEMENT in phases and first.trainable != second.trainable and first.trainable and second.trainable:
-        return other_trainable(first, second, names)
+        return other_trainable(first, second)
     hint = LOOK_FOR_STEPS if Phase.UPDATE in phases else _HINTS.get(phases, _LOOK_FOR_BRANCH)
     return f"{_describe(first, second)}, while {_describe(second, first)}: {hint}"
 
@@ -179,18 +172,17 @@ def _called_in(stack: Sequence[Frame]) -> str:
     return ""
 
 
-def other_trainable(first: Status, second: Status, names: Sequence[str]) -> str:
+def other_trainable(first: Status, second: Status) -> str:
     """How two ranks differ in the parameters that they train.
 
     Args:
         first: One rank's record.
         second: The other's.
-        names: The parameters' names.
     """
     difference = f"rank {second.rank} went through another sequence of trainable sets than rank {first.rank}"
-    for name, *flags in zip(names, first.trainable, second.trainable, strict=False):
+    for name, *flags in zip(first.names, first.trainable, second.trainable, strict=False):
         if flags[0] != flags[1]:
-            mine, theirs = ("trainable" if int(flag) else "frozen" for flag in flags)
+            mine, theirs = ("trainable" if flag else "frozen" for flag in flags)
             difference = f"parameter {name!r} is {mine} on rank {first.rank} and {theirs} on rank {second.rank}"
             break
     return (

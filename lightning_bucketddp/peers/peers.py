@@ -14,10 +14,10 @@ from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
 from lightning_bucketddp.peers.abort_listener import STORE_SECONDS, listen
 from lightning_bucketddp.peers.agreement import Entry, PeerFailureError, RankMismatchError, first_difference
+from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.report import in_words
-from lightning_bucketddp.peers.roll_call import FailedPass
 from lightning_bucketddp.peers.status import Phase, Status
 
 _PROBLEM = "problem: "
@@ -37,7 +37,7 @@ class Peers:
         number: Which of the group's wrappers this is; the same on every rank.
         rank: This rank.
         world_size: Number of ranks.
-        message: Why this rank has given up: the text of the error that every later use raises. Empty if it has not.
+        give_up_reason: Why this rank has given up: what every later use raises. Empty if it has not.
         here: Where this rank is.
         position: How far it has come.
     """
@@ -49,7 +49,7 @@ class Peers:
         self.here = Status(self.rank)
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
-        self.message = ""
+        self.give_up_reason = ""
         self._polls = 0  # since this wait began
         self._timeout = (timeout or DEFAULT_TIMEOUT).total_seconds()
         self._store = self._listener.store.limited(self._timeout + STORE_SECONDS)  # a wait for others is no longer
@@ -75,17 +75,14 @@ class Peers:
         Raises:
             RuntimeError: If some ranks stay silent for the whole timeout; names them.
         """
-        self.here.begin_agreement()
-        store, name = self._store, f"{self.number}/{self.position.agreement}/{topic}"
-        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        counter, complete = f"{name}/said", f"{name}/complete"
-        self._polls = 0
+        store, self._polls = self._store, 0
         with self.here.waiting(topic, Phase.AGREEMENT):
+            name = f"{self.number}/{self.position.agreement}/{topic}"
+            keys = [f"{name}/{rank}" for rank in range(self.world_size)]
             store.set(keys[self.rank], mine)
-            if store.add(counter, 1) == self.world_size:
-                store.set(complete, "")
+            store.add(counter := f"{name}/said", 1)
             began = time.monotonic()
-            while not store.check([complete]):  # wait() keeps the connection from other threads; torch logs each end
+            while store.add(counter, 0) < self.world_size:  # wait() would block the connection; torch logs its end
                 waited = time.monotonic() - began
                 time.sleep(min(max(waited / 10, 0.001), POLL_SECONDS))
                 if waited > (self._polls + 1) * POLL_SECONDS:
@@ -100,7 +97,7 @@ class Peers:
             answers = [value.decode() for value in store.multi_get(keys)]
         for key in self._last_keys:  # every rank has read the last topic, or it would not have come to this one
             store.delete_key(key)
-        self._last_keys = [keys[self.rank], *((counter, complete) if self.rank == 0 else ())]
+        self._last_keys = [keys[self.rank], *([counter] if self.rank == 0 else ())]
         return answers
 
     def require_same(self, topic: str, entries: Sequence[Entry], problem: Exception | None = None) -> None:
@@ -131,7 +128,7 @@ class Peers:
                 )
         if len(set(digests)) == 1:
             return
-        everyone = [decode(said, Sequence[Entry], ()) for said in self.exchange(f"{topic} in full", text)]
+        everyone = [decode(said, Sequence[tuple[str, str]], ()) for said in self.exchange(f"{topic} in full", text)]
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise RankMismatchError(
             f"rank {self.rank}: ranks disagree on {topic}: {first_difference(everyone[0], everyone[other], other)}. "
@@ -173,9 +170,8 @@ class Peers:
         self.raise_if_failed()
         self._polls += 1
         if end_signals.impatient(waited := self._polls * POLL_SECONDS):
-            away = [
-                answer.rank for answer in self._roll_call.ask(self.number) if not (answer.heard and answer.waiting_for)
-            ]
+            answers = self._roll_call.ask(self.number)
+            away = [answer.rank for answer in answers if not (answer.heard and answer.waiting_for)]
             cause = f"a signal asks all ranks to end, and rank(s) {away} did not come in {waited:.0f} s"
             raise PeerFailureError(self.cannot_complete(cause))
 
@@ -190,14 +186,12 @@ class Peers:
             PeerFailureError: Instead of the collective's error, if another rank has failed.
             RankMismatchError: If ranks wait for different things.
         """
-        self.here.begin_collective()
         with self.here.waiting(what, Phase.COLLECTIVE):
             try:
                 yield
             except RuntimeError:
-                if self.failure():
-                    with self.giving_up_on_errors():
-                        self.raise_if_failed()
+                self._look()
+                self.raise_if_failed()
                 raise
 
     def steps(self) -> str:
@@ -218,38 +212,43 @@ class Peers:
             PeerFailureError: If this rank has given up, or another one failed for good.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        if self.message:
-            raise PeerFailureError(self.message)
+        if self.give_up_reason:
+            raise PeerFailureError(self.give_up_reason)
         if self._listener.failure is not None:
-            with self.giving_up_on_errors():
-                self.raise_if_failed()
+            self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """Raise if another rank failed in this pass, or for good, as far as is known here.
+        """Give up and raise if another rank failed in this pass, or for good, as far as is known here.
 
         Raises:
             PeerFailureError: If a rank failed.
             RankMismatchError: If ranks were found at different points of the program.
         """
-        failure = self._listener.failure
-        if failure is not None:
+        failure = self._known_failure()
+        if failure is None:
+            return
+        if self._listener.failure is not None:
             self._listener.noticed()
+        with self.giving_up_on_errors():
             if failure.mismatch:
                 raise RankMismatchError(f"rank {self.rank}: {failure.text}")
-        if cause := self._known_failure():
-            raise PeerFailureError(self.cannot_complete(cause))
+            raise PeerFailureError(self.cannot_complete(failure.text))
 
     def failure(self) -> str:
         """Why this pass cannot be completed, in words; empty if no rank has failed in it. Asks the store."""
+        self._look()
+        failure = self._known_failure()
+        return "" if failure is None else failure.text
+
+    def _look(self) -> None:
         with suppress(RuntimeError):  # the store goes with the rank that serves it
             self._roll_call.look(self._listener.store)
-        return self._known_failure()
 
-    def _known_failure(self) -> str:
-        if self._listener.failure is not None:
-            return self._listener.failure.text
-        failed = self._roll_call.failed_pass(self.number)
-        return failed.text if failed.for_good or failed.number == self.position.pass_number else ""
+    def _known_failure(self) -> Failure | None:
+        failure = self._listener.failure or self._roll_call.news.failures.get(f"wrapper {self.number}")
+        if failure is None or failure.for_good or failure.pass_number == self.position.pass_number:
+            return failure
+        return None
 
     def publish_failure(self, cause: str, for_good: bool = True) -> None:
         """Tell the others that this rank failed. Ranks that wait for it, or will, raise. The first cause stays.
@@ -259,35 +258,24 @@ class Peers:
             for_good: Whether this rank cannot go on in any case. Otherwise backward raised in this pass, and training
                 goes on if it has raised on every rank.
         """
-        if for_good:
-            self.here.fail(cause)
-        with suppress(RuntimeError):  # the store is gone
-            failed = FailedPass(self.position.pass_number, for_good, f"rank {self.rank} {cause}")
-            self._roll_call.publish_failed(self.number, failed)
+        failure = Failure(f"rank {self.rank} {cause}", for_good=for_good, pass_number=self.position.pass_number)
+        self._roll_call.publish(f"wrapper {self.number}", failure)
 
-    def give_up(self, message: str, cause: str | None = None) -> None:
+    def give_up(self, reason: str, cause: str | None = None) -> None:
         """Give up for good.
 
         Args:
-            message: What every later use raises.
+            reason: What every later use raises.
             cause: What happened, for ranks that would otherwise wait for this one in a later pass; as the end of a
                 sentence that begins with the rank. None if they find it too.
         """
-        self.message = self.message or message
+        self.give_up_reason = self.give_up_reason or reason
         if cause is not None:
             self.publish_failure(cause)
 
     def giving_up_on_errors(self) -> GivingUp:
         """A context that gives up on errors after which the ranks are no longer in step."""
         return GivingUp(self)
-
-    def give_up_on(self, error: BaseException | None) -> None:
-        """Give up if the ranks are no longer in step after this error."""
-        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
-            self.give_up(str(error))
-        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
-            cause = f"cannot go on in pass {self.position.pass_number}: {error}"
-            self.give_up(f"rank {self.rank}: {error}", cause)
 
     def cannot_complete(self, cause: str) -> str:
         """The message for a pass that cannot be completed.
@@ -302,21 +290,19 @@ class Peers:
 
     def _give_up_after(self, awaited: str, error: RuntimeError) -> None:
         """Give up after a collective raised, and say which rank caused it, if that can be found out."""
-        if self.failure():
-            with self.giving_up_on_errors():
-                self.raise_if_failed()
-        late = "timed out" in str(error).lower() or "timeout" in str(error)  # else a connection was closed
-        told = self._listener.ask_why(self.number, self.here.names, closed=not late)
+        self._look()
+        self.raise_if_failed()
+        told = self._listener.ask_why(self.number)
         cause = self.failure() or told or "another rank ended or did not get here in time; its output tells why"
         text = f"rank {self.rank}: waiting for {awaited} failed in pass {self.position.pass_number}: {cause} ({error})"
         self.give_up(
             f"{text}\n{self._roll_call.report}".rstrip(), f"failed while it waited for {awaited}: {error}; {cause}"
         )
-        raise PeerFailureError(self.message) from error
+        raise PeerFailureError(self.give_up_reason) from error
 
 
 class GivingUp:
-    """See :meth:`Peers.giving_up_on_errors`. A class: contexts made of generators take several times as long."""
+    """Gives up after errors that leave ranks out of step. A class: contexts made of generators take far longer."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -325,5 +311,9 @@ class GivingUp:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._peers.give_up_on(error)
+        peers = self._peers
+        if isinstance(error, PeerFailureError | RankMismatchError):  # the other ranks find it too
+            peers.give_up(str(error))
+        elif isinstance(error, CommHookError):  # nobody knows which collectives the hook has started
+            cause = f"cannot go on in pass {peers.position.pass_number}: {error}"
+            peers.give_up(f"rank {peers.rank}: {error}", cause)

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def encode(value: object) -> str:
-    """Dataclasses, named tuples, numbers, strings and sequences of them as JSON."""
+    """Dataclasses, numbers, strings, and sequences and dictionaries of them as JSON."""
     return json.dumps(value, default=asdict)
 
 
@@ -24,7 +24,7 @@ def decode(text: str | bytes, kind: Any, otherwise: _T) -> _T:
 
     Args:
         text: The JSON.
-        kind: A dataclass, a named tuple, a type such as ``int``, or a generic such as ``Sequence[int]``.
+        kind: A dataclass, a type such as ``int``, or a generic such as ``Sequence[int]``.
         otherwise: Returned, after a warning, if the text is something else.
     """
     try:
@@ -41,28 +41,19 @@ def _checked(value: Any, kind: Any) -> Any:
         ValueError: If it is none.
     """
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (UnionType, Sequence, tuple, dict):
-        return _checked_generic(value, origin, args)
+    if origin is UnionType:  # others of its kinds do not travel
+        return _checked(value, args[0])
+    if origin is dict and isinstance(value, dict):
+        return {_checked(key, args[0]): _checked(each, args[1]) for key, each in value.items()}
+    if origin in (Sequence, tuple) and isinstance(value, list):
+        kinds = args if origin is tuple else args * len(value)
+        return tuple(_checked(each, kind) for each, kind in zip(value, kinds, strict=True))
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():
             return cast(Any, kind)(**{name: _checked(value[name], hint) for name, hint in hints.items()})
-    elif isinstance(fields := getattr(kind, "_fields", None), tuple) and isinstance(value, list):
-        hints = get_type_hints(kind)
-        return kind(*(_checked(part, hints[name]) for part, name in zip(value, fields, strict=True)))
     elif isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     elif type(value) is kind:
         return value
     raise ValueError(f"{str(value)[:200]!r} is no {kind}")
-
-
-def _checked_generic(value: Any, origin: Any, args: tuple[Any, ...]) -> Any:
-    if origin is UnionType:
-        return _checked(value, next((each for each in args if type(value) is each), args[0]))
-    if origin is dict and isinstance(value, dict):
-        return {_checked(key, args[0]): _checked(each, args[1]) for key, each in value.items()}
-    if not isinstance(value, list):
-        raise ValueError(f"{str(value)[:200]!r} is no {origin}")
-    kinds = args if origin is tuple else args * len(value)
-    return tuple(_checked(each, kind) for each, kind in zip(value, kinds, strict=True))

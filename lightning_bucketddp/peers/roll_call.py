@@ -1,4 +1,4 @@
-"""Records in the store: each rank's status, in answer to a roll call; failed passes; reports."""
+"""What ranks tell one another through the store: the news, which all are to know, and each rank's status."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice, repeat, takewhile
-from operator import itemgetter, truth
-from typing import NamedTuple
+from operator import attrgetter, itemgetter, truth
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
+from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.records import decode, encode
 from lightning_bucketddp.peers.status import Frame, Status
 from lightning_bucketddp.peers.timed_store import TimedStore
 
 ANSWER_SECONDS = 2.0
-"""How long a rank that calls the roll waits for answers. A rank that lives answers in milliseconds."""
-
+"""How long a rank waits for the records of the others. A rank that lives answers in milliseconds."""
 
 _Answer = tuple[int, Sequence[Status]]
-"""The number of the last roll call that a rank has heard of, and its records: what it writes into the store."""
+"""The number of the last news that a rank has read, and its records: what it writes into the store."""
 
 _log = logging.getLogger(__name__)
 
 
-class FailedPass(NamedTuple):
-    """A pass of one wrapper that failed on some rank.
+@dataclass(frozen=True)
+class News:
+    """What all ranks are to know. A rank that changes it wakes all ranks: each reads it, and writes its records.
 
     Attributes:
-        number: The pass.
-        for_good: Whether the rank cannot go on. Otherwise training goes on if backward raised on every rank.
-        text: What happened first: a sentence without its full stop, which begins with the rank.
+        number: How many changes there were.
+        by: The rank that made the last one.
+        failures: Failures by what they concern: a wrapper, or a fit.
+        reports: How many reports of ranks that wait there were.
+        report: The last of them.
+        end: Whether the rank ends that may serve the store.
     """
 
-    number: int = -1
-    for_good: bool = False
-    text: str = ""
-
-
-def read(store: Store | TimedStore, key: str) -> str:
-    """The value at a key; empty if there is none."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else ""
+    number: int = 0
+    by: int = -1
+    failures: dict[str, Failure] = field(default_factory=dict)
+    reports: int = 0
+    report: str = ""
+    end: bool = False
 
 
 class RollCall:
-    """The records of a group's ranks: one key per rank, which holds a record for each wrapper.
+    """The news and the records of a group's ranks. Each rank writes one key, which holds a record for each wrapper.
 
-    A rank that has waited for long calls the roll. Then each rank writes its records.
+    A rank that has waited for long calls the roll: it changes nothing but the number of the news.
 
     Args:
         store: The group's namespace.
@@ -61,7 +62,9 @@ class RollCall:
         report_after: After how many seconds of waiting there is a report.
 
     Attributes:
-        statuses: This rank's records, of all wrappers, closed ones too: others may still ask for them.
+        news: The last news that this rank has read.
+        statuses: This rank's records: one that belongs to no wrapper, then those of all wrappers by number, closed ones
+            too, as others may still ask for them.
         report: The last report of ranks that wait; empty if this rank has got further since.
     """
 
@@ -70,72 +73,101 @@ class RollCall:
         self.rank = rank
         self.world_size = world_size
         self._thread = threading.get_ident()
-        self.statuses: list[Status] = []
-        self._failed: dict[str, FailedPass] = {}  # by wrapper, as far as is known here
-        self._calls = deque([("", 0.0)], maxlen=64)  # the last calls, and when this rank heard of them
-        self._reports = 0  # of which this rank has heard
+        self.statuses = [Status(rank)]
+        self.news, self._lock = News(), threading.RLock()  # a collected group's end may come in between
+        self._heard = deque([(0, 0.0)], maxlen=64)  # the last news, and when this rank heard of them
         self.report, self.report_after = "", report_after
 
     def enter(self, status: Status) -> int:
         """Add a wrapper's record; its number. Ranks make their wrappers in the same order, so numbers are the same."""
         self.statuses.append(status)
-        return len(self.statuses)
+        return len(self.statuses) - 1
 
-    def wake(self) -> None:
-        """Have all ranks' listeners look into the store."""
-        keys = [f"wake/{rank}" for rank in range(self.world_size)]
-        self.store.multi_set(keys, [""] * len(keys))
+    # -- news ----------------------------------------------------------------------------------------
 
-    def look(self, store: Store | TimedStore) -> None:
-        """Look for failed passes, and answer a call that this rank has not answered.
+    def look(self, store: Store | TimedStore) -> bytes:
+        """Read the news, and log a report that is new.
 
         Args:
             store: The connection to use.
+
+        Returns:
+            The news as they are written.
         """
-        self._failed = _failed_in(read(store, "failed"))
-        call = read(store, "call")
-        if call != self._calls[-1][0]:
-            self._calls.append((call, time.monotonic()))
-            self.write(store)
-        while store.check([key := f"report/{self._reports}"]):
-            self._reports += 1
-            self.report = store.get(key).decode(errors="replace")
-            _log.warning("%s", self.report)
+        written = store.get("news") if store.check(["news"]) else b""
+        self._learn(decode(written, News, self.news) if written else self.news)
+        return written
 
-    # -- failed passes -------------------------------------------------------------------------------
+    def _learn(self, news: News) -> None:
+        with self._lock:
+            before, self.news = self.news, max(self.news, news, key=attrgetter("number"))
+            if self.news is not before:
+                self._heard.append((news.number, time.monotonic()))
+        if news.reports > before.reports:
+            self.report = news.report
+            _log.warning("%s", news.report)
 
-    def failed_pass(self, wrapper: int) -> FailedPass:
-        """The last pass of a wrapper that failed on some rank, as far as is known here."""
-        return self._failed.get(str(wrapper), FailedPass())
+    def change(self, edit: Callable[[News], News | None]) -> bool:
+        """Change the news, and wake all ranks.
 
-    def publish_failed(self, wrapper: int, failed: FailedPass) -> None:
-        """Tell all ranks of a failed pass. What happened first in a pass stays, and so does a failure for good."""
+        Args:
+            edit: Makes the new ones of the old; None if nothing is to be changed.
+
+        Returns:
+            Whether they were changed.
+        """
         while True:
-            before = read(self.store, "failed")
-            self._failed = _failed_in(before)
-            first = self.failed_pass(wrapper)
-            if first.for_good:
-                return
-            text = first.text if first.number == failed.number else failed.text
-            after = encode({**self._failed, str(wrapper): failed._replace(text=text)})
-            if self.store.compare_set("failed", before, after) == after.encode():  # no other rank came in between
+            written = self.look(self.store)
+            if (news := edit(self.news)) is None:
+                return False
+            news = replace(news, number=news.number + 1, by=self.rank)
+            text = encode(news)
+            if self.store.compare_set("news", written, text) == text.encode():  # no other rank came in between
                 break
-        self.wake()
+        self._learn(news)
+        keys = [f"wake/{rank}" for rank in range(self.world_size)]
+        self.store.multi_set(keys, [""] * len(keys))
+        return True
+
+    def publish(self, concerns: str, failure: Failure) -> bool:
+        """Tell all ranks of a failure. What happened first in a pass stays, and so does a failure for good.
+
+        Args:
+            concerns: Such as ``"wrapper 1"``; ``"fit 0"`` for a failure that ends all ranks.
+            failure: The failure.
+
+        Returns:
+            Whether it is new to the ranks; False if the store is gone, and this rank alone knows.
+        """
+
+        def add(news: News) -> News | None:
+            first, told = news.failures.get(concerns, Failure("", for_good=False)), failure
+            if first.text and first.pass_number == failure.pass_number:
+                told = replace(failure, text=first.text)
+            if first.for_good or first == told:
+                return None
+            return replace(news, failures={**news.failures, concerns: told})
+
+        try:
+            return self.change(add)
+        except RuntimeError:
+            self.news = add(self.news) or self.news
+            return False
 
     # -- records -------------------------------------------------------------------------------------
 
     def write(self, store: Store | TimedStore) -> None:
-        """Write this rank's records.
+        """Write this rank's records, which answers the news that it has read.
 
         Args:
             store: The connection to use.
         """
-        store.set(f"status/{self.rank}", encode((_call_number(self._calls[-1][0]), self.records())))
+        store.set(f"status/{self.rank}", encode((self.news.number, self.records())))
 
     def records(self) -> list[Status]:
-        """This rank's records, by wrapper, and at the end one without a wrapper."""
+        """This rank's records as they are now."""
         stack = self.stack()
-        return [replace(status.snapshot(), stack=stack) for status in (*self.statuses, Status(self.rank))]
+        return [status.snapshot(stack) for status in self.statuses]
 
     def stack(self) -> list[Frame]:
         """Where the thread that trains is, which made this object: the innermost frame first.
@@ -156,47 +188,51 @@ class RollCall:
                 gc.enable()
         return [(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name) for frame in frames]
 
-    def end(self) -> None:
-        """This rank has ended training in all wrappers."""
-        for status in self.statuses:
-            status.end_training()
-        self.write(self.store)
-
-    def ask(
-        self,
-        wrapper: int,
-        unless_within: float = 0,
-        seconds: float = 0,
-        until: Callable[[], bool] = lambda: False,
-    ) -> list[Status]:
-        """Call the roll, and wait a moment until all ranks have answered.
+    def end(self, store: Store | TimedStore) -> None:
+        """This rank has ended training in all wrappers, and stops listening.
 
         Args:
-            wrapper: The number of a wrapper.
-            unless_within: Do nothing if another rank has called in the last so many seconds, or calls right now.
-            seconds: How long to wait for answers; 0 for :data:`ANSWER_SECONDS`.
-            until: Answers are no longer needed when this returns True.
+            store: The connection to use.
+        """
+        for status in self.statuses:
+            status.end_training()
+        self.write(store)
+
+    def ask(self, wrapper: int, unless_within: float = 0) -> list[Status]:
+        """Call the roll, and wait a moment until all ranks have answered, or a failure is known.
+
+        Args:
+            wrapper: The number of a wrapper; 0 for none.
+            unless_within: Do nothing if there were news in the last so many seconds, or are right now.
 
         Returns:
             What the ranks have written of the wrapper. Ranks that have not answered are marked.
         """
-        last, called_at = self._calls[-1]
-        if time.monotonic() < called_at + unless_within:
+        last, heard_at = self._heard[-1]
+        if time.monotonic() < heard_at + unless_within:
             return []
-        call = _call_number(last) + 1
-        mine = f"{call} {self.rank}"
-        if self.store.compare_set("call", last, mine) == mine.encode():
-            self.wake()
-        elif unless_within:
+        called = self.change(lambda news: None if news.number > last else news)  # else a call of another rank will do
+        if unless_within and not called:
             return []
-        deadline = time.monotonic() + (seconds or ANSWER_SECONDS)
+        known = self.news.failures
+        return self.wait_until(lambda status: status.ended or self.news.failures != known, wrapper, call=last + 1)
+
+    def wait_until(self, enough: Callable[[Status], bool], wrapper: int = 0, call: int = sys.maxsize) -> list[Status]:
+        """Read the ranks' records until all have answered or say enough, or :data:`ANSWER_SECONDS` have passed.
+
+        Args:
+            enough: Whether a record says enough.
+            wrapper: As for :meth:`ask`.
+            call: The number of the news that ranks are to answer.
+        """
+        deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            found = self._records(wrapper, call)
-            if all(status.heard or status.ended for status in found) or until() or time.monotonic() > deadline:
+            found = self._read_records(wrapper, call)
+            if all(status.heard or enough(status) for status in found) or time.monotonic() > deadline:
                 return found
             time.sleep(0.02)
 
-    def _records(self, wrapper: int, call: int) -> list[Status]:
+    def _read_records(self, wrapper: int, call: int) -> list[Status]:
         keys = [f"status/{rank}" for rank in range(self.world_size)]
         if self.store.check(keys):
             values = self.store.multi_get(keys)
@@ -208,18 +244,9 @@ class RollCall:
             answered, statuses = decode(value, _Answer, nothing) if value else nothing
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
-            seconds = now - min((at for later, at in list(self._calls) if _call_number(later) > answered), default=now)
+            silent = now - min((at for number, at in list(self._heard) if number > answered), default=now)
             # Without such a wrapper the last one.
-            status = statuses[min(wrapper, len(statuses)) - 1] if statuses else Status(rank)
-            found.append(replace(status, rank=rank, silent_for=0.0 if answered >= call else max(seconds, 1e-3)))
+            status = statuses[min(wrapper, len(statuses) - 1)] if statuses else Status(rank)
+            silent = 0.0 if answered >= call else max(silent, 1e-3)
+            found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
         return found
-
-
-def _failed_in(written: str) -> dict[str, FailedPass]:
-    return decode(written or "{}", dict[str, FailedPass], {})
-
-
-def _call_number(call: str) -> int:
-    """The number of a roll call, which is written as ``"<number> <rank that calls>"``."""
-    number = call.partition(" ")[0]
-    return int(number) if number.isdecimal() else 0

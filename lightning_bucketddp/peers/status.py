@@ -14,15 +14,32 @@ Frame = tuple[str, int, str]
 
 
 class Phase(StrEnum):
-    """The kind of thing that a rank waits for. The comments name the matching counter of ``Position``."""
+    """The kind of thing that a rank waits for. Some are the names of counters in :class:`Position`."""
 
-    RUNS = "nothing, or a collective that has no counter"
-    ROOT = "the others, at the root of a pass"  # pass_number
-    PASS = "gradients, after its backward"  # pass_number
-    EXCHANGE = "BatchNorm statistics or module buffers"  # exchange
-    UPDATE = "parameters that others have updated"  # update
-    AGREEMENT = "an agreement, through the store or on logged keys"  # agreement
-    COLLECTIVE = "a collective of the Trainer's"  # collective
+    RUNS = "runs"
+    """Nothing, or a collective that has no counter."""
+
+    ROOT = "root"
+    """The others, at the root of a pass."""
+
+    PASS = "pass"
+    """Gradients, after its backward."""
+
+    EXCHANGE = "exchange"
+    """BatchNorm statistics or module buffers."""
+
+    UPDATE = "update"
+    """Parameters that others have updated."""
+
+    AGREEMENT = "agreement"
+    """An agreement, through the store or on logged keys."""
+
+    COLLECTIVE = "collective"
+    """A collective of the Trainer's."""
+
+
+COUNTED = (Phase.EXCHANGE, Phase.AGREEMENT, Phase.COLLECTIVE)
+"""Waits that every rank counts when they begin."""
 
 
 @dataclass(slots=True)
@@ -69,9 +86,9 @@ class Status:
         waiting_for: The same in words.
         step_ended: Whether all backwards of the step have been run.
         ended: Whether it has ended training.
-        failure: Why it cannot go on, in words; empty if it can.
+        heard_of: The last fit in which it has heard of a failure that ends all ranks.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
-        names: The names of the parameters. They do not travel.
+        names: The names of the parameters. They do not travel: whoever reads a record puts in its own.
         updated: A hash of the buckets that sharded optimizers have updated, in a step that is under way too.
         stack: Where the thread that trains is, the innermost frame first. Filled in for travel.
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
@@ -85,37 +102,44 @@ class Status:
     waiting_for: str | Callable[[], str] = ""
     step_ended: bool = False
     ended: bool = False
-    failure: str = ""
-    trainable: Sequence[bool | str] = ()
-    names: Sequence[str] = ()
+    heard_of: int = field(default=-1, repr=False)
+    trainable: Sequence[bool] = ()
+    names: Sequence[str] = field(default=(), repr=False)
     updated: int = 0
     stack: Sequence[Frame] = field(default=(), repr=False)
     silent_for: float = field(default=0.0, repr=False)
-    waited: float = 0.0
+    waited: float = field(default=0.0, repr=False)
 
     @property
     def heard(self) -> bool:
         """Whether the rank has answered the last roll call."""
         return not self.silent_for
 
-    def snapshot(self) -> Status:
-        """The record as other ranks get it."""
+    def snapshot(self, stack: Sequence[Frame] = ()) -> Status:
+        """The record as other ranks get it.
+
+        Args:
+            stack: Where the thread that trains is.
+        """
         what = self.waiting_for
         with suppress(Exception):  # called by another thread: the awaited may arrive right now
             what = what if isinstance(what, str) else what()
         what = what if isinstance(what, str) else "gradients"
         asked = self.phase in (Phase.AGREEMENT, Phase.PASS)
         trainable = self.trainable if asked else ()
-        return replace(self, position=replace(self.position), waiting_for=what, trainable=trainable, names=())
+        at = replace(self.position)
+        return replace(self, position=at, waiting_for=what, trainable=trainable, names=(), stack=stack)
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:
-        """Note what this rank waits for.
+        """Note what this rank waits for, and count the wait.
 
         Args:
             what: The same in words.
             phase: What kind of thing it is.
         """
+        if phase in COUNTED:  # on every rank
+            setattr(self.position, phase, getattr(self.position, phase) + 1)
         before, began = (self.phase, self.waiting_for), time.perf_counter()
         self.phase, self.waiting_for = phase, what
         try:
@@ -139,10 +163,6 @@ class Status:
         """This rank comes to no further pass."""
         self.ended = True
 
-    def fail(self, why: str) -> None:
-        """This rank cannot go on."""
-        self.failure = why
-
     def begin_forward(self) -> None:
         """A training forward begins."""
         self.position.forward += 1
@@ -150,18 +170,6 @@ class Status:
     def forget_forwards(self) -> None:
         """Count forwards anew, after ranks have rightly run different numbers of them."""
         self.position.forward = 0
-
-    def begin_exchange(self) -> None:
-        """An exchange of BatchNorm statistics or of module buffers begins, on every rank."""
-        self.position.exchange += 1
-
-    def begin_agreement(self) -> None:
-        """An agreement, through the store or on logged keys, begins on every rank."""
-        self.position.agreement += 1
-
-    def begin_collective(self) -> None:
-        """A collective of the Trainer's begins, on every rank."""
-        self.position.collective += 1
 
     def begin_validation(self) -> None:
         """A validation begins, on every rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ class TimedStore:
 
     def __init__(self, store: Store, seconds: float) -> None:
         self.store, self._seconds = store, seconds
-        self._late: threading.Lock | None = None
+        self._late: Future[Any] | None = None
 
     def limited(self, seconds: float) -> TimedStore:
         """The same store with another limit."""
@@ -35,27 +36,21 @@ class TimedStore:
         return partial(self._request, getattr(self.store, name))
 
     def _request(self, call: Callable[..., Any], *args: Any) -> Any:
-        if self._late is not None and self._late.locked():
+        if self._late is not None and not self._late.done():
             raise RuntimeError(STORE_SILENT)
-        under_way = threading.Lock()
-        answer: list[Any] = [None, None]
+        answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
-                answer[0] = call(*args)
+                answer.set_result(call(*args))
             except Exception as error:
-                answer[1] = error
-            under_way.release()
+                answer.set_exception(error)
 
-        under_way.acquire()
         try:
             threading.Thread(target=ask, name="bucketddp-asks", daemon=True).start()
         except RuntimeError:  # no threads any more: the interpreter ends (Python 3.12 and later)
             ask()
-        if not under_way.acquire(timeout=self._seconds):
-            self._late = under_way
+        if not wait([answer], self._seconds).done:
+            self._late = answer
             raise RuntimeError(STORE_SILENT)
-        value, error = answer
-        if error is not None:
-            raise error
-        return value
+        return answer.result()

@@ -1,4 +1,4 @@
-"""The thread that notices that this rank waits for others, wherever it waits: in vain, or for long."""
+"""What notices that this rank waits for others, wherever it waits: in vain, or for long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -25,7 +26,8 @@ _AGAIN_SECONDS = 0.3
 _log = logging.getLogger(__name__)
 
 
-class Watch(threading.Thread):
+@dataclass
+class Watch:
     """Looks at the thread that trains now and then.
 
     When it has waited for 1, 2, 4, ... seconds, it calls the roll, unless another rank does: :func:`diagnose` tells
@@ -35,32 +37,27 @@ class Watch(threading.Thread):
     counts while this process runs, and not while it is stopped. Frames count for the default group alone, as they do
     not tell the group.
 
-    Args:
+    Attributes:
         roll_call: Where all ranks are.
         group: The group whose collectives count.
         closed: Set when the group ends.
         publish: Tells all ranks that they cannot go on.
     """
 
-    def __init__(
-        self,
-        roll_call: RollCall,
-        group: weakref.ref[dist.ProcessGroup],
-        closed: threading.Event,
-        publish: Callable[[Failure], object],
-    ) -> None:
-        super().__init__(name="bucketddp-watch", daemon=True)
-        self._roll_call, self._group, self._closed, self._publish = roll_call, group, closed, publish
+    roll_call: RollCall
+    group: weakref.ref[dist.ProcessGroup]
+    closed: threading.Event
+    publish: Callable[[Failure], object]
 
     def run(self) -> None:
-        """Look until the group ends."""
+        """Look until the group ends, in a thread of its own."""
         before, waited, due, ask = "", 0.0, 0.0, 0.0
-        while not self._closed.wait(seconds := min(self._roll_call.report_after / 10, _LOOK_SECONDS)):
+        while not self.closed.wait(seconds := min(self.roll_call.report_after / 10, _LOOK_SECONDS)):
             here = self._progress()
             if here != before:
-                self._roll_call.report = ""
+                self.roll_call.report = ""
             if here != before or (wrapper := self._waiting_wrapper()) is None:
-                before, waited, due, ask = here, 0.0, self._roll_call.report_after, _LOOK_SECONDS
+                before, waited, due, ask = here, 0.0, self.roll_call.report_after, _LOOK_SECONDS
                 continue
             waited += seconds
             if waited >= ask:
@@ -72,41 +69,39 @@ class Watch(threading.Thread):
 
     def _progress(self) -> str:
         """How far this rank has come. It changes with each collective, and is the same on ranks that wait for one."""
-        positions = [status.position for status in self._roll_call.statuses]
-        return f"{positions}, {started_collectives(self._group())}"
+        positions = [status.position for status in self.roll_call.statuses]
+        return f"{positions}, {started_collectives(self.group())}"
 
     def _waiting_wrapper(self) -> int | None:
         """The wrapper that waits, by its number, or the last one for another wait; None if this rank does not wait."""
-        records = self._roll_call.records()
-        waiting = [number for number, record in enumerate(records, 1) if record.waiting_for]
-        if not waiting and self._group() is dist.group.WORLD and waits(records[-1]):
+        records = self.roll_call.records()
+        waiting = [number for number, record in enumerate(records) if record.waiting_for]
+        if not waiting and self.group() is dist.group.WORLD and waits(records[-1]):
             return len(records) - 1
         return max(waiting, default=None)
 
     def _look_for_mistakes(self, wrapper: int, unless_within: float) -> None:
         """Look whether ranks wait in vain. Ranks that wait for different things must be found so twice."""
-        records = self._roll_call.statuses[wrapper - 1 : wrapper]
-        if not records or not records[0].waiting_for:  # a collective of the user's own
+        if not self.roll_call.statuses[wrapper].waiting_for:  # a collective of the user's own
             return
-        names = records[0].names
         with suppress(RuntimeError):  # the store is gone; the collective will tell
-            found = diagnose(self._roll_call.ask(wrapper, unless_within), names)
-            if found is not None and found.mismatch and not self._closed.wait(_AGAIN_SECONDS):
-                again = diagnose(self._roll_call.ask(wrapper), names)
+            found = diagnose(self.roll_call.ask(wrapper, unless_within))
+            if found is not None and found.mismatch and not self.closed.wait(_AGAIN_SECONDS):
+                again = diagnose(self.roll_call.ask(wrapper))
                 found = found if found == again else None
             if found is not None:
-                self._publish(found)
+                self.publish(found)
 
     def _report(self, here: str, wrapper: int, waited: float, due: float) -> None:
         """Have a report made, unless another rank reports the same wait."""
-        roll_call, store = self._roll_call, self._roll_call.store
+        roll_call, store = self.roll_call, self.roll_call.store
         try:
             if store.add(f"reporting/{here}/{due:g}", 1) > 1:
                 return
             statuses = roll_call.ask(wrapper)
-            if self._progress() == here and not self._closed.is_set():  # else the others came while ranks answered
-                store.set(f"report/{store.add('reports', 1) - 1}", report(statuses, roll_call.rank, waited))
-                roll_call.wake()
+            if self._progress() == here and not self.closed.is_set():  # else the others came while ranks answered
+                text = report(statuses, roll_call.rank, waited)
+                roll_call.change(lambda news: replace(news, reports=news.reports + 1, report=text))
         except RuntimeError:  # this rank reports alone
-            roll_call.report = report([roll_call.records()[wrapper - 1]], roll_call.rank, waited, STORE_SILENT)
+            roll_call.report = report([roll_call.records()[wrapper]], roll_call.rank, waited, STORE_SILENT)
             _log.warning("%s", roll_call.report)

@@ -300,8 +300,8 @@ class Passes:
                 f"rank {self.peers.rank}: expected the option skip_step_on or skip_norm_above where skip_step() is "
                 "called, found neither; give one of them"
             )
-        if self._context.options.gradient_divide_by == "tokens":
-            self.count_tokens(0)  # a pass requires a call
+        if (what := self._context.options.gradient_divide_by) in ("tokens", "samples"):
+            self.count(0, what)  # a pass requires a call
         if self.joining.counts():  # else this rank's gradients do not count in any case
             skips.ask(why)
 

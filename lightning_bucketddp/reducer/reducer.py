@@ -104,7 +104,7 @@ class Reducer:
     @property
     def state(self) -> PassState:
         """Where the reducer is."""
-        if self.peers.message and self._state is not PassState.CLOSED:
+        if self.peers.give_up_reason and self._state is not PassState.CLOSED:
             return PassState.FAILED
         return self._state
 

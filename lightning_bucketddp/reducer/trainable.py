@@ -70,13 +70,16 @@ class TrainableHistory(Participant):
         return True
 
     def _ask(self, trainable: TrainableSet) -> None:
-        peers, names = self._peers, self._slots.names
+        peers = self._peers
         topic = f"the trainable parameters of pass {peers.position.pass_number}"
         said = peers.exchange(topic, "".join("01"[flag] for flag in trainable))
         other = next((rank for rank, bits in enumerate(said) if bits != said[0]), None)
         if other is not None:
-            first, second = (Status(rank, peers.position, trainable=said[rank]) for rank in (0, other))
-            raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second, names)}")
+            first, second = (
+                Status(rank, peers.position, trainable=[bit == "1" for bit in said[rank]], names=self._slots.names)
+                for rank in (0, other)
+            )
+            raise RankMismatchError(f"rank {peers.rank}: {other_trainable(first, second)}")
 
     def ended(self) -> None:
         """Forget the passes before this reduction."""

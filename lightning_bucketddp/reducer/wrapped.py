@@ -53,7 +53,7 @@ class Wrapped:
         """Make gradients plain tensors again. Sends nothing; safe in any state."""
         reducer, peers = self.reducer, self.context.peers
         if reducer.under_way():
-            self.context.collectives.leave_behind(peers.message or "it was closed in the middle of a pass")
+            self.context.collectives.leave_behind(peers.give_up_reason or "it was closed in the middle of a pass")
         reducer.close()
         self.context.queue.leave()
 

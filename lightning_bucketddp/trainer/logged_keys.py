@@ -142,8 +142,6 @@ class LoggedKeys:
         collectives = Collectives(None)  # of the group in which Lightning reduces; a Trainer may outlive it
         peers: Peers | None = self.strategy._peers
         names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
-        if peers is not None:
-            peers.here.begin_agreement()
         what = f"the keys of self.log(sync_dist=True){names}"
         with nullcontext() if peers is None else peers.waiting_for(what, Phase.AGREEMENT):
             poll = None if peers is None else peers.poll

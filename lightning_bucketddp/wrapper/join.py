@@ -77,7 +77,6 @@ class UnevenInputs(JoinHook):
         """
         ranks, peers = range(self._collectives.world_size), self._passes.peers
         mine = [int(has_data and rank == self._collectives.rank) for rank in ranks] + [int(reduces), int(sends)]
-        peers.here.begin_exchange()
         with peers.waiting_for("what ranks with data are about to do", Phase.EXCHANGE):
             *having, reducing, sending = _sum(mine, self._collectives, self._device, peers.poll)
         if sending:

@@ -59,7 +59,6 @@ class ModuleBuffers:
             self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
             raise
         if tensors:
-            self._peers.here.begin_exchange()
             with self._peers.waiting_for("the module buffers", Phase.EXCHANGE):
                 self._send(tensors, active)
 

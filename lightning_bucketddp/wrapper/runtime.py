@@ -121,7 +121,7 @@ class Runtime:
 
         An accelerator has finished by then: streams of the user's may still read memory that is freed here.
         """
-        if not self.passes.peers.message:  # else it may wait for ranks that do not come
+        if not self.passes.peers.give_up_reason:  # else it may wait for ranks that do not come
             wait_for_device(self._device)
         self._release()
         self.optimizers.close()

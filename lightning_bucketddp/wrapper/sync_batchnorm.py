@@ -134,8 +134,6 @@ class StatisticsLink(Participant):
         mine = torch.zeros(max(values.numel() + 2, _FIRST_MESSAGE), dtype=torch.float64)
         mine[0], mine[1] = first_tag + 2 * layer + backward, count
         mine[2 : values.numel() + 2] = values.flatten()
-        if peers is not None:
-            peers.here.begin_exchange()
         everyone = gather(mine[:_FIRST_MESSAGE])
         if not bool((everyone[:, 0] == mine[0]).all()):
             raise RankMismatchError(

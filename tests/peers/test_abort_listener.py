@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_bucketddp import BucketDDP, PeerFailureError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers import abort_listener
+from lightning_bucketddp.peers import abort_listener, roll_call
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_end_of_rank
 from tests.models import Mlp
 from tests.pool import RunRanks, on_ranks
@@ -29,13 +29,18 @@ def begin(is_stopping: bool = False) -> AbortListener:
     return listener
 
 
-def look_late(look: Callable[[Any], None], store: Any) -> None:
+def look_late(look: Callable[[Any], bytes], store: Any) -> bytes:
     time.sleep(0.5)
-    look(store)
+    return look(store)
+
+
+def has_failed(listener: AbortListener, fit: int) -> bool:
+    """Whether a failure is in the store, which this rank may not have heard of."""
+    return listener.store.check(["news"]) and f"fit {fit}".encode() in listener.store.get("news")
 
 
 @on_ranks(2)
-@patch.object(abort_listener, "LINGER_SECONDS", 60)
+@patch.object(roll_call, "ANSWER_SECONDS", 60)
 def test_the_first_failure_is_told_to_the_others() -> None:
     """Four ends that follow each other; in the last two rank 1 fails first."""
     rank, store = dist.get_rank(), group_store()
@@ -52,11 +57,12 @@ def test_the_first_failure_is_told_to_the_others() -> None:
                 store.wait(["consequence"])
             if (kind, rank) == ("different", 0):  # it hears late
                 listener.roll_call.look = partial(look_late, listener.roll_call.look)  # type: ignore[method-assign]
-                eventually(partial(listener.store.check, [f"failure/{fit}"]))
+                eventually(partial(has_failed, listener, fit))
             if kind != "none":
                 listener.failed(error)
             if first_failed and rank == 1:
-                assert listener.store.check([f"heard/{fit}/0"]), "the reason may be gone with this process: it waits"
+                other, _ = listener.roll_call.wait_until(lambda status: True)
+                assert other.heard_of == fit, "the reason may be gone with this process: it waits"
             assert (listener.failure is not None) == (kind != "none")
             listener.end()
         told = ["rank 0 stops because rank 1 raised ValueError: seen by 1"] if first_failed and rank == 0 else []
@@ -87,7 +93,7 @@ def test_a_rank_whose_process_has_ended_is_named_by_its_launcher() -> None:
     with pytest.raises(PeerFailureError, match="rank 2 has ended with exit code 3") as caught:
         backward(model, 1)
     listener.failed(caught.value)
-    assert time.monotonic() - since < abort_listener.LINGER_SECONDS
+    assert time.monotonic() - since < roll_call.ANSWER_SECONDS
 
 
 @on_ranks(2, fresh=True, may_exit=[1])
@@ -101,7 +107,7 @@ def test_a_rank_whose_process_has_ended_is_named_while_ranks_wrap() -> None:
 
 
 def stuck(said: Path) -> float:
-    abort_listener.LEAVE_SECONDS, abort_listener.LINGER_SECONDS = 1, 60
+    abort_listener.LEAVE_SECONDS, roll_call.ANSWER_SECONDS = 1, 60
     listener = begin()
     since = time.monotonic()
     if dist.get_rank() == 1:

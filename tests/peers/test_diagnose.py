@@ -104,8 +104,8 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
         at(1, Phase.UPDATE, "'head.weight'", updates=(4, 9), pass_number=6),
     ),
     "parameter 'head.weight' is trainable on rank 0 and frozen on rank 1": (
-        at(0, trainable=(True, True), **IN_PASS),
-        at(1, trainable=(True, False), **SETS),
+        at(0, trainable=(True, True), names=NAMES, **IN_PASS),
+        at(1, trainable=(True, False), names=NAMES, **SETS),
     ),
     "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on sets": (
         at(0, **IN_PASS),
@@ -124,7 +124,6 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
 }
 ENDED = at(1, ended=True, pass_number=3)
 FAILURES = {
-    "rank 1 raised OSError: disk full": (at(0), at(1, failure="raised OSError: disk full")),
     "rank 1 has ended training after 3 pass(es), while rank 0 is in pass 6": (at(0, **IN_PASS), ENDED),
 }
 
@@ -133,10 +132,17 @@ FAILURES = {
 def test_a_diagnosis_names_both_ranks(words: str) -> None:
     first, second = {**MISTAKES, **FAILURES}[words]
     for order in ((first, second), (second, first)):
-        found = diagnose(order, NAMES)
+        found = diagnose(order)
         assert found is not None
         assert found.mismatch == (words in MISTAKES)
         assert words in found.text
+
+
+def test_a_silent_rank_does_not_speak_for_one_at_the_same_point() -> None:
+    late = {"step": 3, "step_ended": True, "pass_number": 6}
+    found = diagnose([at(0, step=3, **IN_PASS), at(1, silent_for=1.0, **late), at(2, **late)])
+    assert found is not None
+    assert found.text.startswith("rank 2 ran no backward in step 3")
 
 
 def walk(rank: int, program: list[Phase], moments: int) -> Status:

@@ -16,7 +16,7 @@ from lightning_bucketddp.peers.abort_listener import listen
 from lightning_bucketddp.peers.agreement import Entry
 from lightning_bucketddp.peers.diagnose import Failure
 from lightning_bucketddp.peers.records import decode, encode
-from lightning_bucketddp.peers.roll_call import FailedPass, RollCall
+from lightning_bucketddp.peers.roll_call import News, RollCall
 from lightning_bucketddp.peers.status import Phase, Position, Status
 from tests.models import Mlp
 from tests.pool import on_ranks
@@ -28,8 +28,8 @@ STATUS = Status(
 RECORDS: list[tuple[Any, Any]] = [
     (tuple[int, Sequence[Status]], (4, (STATUS, Status(1)))),
     (Failure, Failure("rank 1 raised KeyError: 'é'", mismatch=True)),
-    (dict[str, FailedPass], {"1": FailedPass(3, True, "rank 0 raised OSError")}),
-    (Sequence[Entry], (Entry("parameter 'a'", "shape (3,)"),)),
+    (News, News(3, 1, {"fit 1": Failure("rank 0 raised OSError", for_good=False, pass_number=3)}, end=True)),
+    (Sequence[tuple[str, str]], (Entry("parameter 'a'", "shape (3,)"),)),
 ]
 
 
@@ -80,8 +80,8 @@ def test_a_rank_whose_record_cannot_be_read_has_not_answered() -> None:
     store = HashStore()
     for text in (pickle.dumps((9, [Status(1)])).decode("latin-1"), "[9, []]", "nonsense"):
         store.set("status/1", text)
-        store.set("call", "nonsense")
-        found = RollCall(store, 0, 2, 60)._records(1, 10)
+        store.set("news", "nonsense")
+        found = RollCall(store, 0, 2, 60)._read_records(0, 10)
         assert [status.rank for status in found if not status.heard] == [1]
 
 
@@ -91,13 +91,13 @@ def test_training_goes_on_whatever_is_written_into_the_store(tmp_path: Path) -> 
     dist.barrier()
     if dist.get_rank() == 1:
         bad = pickle.dumps(Runs(tmp_path / "ran"))
-        for key in ("call", "status/0", "status/1", "failed", f"failure/{listener._fit}"):
+        for key in ("news", "status/0", "status/1"):
             listener.store.set(key, bad)
-        listener.roll_call.wake()
+        listener.store.set("wake/0", "")
     dist.barrier()
     with logged("lightning_bucketddp.peers"):
         listener.roll_call.look(listener.store)
-        listener.roll_call.ask(1)
+        assert [status.heard for status in listener.roll_call.ask(1)] == [True, True], "the next news replace it"
         model(inputs_of(0)).sum().backward()
     assert listener._thread.is_alive()
     assert listener.failure is None

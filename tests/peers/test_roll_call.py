@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,19 @@ def test_records_show_the_thread_that_trains() -> None:
 
 
 def test_a_rank_needs_no_answer_from_its_own_listener() -> None:
-    assert [status.heard for status in RollCall(HashStore(), 0, 2, 60).ask(1)] == [True, False]
+    assert [status.heard for status in RollCall(HashStore(), 0, 2, 60).ask(0)] == [True, False]
+
+
+def test_ranks_that_call_at_once_make_one_call() -> None:
+    store = HashStore()
+    ranks = [RollCall(store, rank, 3, 60) for rank in range(3)]
+    with patch("lightning_bucketddp.peers.roll_call.ANSWER_SECONDS", 0.1):
+        for rank in ranks:  # they have heard of no call
+            assert [status.rank for status in rank.ask(0) if status.heard] == [rank.rank]
+        assert [rank.news.number for rank in ranks] == [1, 1, 1]
+    for rank in ranks:
+        rank.write(store)
+    assert all(status.heard for status in ranks[0].wait_until(lambda status: False, call=1))
 
 
 class Garbage:

@@ -38,8 +38,8 @@ def test_a_request_raises_if_the_server_is_stopped() -> None:
             store.check(["key"])
     assert 1 <= time.monotonic() - began < 15, "the first waits, the others raise at once"
     server.runs.set()
-    store._late.acquire(timeout=20)
-    store._late.release()
+    assert store._late is not None
+    assert store._late.result(timeout=20)
     assert store.check(["key"]), "it runs again"
 
 
