@@ -76,9 +76,9 @@ def test_looking_for_bad_gradients_waits_once_a_bucket() -> None:
     compare(Case({"max_abs_grad": 1e3, "bucket_cap_mb": 25}), allowed_waits=["copy to the host"])
 
 
-@on_ranks(2)
-def test_counting_tokens_makes_nobody_wait() -> None:
-    compare(Case({"gradient_divide_by": "tokens"}))
+@on_ranks(2, cases=("tokens", "samples"))
+def test_counting_makes_nobody_wait(what: str) -> None:
+    compare(Case({"gradient_divide_by": what}))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
