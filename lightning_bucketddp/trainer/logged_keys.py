@@ -73,7 +73,7 @@ class LoggedKeys:
         Raises:
             RankMismatchError: If a rank logs something else, or does not come here.
         """
-        if _is_reduced(metric) and metric.meta.on_step:
+        if _is_reduced(metric) and metric.meta.on_step and not self.strategy.leaves_out_collectives:
             default = torch.promote_types(torch.get_default_dtype(), torch.float32)
             dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default
             self._agree({_in_words(metric, "on_step", dtype): _Logged(key, dtype, {})}, may_differ=False)

@@ -93,9 +93,9 @@ def test_skipping_steps_waits_twice_a_pass(options: dict[str, Any]) -> None:
         compare(Case(options, before_step=break_one), from_pass=10)
 
 
-@on_ranks(2)
-def test_counting_tokens_makes_nobody_wait() -> None:
-    compare(Case({"gradient_divide_by": "tokens"}))
+@on_ranks(2, cases=("tokens", "samples"))
+def test_counting_makes_nobody_wait(what: str) -> None:
+    compare(Case({"gradient_divide_by": what}))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -127,6 +127,8 @@ def run_pass(wrapper: Any, x: Tensor, target: Tensor, local: bool, tokens: Tenso
     with wrapper.no_sync() if local else nullcontext():
         if by_tokens:
             wrapper.count_tokens(tokens)
+        if case.options.get("gradient_divide_by") == "samples":
+            wrapper.count_samples(len(x))
         loss = (wrapper(x) - target).float().square()
         (loss.sum() if by_tokens else loss.mean()).backward()
 
