@@ -200,17 +200,28 @@ def test_what_is_not_asked_for_is_not_skipped() -> None:
         with warns_of():
             ours.step(0, bad=bad)
         assert all(param.isnan().all() for param in ours.parameters())
-    counts = Training(skip_step_on=["oom"], gradient_divide_by="tokens")
-    with warns_of("rank 0 ran out of memory in forward; rank 1 ran"):  # before it has counted tokens
-        for rank in (0, 1):
-            if rank == dist.get_rank():
-                counts.step(0, bad=oom_in_forward, rank=rank)
     ours = Training(skip_step_on=["nonfinite"])
     with warns_of():  # the loss is NaN, its gradients are not
         ours.step(0, bad=lambda model, step: good(model, step) + math.nan)
     assert not ours.model.step_skipped()
     with pytest.raises(RuntimeError, match="expected the option skip_step_on or skip_norm_above"):
         Training().model.skip_step()
+
+
+@on_ranks(2, cases=["tokens", "samples"])
+def test_a_step_is_skipped_whether_its_rank_has_counted_or_not(what: str) -> None:
+    ours = Training(skip_step_on=["oom"], gradient_divide_by=what)
+    count = getattr(ours.model, f"count_{what}")
+    with warns_of("rank 1 ran out of memory in forward", "rank 1 ran out of memory in backward"):
+        if dist.get_rank() == 0:
+            count(3)
+        ours.step(0, bad=oom_in_forward)
+        count(3)
+        ours.step(1, bad=oom_in_backward)
+        count(3)
+        ours.step(2)
+    assert drift(ours.model) == 0
+    assert not ours.model.step_skipped()
 
 
 @on_ranks(2)
