@@ -138,18 +138,19 @@ class Options:
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
             shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
             local passes accumulate whole gradients, and only their sum is reduce-scattered.
+        skip_step_on: SKIPPED STEPS. Reasons for which all ranks drop the gradients of a step, leave out the steps of
+            optimizer and scheduler, and go on. Rank 0 warns. ``"nonfinite"``: a reduced gradient is NaN or infinite.
+            ``"oom"``: a rank raised ``torch.OutOfMemoryError`` in ``backward_pass`` or the Trainer's ``training_step``.
+            The host waits for each pass. Gradients are read twice, and a small all-reduce is added, unless the only
+            reason is ``"oom"``.
+        skip_norm_above: Skip steps whose gradient norm is larger than this multiple of its median over the last 100
+            steps that were not skipped, from the 11th on.
+        max_skipped: How many steps in a row may be skipped; one more is an error on all ranks.
         check_ranks_every: COMPARISONS AND WAITING. Compare the parameters of all ranks every so many synchronised
             passes, from the first one on: a sum over the bits of each. Costs one read of the parameters, and eight
             bytes per rank. None: never. Not for post-local SGD, where parameters differ on purpose.
         check_ranks: If parameters differ: ``"warn"`` warns once, and ``"error"`` raises an error on all ranks. Either
             names the first parameters. On accelerators that is in the pass after the comparison.
-        skip_step_on: When all ranks drop the gradients of a step, do not update and go on, with a warning on rank 0:
-            ``"nonfinite"``: a reduced gradient is NaN or infinite; ``"oom"``: a rank raised
-            ``torch.OutOfMemoryError`` in backward or in the Trainer's ``training_step``. Costs two reads of the
-            gradients and a small all-reduce per pass, ``"oom"`` alone neither. The host waits for each pass.
-        skip_norm_above: Skip steps whose gradient norm is larger than this multiple of its median over the last 100
-            steps that were not skipped, from the 11th on.
-        max_skipped: How many steps in a row may be skipped; one more is an error on all ranks.
         timeout: Longest wait for the other ranks' answers through the store; None for torch's 30 minutes.
         report_after: Seconds after which a rank that waits for others has a report logged on every rank: which ranks
             did not come, and where each rank is. Another one follows after ten times as long. ``math.inf`` (in YAML
@@ -190,11 +191,11 @@ class Options:
     shard_optimizer: bool = False
     shard_group_size: int | None = None
     scatter_every_pass: bool = False
-    check_ranks_every: int | None = None
-    check_ranks: OnDifference = "warn"
     skip_step_on: Sequence[SkipReason] = ()
     skip_norm_above: float | None = None
     max_skipped: int = DEFAULT_MAX_SKIPPED
+    check_ranks_every: int | None = None
+    check_ranks: OnDifference = "warn"
     timeout: timedelta | None = field(default=None, compare=False)
     report_after: float = field(default=DEFAULT_REPORT_AFTER, compare=False)
 

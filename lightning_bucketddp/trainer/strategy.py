@@ -328,8 +328,10 @@ class BucketDDPStrategy(EachSampleOnce):
         try:
             output = super().training_step(*args, **kwargs)
         except torch.OutOfMemoryError:
-            # A manual step may have several backwards: nobody knows which ones the others run.
-            if "oom" not in self._options.skip_step_on or not self.lightning_module.automatic_optimization:
+            # A manual step may have several backwards: nobody knows which ones the others run. A trial of a batch size
+            # ends.
+            automatic = self.lightning_module.automatic_optimization and not self.leaves_out_collectives
+            if "oom" not in self._options.skip_step_on or not automatic:
                 raise
             output = wrapper.skip_step("ran out of memory in training_step")
         if not self.lightning_module.automatic_optimization:  # otherwise backward is still to come

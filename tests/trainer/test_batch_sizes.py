@@ -232,6 +232,11 @@ def test_a_size_is_found_with_a_sharded_optimizer(options: dict[str, Any]) -> No
     find_and_train("backward", shard_optimizer=True, **options)
 
 
+@on_ranks(2, cases=["training_step", "backward"])
+def test_a_trial_that_runs_out_of_memory_is_no_skipped_step(where: str) -> None:
+    find_and_train(where, skip_step_on=["oom", "nonfinite"])
+
+
 @on_ranks(2)
 def test_a_size_is_found_for_validation_alone() -> None:
     model, finder = Hungry((40, 11), "validation_step"), BatchSizeFinder(steps_per_trial=2)

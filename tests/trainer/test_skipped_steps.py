@@ -30,7 +30,7 @@ class Sometimes(Regression):
         super().__init__()
         self.fault, self.at = fault, at
         self.automatic_optimization = not manual
-        self.steps = 0
+        self.steps, self.skipped = 0, list[bool]()
 
     def loss(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         bad = batch_idx == self.at and dist.get_rank() == 1
@@ -54,6 +54,9 @@ class Sometimes(Regression):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.skipped.append(self.trainer.strategy.step_skipped())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -116,6 +119,7 @@ def test_optimizer_and_scheduler_leave_a_step_out(
     assert model.steps - never.steps == (2 if left_to_scaler else 0)
     if "with_scaler" in options:  # it lowers its scale as it does by itself
         assert runs.precision_plugin.scaler.get_scale() == (2.0 if left_to_scaler else 8.0)
+    assert model.skipped == [batch % 6 == (window + 1) * accumulate - 1 for batch in range(12)]
     assert "lr_scheduler_step" not in vars(model)
 
 
