@@ -34,13 +34,6 @@ class EachSampleOnce(DDPStrategy):
             divide_among_ranks(dataloader, self.global_rank, self.world_size)
         return super().process_dataloader(dataloader)
 
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._exact_evaluation and reduce_op == "mean" and getattr(tensor, "dtype", None) == torch.int64:
-            # The number of samples behind an epoch's mean. Lightning's own mean of integers makes 50 of 50.5.
-            tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
-        return super().reduce(tensor, group, reduce_op)
-
     def _evaluates_exactly(self) -> bool:
         module = self.lightning_module
         return self._exact_evaluation and module is not None and module.trainer.evaluating

@@ -28,6 +28,7 @@ from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
 from lightning_bucketddp.layout.registry import REGISTERED, register_names
 from lightning_bucketddp.layout.require import require, require_choice
 from lightning_bucketddp.peers.abort_listener import AbortListener, listen, tell_failure
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
 from lightning_bucketddp.trainer.batch_size_finder import require_ours
 from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
@@ -78,6 +79,10 @@ class BucketDDPStrategy(EachSampleOnce):
         exact_evaluation: Validation and test take each sample once. By default Lightning's sampler repeats some, so
             that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
             smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.
+        logged_keys: Which keys ranks may log with ``self.log(..., sync_dist=True)``. ``"same"``: all ranks the same
+            ones. A key that a rank lacks is an error on all ranks. ``"any"``: a rank may lack keys that others have
+            logged in the batches of an epoch. Their epoch value is that of the ranks that have them. Costs one tiny
+            collective per epoch and dataloader. Values of ``on_step=True`` need all ranks in either case.
         options: The fields of :class:`Options`, which documents them.
 
     Raises:
@@ -106,6 +111,7 @@ class BucketDDPStrategy(EachSampleOnce):
         state_dict_type: Literal["full", "sharded"] = "full",
         uneven_inputs: Literal["world_size", "active_ranks"] | None = None,
         exact_evaluation: bool = False,
+        logged_keys: Literal["same", "any"] = "same",
         **options: Any,
     ) -> None:
         checked = Options(timeout=timeout, **options)  # raises before ranks are started
@@ -114,6 +120,7 @@ class BucketDDPStrategy(EachSampleOnce):
         require_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         require_choice("uneven_inputs", uneven_inputs, ("world_size", "active_ranks"), optional=True)
         require("exact_evaluation", exact_evaluation, "True or False", bool)
+        require_choice("logged_keys", logged_keys, ("same", "any"))
         if uneven_inputs == "active_ranks" and self._options.rescales:
             raise ValueError(
                 'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
@@ -135,6 +142,8 @@ class BucketDDPStrategy(EachSampleOnce):
         )
         self._state_dict_type = state_dict_type
         self._uneven_inputs = uneven_inputs
+        self._logged_keys = logged_keys
+        self._evaluation_peers: Peers | None = None
         self._evened_loader: EvenedLoader | None = None
         self._listener: AbortListener | None = None
         self._ended: BucketDDP | None = None  # the last fit's wrapper, for trainer.save_checkpoint() with shards
@@ -173,6 +182,19 @@ class BucketDDPStrategy(EachSampleOnce):
             self._layer_sync = BatchNormSync(self._timeout)
         quieten_sigterm(trainer)
         super().setup(trainer)
+        if self.bucket_ddp is None and self._listener is not None and self._evaluation_peers is None:
+            self._evaluation_peers = Peers(Collectives(None), self._timeout)
+        if self._listener is not None and self.world_size > 1:
+            self._agree_on_logged_keys(trainer)
+
+    def _agree_on_logged_keys(self, trainer: pl.Trainer) -> None:
+        try:
+            from lightning_bucketddp.trainer import logged_keys
+        except ImportError:  # a Lightning without these private classes; then `self.log` is its own
+            if self._logged_keys == "any" or self._exact_evaluation:
+                raise
+            return
+        logged_keys.install(trainer, lambda: logged_keys.LoggedKeys(self, self._logged_keys == "any"))
 
     @override
     def configure_ddp(self) -> None:
@@ -251,10 +273,18 @@ class BucketDDPStrategy(EachSampleOnce):
             return super().reduce(tensor, group, reduce_op)
 
     def _collective(self, name: str, group: Any = None) -> AbstractContextManager[None]:
-        wrapper = self.bucket_ddp
-        if wrapper is None or group not in (None, dist.group.WORLD) or not wrapper._runtime.collectives.is_default():
+        peers = self._peers
+        if peers is None or group not in (None, dist.group.WORLD):
             return nullcontext()
-        return wrapper._passes.peers.trainers_collective(f"the Trainer's {name}")
+        return peers.trainers_collective(f"the Trainer's {name}")
+
+    @property
+    def _peers(self) -> Peers | None:
+        """The ranks of the default group, as far as this strategy knows them."""
+        wrapper = self.bucket_ddp
+        if wrapper is None:
+            return self._evaluation_peers
+        return wrapper._passes.peers if wrapper._runtime.collectives.is_default() else None
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""

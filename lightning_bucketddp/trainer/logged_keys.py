@@ -1,0 +1,272 @@
+"""``self.log(..., sync_dist=True)``: the ranks agree on keys before values are reduced.
+
+Lightning (2.6) reduces values one after the other, in the order in which a rank logs, and nothing says which value it
+is. Ranks that log other keys, or in another order, get means of different things; a rank that logs less leaves the
+others waiting. Here values travel after the ranks have compared their keys:
+
+- a value of ``on_step=True``, which Lightning reduces in ``self.log``: just before;
+- the values of an epoch: all at once, when the Trainer first needs one of them, and in one all-reduce per dtype and
+  operation.
+
+``Strategy.reduce`` gets a tensor without its key. So this file extends two private classes of Lightning, and imports
+them at the top: where they are gone ``self.log`` is Lightning's own, unless an option needs them. Metrics of
+torchmetrics reduce their states themselves, and values with a ``sync_dist_group`` concern that group alone: both are
+left alone.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.peers.agreement import RankMismatchError
+from lightning_bucketddp.peers.peers import Peers
+from lightning_bucketddp.peers.report import in_words
+from lightning_bucketddp.peers.status import Phase
+
+_MOST_NAMED = 5
+"""How many keys an error names."""
+
+
+class _Logged(NamedTuple):
+    """A key that a rank has logged: what another rank needs to log it too.
+
+    Attributes:
+        key: Lightning's key: the hook and the name, and the number of the dataloader.
+        dtypes: Of the sum, and of a mean's sum of weights.
+        metadata: The fields of Lightning's metadata.
+    """
+
+    key: str
+    dtypes: Sequence[torch.dtype]
+    metadata: Mapping[str, Any]
+
+
+class LoggedKeys:
+    """Reduces what ``self.log(sync_dist=True)`` has logged, after the ranks have agreed on the keys.
+
+    Args:
+        strategy: The Trainer's strategy.
+        may_differ: Whether a rank may lack keys that others have logged, when the batches of an epoch have been run.
+    """
+
+    def __init__(self, strategy: Any, may_differ: bool) -> None:
+        self._strategy, self._may_differ = strategy, may_differ
+        self._collectives = Collectives(None)  # the group in which Lightning reduces
+
+    def agree_on_step(self, key: str, metric: _ResultMetric, value: Tensor) -> None:
+        """Require that all ranks are about to reduce the same value of a step.
+
+        Raises:
+            RankMismatchError: If a rank logs something else, or does not come here.
+        """
+        if _is_reduced(metric) and metric.meta.on_step:
+            default = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default
+            self._agree({_in_words(metric, "on_step", dtype): _Logged(key, (dtype,), {})}, may_differ=False)
+
+    def pending(self, results: _ResultCollection | None) -> dict[str, tuple[str, _ResultMetric]]:
+        """The values of an epoch that are still to be reduced, with their keys; by what must be the same on all ranks.
+
+        Args:
+            results: What a loop has logged; None if it logs nothing.
+        """
+        return {
+            _in_words(metric, "on_epoch", *(tensor.dtype for tensor in _parts(metric))): (key, metric)
+            for key, metric in (results.valid_items() if results is not None else ())
+            if _is_reduced(metric) and metric.meta.on_epoch and metric._computed is None
+        }
+
+    def reduce(self, results: _ResultCollection | None, steps_end: bool = False) -> None:
+        """Reduce the values of an epoch that are still to be reduced.
+
+        Args:
+            results: What a loop has logged; None if it logs nothing.
+            steps_end: Whether the batches have just been run, which is a point that all ranks come to.
+
+        Raises:
+            RankMismatchError: If a rank lacks a key that it may not lack, or does not come here.
+        """
+        pending, may_differ = self.pending(results), steps_end and self._may_differ
+        if results is None or not (pending or may_differ):
+            return
+        mine = {text: _logged(key, metric) for text, (key, metric) in pending.items()}
+        for text, logged in self._agree(mine, may_differ).items():
+            if text not in pending:
+                pending[text] = logged.key, self._neutral(results, logged)
+        groups: defaultdict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
+        metrics = [metric for _, (_, metric) in sorted(pending.items())]
+        for metric in metrics:
+            for tensor in _parts(metric):
+                groups[tensor.dtype, _operation(metric)].append(tensor.reshape(1).to(self._strategy.root_device))
+        reduced = {
+            (dtype, operation): iter(self._strategy.reduce(torch.cat(tensors), reduce_op=operation).unbind())
+            for (dtype, operation), tensors in groups.items()
+        }
+        for metric in metrics:
+            total, *weight = (next(reduced[tensor.dtype, _operation(metric)]) for tensor in _parts(metric))
+            metric._computed = total / weight[0] if weight else total
+
+    def _neutral(self, results: _ResultCollection, logged: _Logged) -> _ResultMetric:
+        """Log a key that this rank lacks, with a value that changes neither a sum nor an extreme."""
+        metadata = _Metadata(**logged.metadata)
+        metadata.sync = _Sync(fn=self._strategy.reduce, _should=True)
+        metric = results[logged.key] = _ResultMetric(metadata, is_tensor=True)
+        metric.value = metric.value.to(logged.dtypes[0])
+        if metadata.is_mean_reduction:
+            metric.cumulated_batch_size = metric.cumulated_batch_size.to(logged.dtypes[1])
+        return metric
+
+    def _agree(self, mine: Mapping[str, _Logged], may_differ: bool) -> Mapping[str, _Logged]:
+        """Compare with the other ranks what this one has logged. They send digests, and all of it only if these differ.
+
+        Returns:
+            What any rank has logged.
+
+        Raises:
+            RankMismatchError: If ranks differ and may not.
+        """
+        digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
+        own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self._strategy.root_device)
+        peers: Peers | None = self._strategy._peers
+        names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
+        if peers is not None:
+            peers.here.begin_agreement()
+        what = f"the keys of self.log(sync_dist=True){names}"
+        with nullcontext() if peers is None else peers.waiting_for(what, Phase.AGREEMENT):
+            poll = None if peers is None else peers.poll
+            digests, work = self._collectives.all_gather(own)
+            work.wait(poll)
+            if len(set(digests.flatten().tolist())) == 1:
+                return mine
+            everyone: list[Mapping[str, _Logged]] = self._collectives.exchange_objects(mine, poll)
+            if not may_differ:
+                raise RankMismatchError(_difference(self._collectives.rank, everyone))
+        return {text: logged for logged_there in everyone for text, logged in logged_there.items()}
+
+
+class KeyedResults(_ResultCollection):
+    """Lightning's results of a loop. Before a value is reduced in ``self.log``, ranks agree on its key.
+
+    Args:
+        training: As in Lightning's.
+        keys: Agrees on keys.
+    """
+
+    def __init__(self, training: bool, keys: LoggedKeys) -> None:
+        super().__init__(training)
+        self._keys = keys
+
+    @override
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        self._keys.agree_on_step(key, self[key], value)
+        super().update_metrics(key, value, batch_size)
+
+
+class KeyedConnector(_LoggerConnector):
+    """Lightning's hub for what is logged. It has the values of an epoch reduced together.
+
+    Args:
+        connector: The Trainer's, whose state it takes over.
+        keys: Reduces the values.
+    """
+
+    def __init__(self, connector: _LoggerConnector, keys: LoggedKeys) -> None:
+        self.__dict__.update(vars(connector))
+        self._keys = keys
+
+    @override
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self._keys.reduce(self.trainer._results, steps_end=True)
+
+    @property
+    @override
+    def metrics(self) -> Any:
+        if self._first_loop_iter is None:  # Lightning asks for the values of an epoch
+            self._keys.reduce(self.trainer._results)
+        return super().metrics
+
+    @property
+    @override
+    def progress_bar_metrics(self) -> Any:
+        # Rank 0 alone asks, in `on_train_epoch_end`, and other ranks may have more to log before they ask.
+        if self._first_loop_iter is None and self._keys.pending(self.trainer._results):
+            return self._progress_bar_metrics
+        return super().progress_bar_metrics
+
+
+def install(trainer: Any, keys: Callable[[], LoggedKeys]) -> None:
+    """Have a Trainer's ranks agree on what they log.
+
+    Args:
+        trainer: The Trainer.
+        keys: Makes what agrees on keys. Not called if the Trainer has one, or logs in a way of its own.
+    """
+    if type(trainer._logger_connector) is not _LoggerConnector:
+        return
+    agreed = keys()
+    trainer._logger_connector = KeyedConnector(trainer._logger_connector, agreed)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        loop._results = KeyedResults(loop._results.training, agreed)
+
+
+def _is_reduced(metric: _ResultMetric) -> bool:
+    """Whether Lightning would reduce a value over all ranks."""
+    sync = metric.meta.sync
+    return metric.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None
+
+
+def _parts(metric: _ResultMetric) -> list[Tensor]:
+    """What is reduced of a value: the sum, and a mean's sum of weights; or the extreme."""
+    return [metric.value, metric.cumulated_batch_size] if metric.meta.is_mean_reduction else [metric.value]
+
+
+def _operation(metric: _ResultMetric) -> str:
+    """How the ranks' parts become one. The mean is a sum divided by a sum."""
+    return "sum" if metric.meta.is_mean_reduction else str(metric.meta.sync.op)
+
+
+def _logged(key: str, metric: _ResultMetric) -> _Logged:
+    metadata = {each.name: getattr(metric.meta, each.name) for each in fields(metric.meta) if each.name != "_sync"}
+    metadata["reduce_fx"] = metric.meta.sync.op  # a function need not be picklable
+    return _Logged(key, [tensor.dtype for tensor in _parts(metric)], metadata)
+
+
+def _in_words(metric: _ResultMetric, when: str, *dtypes: torch.dtype) -> str:
+    """What must be the same on all ranks when a value is reduced."""
+    hook, _, loader = metric.meta.fx.partition(".")
+    kinds = " and ".join(str(dtype) for dtype in dtypes)
+    of_loader = f", dataloader {loader}" if loader else ""
+    return f"{metric.meta.name!r} of {hook}{of_loader} ({when}, {metric.meta.sync.op}, {kinds})"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOST_NAMED
+    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _difference(rank: int, everyone: Sequence[Mapping[str, _Logged]]) -> str:
+    """The message for ranks that have logged different keys."""
+    found = {text: [at for at, own in enumerate(everyone) if text in own] for own in everyone for text in own}
+    differing = [f"{text} on {in_words(at)} alone" for text, at in found.items() if len(at) < len(everyone)]
+    return (
+        f"rank {rank}: expected all ranks to log the same keys with sync_dist=True, found {_some(differing)}. Log them "
+        "on all ranks, those of on_step=True in the same order too; look for a branch that depends on the rank or its "
+        'data. For the mean of the ranks that have a key: on_step=False and BucketDDPStrategy(logged_keys="any")'
+    )
