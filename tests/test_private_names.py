@@ -23,13 +23,20 @@ EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 DDP = "torch.nn.parallel.DistributedDataParallel"
+CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector"
+RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
 OWNERS = {
     "_BatchNorm": "torch.nn.modules.batchnorm",
     "_C": "torch",
     "_ChildProcessObserver": SCRIPTS,
     "_DEFAULT_FIRST_BUCKET_BYTES": "torch.distributed",
+    "_LoggerConnector": CONNECTOR,
+    "_Metadata": RESULT,
     "_MultiProcessingLauncher": LAUNCHERS,
+    "_ResultCollection": RESULT,
+    "_ResultMetric": RESULT,
     "_SubprocessScriptLauncher": LAUNCHERS,
+    "_Sync": RESULT,
     "_active_ddp_module": DDP,
     "_active_loop": "lightning.pytorch.Trainer",
     "_amp_foreach_non_finite_check_and_unscale_": "torch",
@@ -52,6 +59,7 @@ OWNERS = {
     "_device_types": GROUP,
     "_dynamo": "torch",
     "_execution_engine": "torch.autograd.Variable",
+    "_first_loop_iter": f"{CONNECTOR}._LoggerConnector",
     "_foreach_copy_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_norm": "torch",
@@ -64,12 +72,15 @@ OWNERS = {
     "_is_profiler_enabled": "torch.autograd.profiler",
     "_join_config": "torch.distributed.algorithms.join.Joinable",
     "_load_state_dicts": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+    "_logger_connector": "lightning.pytorch.Trainer",
     "_modules": "torch.nn.Module",
     "_nested_dict": "torch.distributed.checkpoint",
     "_parameters": "torch.nn.Module",
     "_post_accumulate_grad_hooks": "torch.Tensor",
+    "_progress_bar_metrics": f"{CONNECTOR}._LoggerConnector",
     "_python_dispatch": "torch.utils",
     "_pytree": "torch.utils",
+    "_results": "lightning.pytorch.Trainer",
     "_set_sequence_nr": "torch._C._functions.AccumulateGrad",
     "_should_accumulate": FIT,
     "_signal_connector": "lightning.pytorch.Trainer",

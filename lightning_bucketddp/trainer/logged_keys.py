@@ -16,7 +16,7 @@ left alone.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class LoggedKeys:
     """
 
     def __init__(self, strategy: Any, may_differ: bool) -> None:
-        self._strategy, self._may_differ = strategy, may_differ
+        self.strategy, self._may_differ = strategy, may_differ
         self._collectives = Collectives(None)  # the group in which Lightning reduces
 
     def agree_on_step(self, key: str, metric: _ResultMetric, value: Tensor) -> None:
@@ -86,7 +86,7 @@ class LoggedKeys:
             results: What a loop has logged; None if it logs nothing.
         """
         return {
-            _in_words(metric, "on_epoch", *(tensor.dtype for tensor in _parts(metric))): (key, metric)
+            _in_words(metric, "on_epoch", *(tensor.dtype for tensor, _ in _parts(metric))): (key, metric)
             for key, metric in (results.valid_items() if results is not None else ())
             if _is_reduced(metric) and metric.meta.on_epoch and metric._computed is None
         }
@@ -108,23 +108,23 @@ class LoggedKeys:
         for text, logged in self._agree(mine, may_differ).items():
             if text not in pending:
                 pending[text] = logged.key, self._neutral(results, logged)
-        groups: defaultdict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
         metrics = [metric for _, (_, metric) in sorted(pending.items())]
-        for metric in metrics:
-            for tensor in _parts(metric):
-                groups[tensor.dtype, _operation(metric)].append(tensor.reshape(1).to(self._strategy.root_device))
+        groups: defaultdict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
+        for tensor, operation in (part for metric in metrics for part in _parts(metric)):
+            groups[tensor.dtype, operation].append(tensor.reshape(1).to(self.strategy.root_device))
         reduced = {
-            (dtype, operation): iter(self._strategy.reduce(torch.cat(tensors), reduce_op=operation).unbind())
+            (dtype, operation): iter(self.strategy.reduce(torch.cat(tensors), reduce_op=operation).unbind())
             for (dtype, operation), tensors in groups.items()
         }
         for metric in metrics:
-            total, *weight = (next(reduced[tensor.dtype, _operation(metric)]) for tensor in _parts(metric))
-            metric._computed = total / weight[0] if weight else total
+            value, *weight = (next(reduced[tensor.dtype, operation]) for tensor, operation in _parts(metric))
+            # Lightning's mean of weights, which are integers, makes 50 of 50.5.
+            metric._computed = value / (weight[0].to(value.dtype) / self._collectives.world_size) if weight else value
 
     def _neutral(self, results: _ResultCollection, logged: _Logged) -> _ResultMetric:
         """Log a key that this rank lacks, with a value that changes neither a sum nor an extreme."""
         metadata = _Metadata(**logged.metadata)
-        metadata.sync = _Sync(fn=self._strategy.reduce, _should=True)
+        metadata.sync = _Sync(fn=self.strategy.reduce, _should=True)
         metric = results[logged.key] = _ResultMetric(metadata, is_tensor=True)
         metric.value = metric.value.to(logged.dtypes[0])
         if metadata.is_mean_reduction:
@@ -141,8 +141,8 @@ class LoggedKeys:
             RankMismatchError: If ranks differ and may not.
         """
         digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
-        own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self._strategy.root_device)
-        peers: Peers | None = self._strategy._peers
+        own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self.strategy.root_device)
+        peers: Peers | None = self.strategy._peers
         names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
         if peers is not None:
             peers.here.begin_agreement()
@@ -210,20 +210,19 @@ class KeyedConnector(_LoggerConnector):
         return super().progress_bar_metrics
 
 
-def install(trainer: Any, keys: Callable[[], LoggedKeys]) -> None:
-    """Have a Trainer's ranks agree on what they log.
+def install(trainer: Any, keys: LoggedKeys) -> None:
+    """Have a Trainer's ranks agree on what they log; once.
 
     Args:
         trainer: The Trainer.
-        keys: Makes what agrees on keys. Not called if the Trainer has one, or logs in a way of its own.
+        keys: Agrees on keys.
     """
     if type(trainer._logger_connector) is not _LoggerConnector:
         return
-    agreed = keys()
-    trainer._logger_connector = KeyedConnector(trainer._logger_connector, agreed)
+    trainer._logger_connector = KeyedConnector(trainer._logger_connector, keys)
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results = KeyedResults(loop._results.training, agreed)
+        loop._results = KeyedResults(loop._results.training, keys)
 
 
 def _is_reduced(metric: _ResultMetric) -> bool:
@@ -232,20 +231,16 @@ def _is_reduced(metric: _ResultMetric) -> bool:
     return metric.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None
 
 
-def _parts(metric: _ResultMetric) -> list[Tensor]:
-    """What is reduced of a value: the sum, and a mean's sum of weights; or the extreme."""
-    return [metric.value, metric.cumulated_batch_size] if metric.meta.is_mean_reduction else [metric.value]
-
-
-def _operation(metric: _ResultMetric) -> str:
-    """How the ranks' parts become one. The mean is a sum divided by a sum."""
-    return "sum" if metric.meta.is_mean_reduction else str(metric.meta.sync.op)
+def _parts(metric: _ResultMetric) -> list[tuple[Tensor, str]]:
+    """What is reduced of a value, and how: the value, and a mean's sum of weights."""
+    value = (metric.value, str(metric.meta.sync.op))
+    return [value, (metric.cumulated_batch_size, "sum")] if metric.meta.is_mean_reduction else [value]
 
 
 def _logged(key: str, metric: _ResultMetric) -> _Logged:
     metadata = {each.name: getattr(metric.meta, each.name) for each in fields(metric.meta) if each.name != "_sync"}
     metadata["reduce_fx"] = metric.meta.sync.op  # a function need not be picklable
-    return _Logged(key, [tensor.dtype for tensor in _parts(metric)], metadata)
+    return _Logged(key, [tensor.dtype for tensor, _ in _parts(metric)], metadata)
 
 
 def _in_words(metric: _ResultMetric, when: str, *dtypes: torch.dtype) -> str:

@@ -182,19 +182,20 @@ class BucketDDPStrategy(EachSampleOnce):
             self._layer_sync = BatchNormSync(self._timeout)
         quieten_sigterm(trainer)
         super().setup(trainer)
-        if self.bucket_ddp is None and self._listener is not None and self._evaluation_peers is None:
+        if self._listener is None or self.world_size == 1:
+            return
+        if self.bucket_ddp is None:
             self._evaluation_peers = Peers(Collectives(None), self._timeout)
-        if self._listener is not None and self.world_size > 1:
-            self._agree_on_logged_keys(trainer)
+        self._agree_on_logged_keys(trainer)
 
     def _agree_on_logged_keys(self, trainer: pl.Trainer) -> None:
         try:
-            from lightning_bucketddp.trainer import logged_keys
+            from lightning_bucketddp.trainer.logged_keys import LoggedKeys, install
         except ImportError:  # a Lightning without these private classes; then `self.log` is its own
             if self._logged_keys == "any" or self._exact_evaluation:
                 raise
             return
-        logged_keys.install(trainer, lambda: logged_keys.LoggedKeys(self, self._logged_keys == "any"))
+        install(trainer, LoggedKeys(self, self._logged_keys == "any"))
 
     @override
     def configure_ddp(self) -> None:
@@ -232,6 +233,9 @@ class BucketDDPStrategy(EachSampleOnce):
             if self._restore_precision is not None:
                 self._restore_precision()
                 self._restore_precision = None
+        if self._evaluation_peers is not None:
+            self._evaluation_peers.end_training()
+            self._evaluation_peers = None
         self._evened_loader = None
         if self._listener is not None:
             self._listener.end()

@@ -32,6 +32,7 @@ BAD: dict[str, list[Any]] = {
 }
 STRATEGIES = {**BAD, "start_method": ["threads"]}
 TRAINER = STRATEGIES | {"uneven_inputs": ["sometimes"], "state_dict_type": ["parts"], "exact_evaluation": ["yes", 1]}
+TRAINER |= {"logged_keys": ["all", None]}
 MAKERS: list[tuple[Callable[..., object], dict[str, list[Any]]]] = [
     (lambda **options: BucketDDP(Mlp(), **options), BAD),
     (BucketDDPFabricStrategy, STRATEGIES),

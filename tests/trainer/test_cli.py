@@ -83,7 +83,7 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     assert (type(in_process.strategy), in_process.num_devices) == (BucketDPStrategy, 2)
     saved = tmp_path / "config.yaml"
     options = [f"{name}={text}" for name, (text, _) in OPTIONS.items()]
-    options += ["uneven_inputs=world_size", "exact_evaluation=true"]
+    options += ["uneven_inputs=world_size", "exact_evaluation=true", "logged_keys=any"]
     first = cli(f"--trainer.strategy={CLASS}", *(f"--trainer.strategy.{option}" for option in options))
     saved.write_text(first.parser.dump(first.config))
     assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["class_path"] == CLASS
@@ -93,7 +93,8 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     for strategy in (first.trainer.strategy, second.trainer.strategy):
         assert strategy._options == expected
         assert strategy._timeout == strategy._options.timeout == expected.timeout
-        assert (strategy._uneven_inputs, strategy._exact_evaluation) == ("world_size", True)
+        found = (strategy._uneven_inputs, strategy._exact_evaluation, strategy._logged_keys)
+        assert found == ("world_size", True, "any")
 
 
 @pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "nothing=1"])

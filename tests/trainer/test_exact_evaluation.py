@@ -141,7 +141,7 @@ def test_the_dataloaders_that_lightning_divides_are_exact(loaders: Callable[[], 
 
 AS_WITH_DDP: dict[str, tuple[bool, Callable[[], Any], str]] = {
     "fit": (False, lambda: DataLoader(Numbered(101), 8), "fit"),
-    "uneven": (False, lambda: DataLoader(Stream(2 + 3 * dist.get_rank()), 2), "validate"),
+    "uneven": (False, lambda: DataLoader(Stream(2 + 4 * dist.get_rank()), 2), "validate"),
     "own sampler": (True, lambda: DataLoader(Numbered(5), sampler=DistributedSampler(range(5))), "validate"),
     "a stream": (True, lambda: DataLoader(Stream(), 2), "validate"),
     "no batch": (True, lambda: DataLoader(Numbered(5), 8, drop_last=True), "validate"),
