@@ -21,7 +21,7 @@ class Phase(StrEnum):
     PASS = "gradients, after its backward"  # pass_number
     EXCHANGE = "BatchNorm statistics or module buffers"  # exchange
     UPDATE = "parameters that others have updated"  # update
-    AGREEMENT = "an agreement through the store"  # agreement
+    AGREEMENT = "an agreement, through the store or on logged keys"  # agreement
     COLLECTIVE = "a collective of the Trainer's"  # collective
 
 
@@ -35,7 +35,7 @@ class Position:
         backward: Synchronised passes completed in this step.
         forward: Training forwards begun.
         exchange: Exchanges of BatchNorm statistics and of module buffers begun.
-        agreement: Agreements through the store begun.
+        agreement: Agreements begun, through the store or on logged keys.
         collective: Collectives of a Trainer's ``fit`` begun.
         validation: Validations in a Trainer's ``fit`` begun.
         updates: Steps of sharded optimizers, and a hash of the buckets that they have updated. One value, for it is
@@ -156,7 +156,7 @@ class Status:
         self.position.exchange += 1
 
     def begin_agreement(self) -> None:
-        """An agreement through the store begins, on every rank."""
+        """An agreement, through the store or on logged keys, begins on every rank."""
         self.position.agreement += 1
 
     def begin_collective(self) -> None:

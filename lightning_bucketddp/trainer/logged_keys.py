@@ -16,7 +16,7 @@ left alone.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -47,12 +47,12 @@ class _Logged(NamedTuple):
 
     Attributes:
         key: Lightning's key: the hook and the name, and the number of the dataloader.
-        dtypes: Of the sum, and of a mean's sum of weights.
+        dtype: Of the value.
         metadata: The fields of Lightning's metadata.
     """
 
     key: str
-    dtypes: Sequence[torch.dtype]
+    dtype: torch.dtype
     metadata: Mapping[str, Any]
 
 
@@ -77,7 +77,7 @@ class LoggedKeys:
         if _is_reduced(metric) and metric.meta.on_step:
             default = torch.promote_types(torch.get_default_dtype(), torch.float32)
             dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default
-            self._agree({_in_words(metric, "on_step", dtype): _Logged(key, (dtype,), {})}, may_differ=False)
+            self._agree({_in_words(metric, "on_step", dtype): _Logged(key, dtype, {})}, may_differ=False)
 
     def pending(self, results: _ResultCollection | None) -> dict[str, tuple[str, _ResultMetric]]:
         """The values of an epoch that are still to be reduced, with their keys; by what must be the same on all ranks.
@@ -86,7 +86,7 @@ class LoggedKeys:
             results: What a loop has logged; None if it logs nothing.
         """
         return {
-            _in_words(metric, "on_epoch", *(tensor.dtype for tensor, _ in _parts(metric))): (key, metric)
+            _in_words(metric, "on_epoch", metric.value.dtype): (key, metric)
             for key, metric in (results.valid_items() if results is not None else ())
             if _is_reduced(metric) and metric.meta.on_epoch and metric._computed is None
         }
@@ -108,27 +108,25 @@ class LoggedKeys:
         for text, logged in self._agree(mine, may_differ).items():
             if text not in pending:
                 pending[text] = logged.key, self._neutral(results, logged)
-        metrics = [metric for _, (_, metric) in sorted(pending.items())]
-        groups: defaultdict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
-        for tensor, operation in (part for metric in metrics for part in _parts(metric)):
-            groups[tensor.dtype, operation].append(tensor.reshape(1).to(self.strategy.root_device))
-        reduced = {
-            (dtype, operation): iter(self.strategy.reduce(torch.cat(tensors), reduce_op=operation).unbind())
-            for (dtype, operation), tensors in groups.items()
-        }
+        groups: defaultdict[tuple[torch.dtype, str], list[_ResultMetric]] = defaultdict(list)
+        for _, (_, metric) in sorted(pending.items()):
+            groups[metric.value.dtype, str(metric.meta.sync.op)].append(metric)
+        for (_, operation), metrics in groups.items():
+            self._reduce_together(metrics, operation)
+
+    def _reduce_together(self, metrics: Sequence[_ResultMetric], operation: str) -> None:
+        parts = [part.reshape(1).to(self.strategy.root_device) for metric in metrics for part in _parts(metric)]
+        reduced: Iterator[Any] = iter(self.strategy.reduce(torch.cat(parts), reduce_op=operation).unbind())
         for metric in metrics:
-            value, *weight = (next(reduced[tensor.dtype, operation]) for tensor, operation in _parts(metric))
-            # Lightning's mean of weights, which are integers, makes 50 of 50.5.
-            metric._computed = value / (weight[0].to(value.dtype) / self._collectives.world_size) if weight else value
+            value = next(reduced)
+            metric._computed = value / next(reduced) if metric.meta.is_mean_reduction else value
 
     def _neutral(self, results: _ResultCollection, logged: _Logged) -> _ResultMetric:
         """Log a key that this rank lacks, with a value that changes neither a sum nor an extreme."""
         metadata = _Metadata(**logged.metadata)
         metadata.sync = _Sync(fn=self.strategy.reduce, _should=True)
         metric = results[logged.key] = _ResultMetric(metadata, is_tensor=True)
-        metric.value = metric.value.to(logged.dtypes[0])
-        if metadata.is_mean_reduction:
-            metric.cumulated_batch_size = metric.cumulated_batch_size.to(logged.dtypes[1])
+        metric.value = metric.value.to(logged.dtype)
         return metric
 
     def _agree(self, mine: Mapping[str, _Logged], may_differ: bool) -> Mapping[str, _Logged]:
@@ -154,9 +152,13 @@ class LoggedKeys:
             if len(set(digests.flatten().tolist())) == 1:
                 return mine
             everyone: list[Mapping[str, _Logged]] = self._collectives.exchange_objects(mine, poll)
-            if not may_differ:
+            of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
+            twice = len({logged.key for logged in of_any_rank.values()}) < len(
+                of_any_rank
+            )  # a mean, and a sum elsewhere
+            if twice or not may_differ:
                 raise RankMismatchError(_difference(self._collectives.rank, everyone))
-        return {text: logged for logged_there in everyone for text, logged in logged_there.items()}
+        return of_any_rank
 
 
 class KeyedResults(_ResultCollection):
@@ -231,24 +233,27 @@ def _is_reduced(metric: _ResultMetric) -> bool:
     return metric.is_tensor and sync.should and not sync.rank_zero_only and sync.group is None
 
 
-def _parts(metric: _ResultMetric) -> list[tuple[Tensor, str]]:
-    """What is reduced of a value, and how: the value, and a mean's sum of weights."""
-    value = (metric.value, str(metric.meta.sync.op))
-    return [value, (metric.cumulated_batch_size, "sum")] if metric.meta.is_mean_reduction else [value]
+def _parts(metric: _ResultMetric) -> list[Tensor]:
+    """What is reduced of a value: the value, and a mean's weight.
+
+    The weight is the number of samples, as a rule. Lightning reduces it as an integer, whose mean makes 50 of 50.5.
+    """
+    if not metric.meta.is_mean_reduction:
+        return [metric.value]
+    return [metric.value, metric.cumulated_batch_size.to(metric.value.dtype)]
 
 
 def _logged(key: str, metric: _ResultMetric) -> _Logged:
     metadata = {each.name: getattr(metric.meta, each.name) for each in fields(metric.meta) if each.name != "_sync"}
     metadata["reduce_fx"] = metric.meta.sync.op  # a function need not be picklable
-    return _Logged(key, [tensor.dtype for tensor, _ in _parts(metric)], metadata)
+    return _Logged(key, metric.value.dtype, metadata)
 
 
-def _in_words(metric: _ResultMetric, when: str, *dtypes: torch.dtype) -> str:
+def _in_words(metric: _ResultMetric, when: str, dtype: torch.dtype) -> str:
     """What must be the same on all ranks when a value is reduced."""
     hook, _, loader = metric.meta.fx.partition(".")
-    kinds = " and ".join(str(dtype) for dtype in dtypes)
-    of_loader = f", dataloader {loader}" if loader else ""
-    return f"{metric.meta.name!r} of {hook}{of_loader} ({when}, {metric.meta.sync.op}, {kinds})"
+    where = f"{hook}, dataloader {loader}" if loader else hook
+    return f"{metric.meta.name!r} of {where} ({when}, {metric.meta.sync.op}, {str(dtype).removeprefix('torch.')})"
 
 
 def _some(texts: Sequence[str]) -> str:
