@@ -129,7 +129,8 @@ def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
         count = f"{ran} backwards" if ran > 1 else "1 backward" if ran else "no backward"
         text = f"rank {other.rank} ran {count} in step {here.step}, in which rank {waiting.rank} is in pass "
         text += f"{here.pass_number}" + (f", backward {here.backward + 1} of the step" if here.backward else "")
-    return f"{text}: look for a backward in a branch that depends on the rank or on its data"
+    what = "such a call" if waiting.phase is Phase.AGREEMENT else "a backward"
+    return f"{text}: look for {what} in a branch that depends on the rank or on its data"
 
 
 def _validates(waiting: Status, other: Status, _: Sequence[str]) -> str:

@@ -157,7 +157,7 @@ class LoggedKeys:
                 of_any_rank
             )  # a mean, and a sum elsewhere
             if twice or not may_differ:
-                raise RankMismatchError(_difference(self._collectives.rank, everyone))
+                raise RankMismatchError(_difference(everyone))
         return of_any_rank
 
 
@@ -261,12 +261,12 @@ def _some(texts: Sequence[str]) -> str:
     return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _difference(rank: int, everyone: Sequence[Mapping[str, _Logged]]) -> str:
-    """The message for ranks that have logged different keys."""
+def _difference(everyone: Sequence[Mapping[str, _Logged]]) -> str:
+    """The message for ranks that have logged different keys. It is the same on all ranks, and so is reported once."""
     found = {text: [at for at, own in enumerate(everyone) if text in own] for own in everyone for text in own}
     differing = [f"{text} on {in_words(at)} alone" for text, at in found.items() if len(at) < len(everyone)]
     return (
-        f"rank {rank}: expected all ranks to log the same keys with sync_dist=True, found {_some(differing)}. Log them "
+        f"expected all ranks to log the same keys with sync_dist=True, found {_some(differing)}. Log them "
         "on all ranks, those of on_step=True in the same order too; look for a branch that depends on the rank or its "
         'data. For the mean of the ranks that have a key: on_step=False and BucketDDPStrategy(logged_keys="any")'
     )
