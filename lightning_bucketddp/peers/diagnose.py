@@ -123,6 +123,8 @@ def _skipped(waiting: Status, other: Status, _: Sequence[str]) -> str:
     here, there = waiting.position, other.position
     if not other.heard or (there.step, other.step_ended) < (here.step, True):
         return ""
+    if waiting.phase is Phase.AGREEMENT and waiting.step_ended and there.step == here.step:
+        return ""  # both have: it waits after the step
     text = f"rank {other.rank} has left step {here.step}, in which {_describe(waiting)}"
     if waiting.phase is Phase.PASS:
         ran = here.backward - (there.backward if there.step > here.step else 0)

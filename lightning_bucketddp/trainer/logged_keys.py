@@ -66,7 +66,6 @@ class LoggedKeys:
 
     def __init__(self, strategy: Any, may_differ: bool) -> None:
         self.strategy, self._may_differ = strategy, may_differ
-        self._collectives = Collectives(None)  # the group in which Lightning reduces
 
     def agree_on_step(self, key: str, metric: _ResultMetric, value: Tensor) -> None:
         """Require that all ranks are about to reduce the same value of a step.
@@ -138,8 +137,11 @@ class LoggedKeys:
         Raises:
             RankMismatchError: If ranks differ and may not.
         """
+        if self.strategy.leaves_out_collectives:
+            return mine
         digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
         own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self.strategy.root_device)
+        collectives = Collectives(None)  # of the group in which Lightning reduces; a Trainer may outlive it
         peers: Peers | None = self.strategy._peers
         names = ": " + _some(sorted(mine)) if mine and not may_differ else ""
         if peers is not None:
@@ -147,11 +149,11 @@ class LoggedKeys:
         what = f"the keys of self.log(sync_dist=True){names}"
         with nullcontext() if peers is None else peers.waiting_for(what, Phase.AGREEMENT):
             poll = None if peers is None else peers.poll
-            digests, work = self._collectives.all_gather(own)
+            digests, work = collectives.all_gather(own)
             work.wait(poll)
             if len(set(digests.flatten().tolist())) == 1:
                 return mine
-            everyone: list[Mapping[str, _Logged]] = self._collectives.exchange_objects(mine, poll)
+            everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine, poll)
             of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
             twice = len({logged.key for logged in of_any_rank.values()}) < len(
                 of_any_rank

@@ -63,6 +63,16 @@ def test_ranks_that_may_still_come_are_left_alone() -> None:
     assert silent(ranks[:2]) == ""
 
 
+def test_after_a_step_of_manual_optimisation_ranks_may_still_come_to_an_agreement() -> None:
+    waits, late = {"agreement": 2, "step": 3, "phase": Phase.AGREEMENT, "what": "keys"}, {"agreement": 1}
+    assert diagnose([at(0, step_ended=True, **waits), at(1, step=3, step_ended=True, **late)]) is None
+    said = "rank 1 has left step 3, in which rank 0 wants to agree on keys: look for such a call in a branch"
+    for ended, step in [(False, 3), (True, 4)]:
+        found = diagnose([at(0, step_ended=ended, **waits), at(1, step=step, step_ended=True, **late)])
+        assert found is not None
+        assert found.text.startswith(said)
+
+
 STATISTICS = {"phase": Phase.EXCHANGE, "what": "the statistics of 'a'"}
 SETS = {"phase": Phase.AGREEMENT, "what": "sets", "agreement": 1}
 MISTAKES: dict[str, tuple[Status, Status]] = {
