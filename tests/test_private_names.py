@@ -77,7 +77,6 @@ OWNERS = {
     "_nested_dict": "torch.distributed.checkpoint",
     "_parameters": "torch.nn.Module",
     "_post_accumulate_grad_hooks": "torch.Tensor",
-    "_progress_bar_metrics": f"{CONNECTOR}._LoggerConnector",
     "_python_dispatch": "torch.utils",
     "_pytree": "torch.utils",
     "_results": "lightning.pytorch.Trainer",

@@ -208,10 +208,14 @@ class KeyedConnector(_LoggerConnector):
     @property
     @override
     def progress_bar_metrics(self) -> Any:
-        # Rank 0 alone asks, in `on_train_epoch_end`, and other ranks may have more to log before they ask.
-        if self._first_loop_iter is None and self._keys.pending(self.trainer._results):
-            return self._progress_bar_metrics
-        return super().progress_bar_metrics
+        # Rank 0 alone asks, in `on_train_epoch_end`. Other ranks may have more to log before they ask for values.
+        later = self._keys.pending(self.trainer._results) if self._first_loop_iter is None else {}
+        for _, metric in later.values():
+            metric.has_reset = True  # Lightning passes over it
+        shown = super().progress_bar_metrics
+        for _, metric in later.values():
+            metric.has_reset = False
+        return shown
 
 
 def install(trainer: Any, keys: LoggedKeys) -> None:

@@ -141,7 +141,7 @@ class Everything(Regression):
         self.reverse, self.metric, self.seen = reverse, MeanMetric(), list[dict[str, float]]()
 
     def value(self, batch_idx: int) -> torch.Tensor:
-        return torch.tensor(0.3 * (1 + batch_idx) ** 0.5 * (1 + dist.get_rank()))
+        return torch.tensor(0.3 * (1 + batch_idx + self.current_epoch) ** 0.5 * (1 + dist.get_rank()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         value, size = self.value(batch_idx), 2 + 2 * dist.get_rank()
