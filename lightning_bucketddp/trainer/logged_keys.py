@@ -155,10 +155,8 @@ class LoggedKeys:
                 return mine
             everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine, poll)
             of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
-            twice = len({logged.key for logged in of_any_rank.values()}) < len(
-                of_any_rank
-            )  # a mean, and a sum elsewhere
-            if twice or not may_differ:
+            keys = {logged.key for logged in of_any_rank.values()}
+            if not may_differ or len(keys) < len(of_any_rank):  # a key that is a mean on one rank, a sum on another
                 raise RankMismatchError(_difference(everyone))
         return of_any_rank
 

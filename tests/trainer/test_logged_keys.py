@@ -297,9 +297,14 @@ def test_with_any_keys_a_value_is_that_of_the_ranks_that_have_it() -> None:
 
 
 @on_ranks(2, fresh=True)
-def test_with_any_keys_values_of_a_step_need_all_ranks() -> None:
+def test_with_any_keys_values_of_a_step_need_all_ranks_and_a_key_means_the_same() -> None:
     model = Differs("training_step", "ab" if dist.get_rank() == 0 else "ac")
     with raises_soon(RankMismatchError, match=r"'b' of training_step \(on_step, mean, float32\) on rank 0 alone"):
+        trainer(ours(logged_keys="any")).fit(model, data(1))
+    model = Differs("training_step", "a", **EPOCH, reduce_fx="mean" if dist.get_rank() == 0 else "sum")
+    with raises_soon(
+        RankMismatchError, match=r"on_epoch, mean, float32\) on rank 0 .*on_epoch, sum, float32\) on rank 1"
+    ):
         trainer(ours(logged_keys="any")).fit(model, data(1))
 
 
