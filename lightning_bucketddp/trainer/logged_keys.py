@@ -73,7 +73,7 @@ class LoggedKeys:
         Raises:
             RankMismatchError: If a rank logs something else, or does not come here.
         """
-        if _is_reduced(metric) and metric.meta.on_step and not self.strategy.leaves_out_collectives:
+        if _is_reduced(metric) and metric.meta.on_step:
             default = torch.promote_types(torch.get_default_dtype(), torch.float32)
             dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else default
             self._agree({_in_words(metric, "on_step", dtype): _Logged(key, dtype, {})}, may_differ=False)
@@ -137,6 +137,8 @@ class LoggedKeys:
         Raises:
             RankMismatchError: If ranks differ and may not.
         """
+        if self.strategy.leaves_out_collectives:
+            return mine
         digest = hashlib.sha256(repr(sorted(mine)).encode()).digest()
         own = torch.tensor([int.from_bytes(digest[:8], signed=True)], device=self.strategy.root_device)
         collectives = Collectives(None)  # of the group in which Lightning reduces; a Trainer may outlive it
@@ -151,10 +153,8 @@ class LoggedKeys:
                 return mine
             everyone: list[Mapping[str, _Logged]] = collectives.exchange_objects(mine, poll)
             of_any_rank = {text: logged for logged_there in everyone for text, logged in logged_there.items()}
-            twice = len({logged.key for logged in of_any_rank.values()}) < len(
-                of_any_rank
-            )  # a mean, and a sum elsewhere
-            if twice or not may_differ:
+            keys = {logged.key for logged in of_any_rank.values()}
+            if not may_differ or len(keys) < len(of_any_rank):  # a key that is a mean on one rank, a sum on another
                 raise RankMismatchError(_difference(everyone))
         return of_any_rank
 
@@ -204,10 +204,14 @@ class KeyedConnector(_LoggerConnector):
     @property
     @override
     def progress_bar_metrics(self) -> Any:
-        # Rank 0 alone asks, in `on_train_epoch_end`, and other ranks may have more to log before they ask.
-        if self._first_loop_iter is None and self._keys.pending(self.trainer._results):
-            return self._progress_bar_metrics
-        return super().progress_bar_metrics
+        # Rank 0 alone asks, in `on_train_epoch_end`. Other ranks may have more to log before they ask for values.
+        later = self._keys.pending(self.trainer._results) if self._first_loop_iter is None else {}
+        for _, metric in later.values():
+            metric.has_reset = True  # Lightning passes over it
+        shown = super().progress_bar_metrics
+        for _, metric in later.values():
+            metric.has_reset = False
+        return shown
 
 
 def install(trainer: Any, keys: LoggedKeys) -> None:

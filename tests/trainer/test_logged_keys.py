@@ -86,11 +86,18 @@ def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks() -> Non
         assert "'a'" not in said
 
 
-NOTHING = {"step": "training_step", "epoch": "on_train_epoch_end", "validation": "validation_step"}
+@on_ranks(2, fresh=True, timeout=60)
+def test_a_rank_that_logs_nothing_in_a_step_is_an_error_on_all_ranks() -> None:
+    assert_nothing_is_an_error("training_step")
 
 
-@on_ranks(2, cases=NOTHING, fresh=True, timeout=60)
+@pytest.mark.slow
+@on_ranks(2, cases=["training_step", "on_train_epoch_end", "validation_step"], fresh=True, timeout=60)
 def test_a_rank_that_logs_nothing_is_an_error_on_all_ranks(hook: str) -> None:
+    assert_nothing_is_an_error(hook)
+
+
+def assert_nothing_is_an_error(hook: str) -> None:
     rank = dist.get_rank()
     runs = trainer(ours(timeout=timedelta(seconds=30)), max_epochs=2)
     with raises_soon(RankMismatchError, match=f"^rank {rank}: ") as caught:
@@ -134,7 +141,7 @@ class Everything(Regression):
         self.reverse, self.metric, self.seen = reverse, MeanMetric(), list[dict[str, float]]()
 
     def value(self, batch_idx: int) -> torch.Tensor:
-        return torch.tensor(0.3 * (1 + batch_idx) ** 0.5 * (1 + dist.get_rank()))
+        return torch.tensor(0.3 * (1 + batch_idx + self.current_epoch) ** 0.5 * (1 + dist.get_rank()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         value, size = self.value(batch_idx), 2 + 2 * dist.get_rank()
@@ -290,9 +297,14 @@ def test_with_any_keys_a_value_is_that_of_the_ranks_that_have_it() -> None:
 
 
 @on_ranks(2, fresh=True)
-def test_with_any_keys_values_of_a_step_need_all_ranks() -> None:
+def test_with_any_keys_values_of_a_step_need_all_ranks_and_a_key_means_the_same() -> None:
     model = Differs("training_step", "ab" if dist.get_rank() == 0 else "ac")
     with raises_soon(RankMismatchError, match=r"'b' of training_step \(on_step, mean, float32\) on rank 0 alone"):
+        trainer(ours(logged_keys="any")).fit(model, data(1))
+    model = Differs("training_step", "a", **EPOCH, reduce_fx="mean" if dist.get_rank() == 0 else "sum")
+    with raises_soon(
+        RankMismatchError, match=r"on_epoch, mean, float32\) on rank 0 .*on_epoch, sum, float32\) on rank 1"
+    ):
         trainer(ours(logged_keys="any")).fit(model, data(1))
 
 
