@@ -245,8 +245,8 @@ class RollCall:
             if rank == self.rank:  # its listener may be late
                 answered, statuses = call, self.records()
             silent = now - min((at for number, at in list(self._heard) if number > answered), default=now)
-            # Without such a wrapper the last one.
-            status = statuses[min(wrapper, len(statuses) - 1)] if statuses else Status(rank)
+            # A rank that has not made the wrapper yet may have ended training in those before it.
+            status = next(iter(statuses[wrapper : wrapper + 1] or statuses[:1]), Status(rank))
             silent = 0.0 if answered >= call else max(silent, 1e-3)
             found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
         return found

@@ -65,8 +65,7 @@ EXPECTED = [
         FIRST,
         r"rank 1: not waiting, in step 6",
         r"in validation_step: sleep_until",
-        WAITS + "for the Trainer's reduce",
-        r" in reduce: ",
+        WAITS + r"for the keys of self.log\(sync_dist=True\)",
     ),
 ]
 """What reports say of each of the three places."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from lightning_bucketddp.peers.roll_call import RollCall
+from lightning_bucketddp.peers.status import Status
 from tests.pool import on_ranks
 
 
@@ -94,3 +95,14 @@ def test_a_thread_that_has_ended_is_nowhere() -> None:
     thread.start()
     thread.join()
     assert made[0].stack() == []
+
+
+def test_a_rank_that_has_not_made_the_wrapper_yet_has_not_ended() -> None:
+    store = HashStore()
+    first, second = (RollCall(store, rank, 2, 60) for rank in range(2))
+    for roll_call in (first, second):
+        roll_call.enter(status := Status(roll_call.rank))
+        status.end_training()
+        roll_call.write(store)
+    found = first.wait_until(lambda status: True, wrapper=first.enter(Status(0)))
+    assert not any(status.ended for status in found)
