@@ -90,7 +90,9 @@ def worker(device: torch.device, megaparameters: float, rounds: int) -> dict[str
             layers = max(1, round(megaparameters * 1e6 / WIDTH**2))
             model = BucketDDP(mlp(WIDTH, layers).to(device), shard_optimizer=sharded)
             params = [param for param in model.parameters() if param.ndim == 2]  # Muon takes no others
-            trained[kind] = model, make(params)
+            optimizer = make(params)
+            model.prepare_optimizer(optimizer)  # all ranks at once: Muon's buckets are cut anew
+            trained[kind] = model, optimizer
             elements = sum(param.numel() for param in params)
         found[name] = {kind: {UPDATE: [], STEP: [], ARRIVAL: []} for kind in trained}
         for number in range(WARM_UP + rounds):
