@@ -217,6 +217,11 @@ class Wrapped:
                     "register_comm_hook or register_builtin_comm_hook can only be called once. Expected no "  # torch's
                     f"communication hook, found {self._hook.name!r}"
                 )
+            if self.context.groups is not None:
+                raise RuntimeError(
+                    "expected register_comm_hook without shard_optimizer, found shard_optimizer=True: shards lie as the "
+                    "buckets do and would be left behind. Give the hook when the module is wrapped: comm_hook=..."
+                )
             if self.reducer.state is not PassState.IDLE:
                 raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
             entries = [Entry(f"option {name}", repr(value)) for name, value in hook.options().items()]

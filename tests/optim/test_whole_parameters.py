@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import AdamW, Muon, Optimizer
 
 from lightning_bucketddp import BucketDDP, declare_whole_parameter
@@ -148,6 +149,15 @@ def test_a_declared_class_gets_whole_parameters() -> None:
     training.steppers = [Normed(training.ours.module.parameters(), lr=0.1, momentum=0.5)]
     training.reference = [Normed(training.plain.parameters(), lr=0.1, momentum=0.5)]
     training.run(0, 3)
+    assert_equal(values(training.ours.module), values(training.plain))
+
+
+@on_ranks(2)
+def test_a_hook_that_comes_later_would_cut_shards_anew_and_is_refused() -> None:
+    training = Training().run(0, 1)
+    with pytest.raises(RuntimeError, match="when the module is wrapped"):
+        training.ours.register_comm_hook(None, allreduce_hook)
+    training.run(1, 3)
     assert_equal(values(training.ours.module), values(training.plain))
 
 
