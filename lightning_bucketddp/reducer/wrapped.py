@@ -219,8 +219,8 @@ class Wrapped:
                 )
             if self.context.groups is not None:
                 raise RuntimeError(
-                    "expected register_comm_hook without shard_optimizer, found shard_optimizer=True: shards lie as the "
-                    "buckets do and would be left behind. Give the hook when the module is wrapped: comm_hook=..."
+                    "expected register_comm_hook without shard_optimizer, found shard_optimizer=True: shards lie as "
+                    "the buckets do and would be left behind. Give the hook when the module is wrapped: comm_hook=..."
                 )
             if self.reducer.state is not PassState.IDLE:
                 raise RuntimeError("expected register_comm_hook to be called between passes, found one under way")
