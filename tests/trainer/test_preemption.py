@@ -228,14 +228,15 @@ class Cli(LightningCLI):
 def start_by_yaml(*arguments: str) -> tuple[int, bool]:
     """Starts a LightningCLI with the YAML of the page; how many steps it has made, and whether it was preempted."""
     page = (ROOT / "docs" / "preemption.md").read_text()
-    Path("run.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL).group(1))
+    yaml = Path(f"run_of_rank_{dist.get_rank()}.yaml")  # one file for both would be read half written
+    yaml.write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL).group(1))
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     options = {"plugins": "tests.lightning_models.PoolEnvironment", "devices": 2, "accelerator": "cpu", "max_steps": 4}
     given = [f"--trainer.{name}={str(value).lower()}" for name, value in dict.fromkeys(quiet, False).items()]
     given += [f"--trainer.{name}={value}" for name, value in options.items()]
     preempted = False
     try:
-        Cli(Preempted, Loaders, args=["fit", "--config=run.yaml", *given, *arguments], save_config_callback=None)
+        Cli(Preempted, Loaders, args=["fit", f"--config={yaml}", *given, *arguments], save_config_callback=None)
     except SIGTERMException:
         preempted = True
     dist.barrier()
