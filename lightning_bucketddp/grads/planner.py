@@ -40,6 +40,8 @@ class LayoutPlanner:
             parameters that are trainable together.
         kinds: The kind of each slot.
         due: Whether the planner has learned more than the present layout shows.
+        settled: The slots that stay where they are, as a layout: shards lie there, and optimizer state with them. Later
+            slots get buckets of their own. None while all slots may move.
     """
 
     def __init__(self, table: SlotTable, options: Options, world_size: int, one_machine: bool) -> None:
@@ -51,6 +53,7 @@ class LayoutPlanner:
         self._seen: set[int] = set()
         self._grouping_sets: list[TrainableSet] = []
         self._whole: set[int] = set()
+        self.settled: Layout | None = None
         self.add(table.trainable_now())
         self.due = False
 
@@ -73,15 +76,22 @@ class LayoutPlanner:
             self._grouping_sets.append(dense)
         self.due = True
 
-    def keep_whole(self, indices: AbstractSet[int]) -> bool:
+    def keep_whole(self, indices: AbstractSet[int]) -> None:
         """Have shards cut between these parameters of the module, and never inside of one.
 
-        Returns:
-            Whether that is new.
+        Raises:
+            RuntimeError: If shards lie in these parameters already, and stay.
         """
-        new = not self._whole.issuperset(indices)
-        self._whole |= indices
-        return new
+        new = indices - self._whole
+        slots = {slot for index in new if (slot := self._table.slot_of(index)) is not None}
+        if self.settled is not None and (late := min(slots, default=len(self.settled.slots))) < len(self.settled.slots):
+            raise RuntimeError(
+                "expected an optimizer that needs whole parameters before the first backward, and before the state of "
+                f"any optimizer is loaded; found shards that divide {self._table.specs[late].name!r} and stay where "
+                "they are. Call prepare_optimizer() as soon as the optimizer is made (a Trainer and Fabric do)"
+            )
+        self._whole |= new
+        self.due |= bool(slots)
 
     def unseen(self, trainable: TrainableSet) -> bool:
         """Whether a parameter of the set had no gradient in any pass that taught the order."""
@@ -107,20 +117,35 @@ class LayoutPlanner:
         """Whether a bucket of these slots waits for the end of backward."""
         return not self.overlap or any(self.kinds[slot] is not SlotKind.NORMAL for slot in slots)
 
+    def settle(self) -> None:
+        """Let all slots stay where they are from now on."""
+        if self.settled is None:
+            self.settled = self._plan(0)
+
     def plan(self) -> Layout:
         """Plan a layout from all that is known."""
+        if self.settled is None:
+            return self._plan(0)
+        if len(self.settled.slots) < len(self._table):
+            self.settled = self.settled.followed_by(self._plan(len(self.settled.slots)))
+        return self.settled
+
+    def _plan(self, first: int) -> Layout:
+        """Plan a layout of the slots from ``first`` on."""
         options, multiple = self._options, self._options.pad_buckets_to
         if options.shard_optimizer:  # each rank's shard starts on a boundary for vector loads
             multiple = math.lcm(multiple, self._world_size * ALIGNMENT_BYTES // 4)
+        order = sorted([slot for slot in self._order if slot >= first], key=lambda slot: self.kinds[slot].value)
+        whole = [slot for index in self._whole if (slot := self._table.slot_of(index)) is not None and slot >= first]
         return plan(
-            self._table.specs,
-            sorted(self._order, key=lambda slot: self.kinds[slot].value),
+            self._table.specs[first:],
+            [slot - first for slot in order],
             options.bucket_cap_bytes if self.overlap else (sys.maxsize,),
-            [self._group_of(slot) for slot in range(len(self._table))],
+            [self._group_of(slot) for slot in range(first, len(self._table))],
             multiple,
             self._world_size,
             self._one_machine,
-            {slot for index in self._whole if (slot := self._table.slot_of(index)) is not None},
+            {slot - first for slot in whole},
             options.shard_group_size or self._world_size,
         )
 

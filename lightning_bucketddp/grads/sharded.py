@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -28,27 +27,6 @@ from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
-
-
-class LayoutObserver(Protocol):
-    """Owns values that lie as the buckets do, and moves them when buckets are rebuilt."""
-
-    def before_layout(self, layout: Layout, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
-        """Prepare for a layout that every rank is about to make.
-
-        Args:
-            layout: The layout.
-            grads: This rank's parts of published gradients, by slot; None where only other ranks have one.
-
-        Returns:
-            This rank's parts of the same gradients in that layout.
-        """
-
-    def on_layout(self, layout: Layout) -> None:
-        """Follow the buckets to their new layout."""
-
-    def exchange(self, mine: list[int]) -> list[list[int]]:
-        """Every rank's list of numbers, by rank."""
 
 
 class Sharded(Storage):
@@ -80,15 +58,14 @@ class Sharded(Storage):
         self._inner = Contiguous(table, buckets, layout, streams, main_grads=False)
         self._table, self._buckets = table, buckets
         self.groups, self._keep_shards = groups, keep_shards
-        self._observer: LayoutObserver | None = None
         self._whole_freed = False  # whether whole buckets have no memory
         # Slots to whose published gradient this pass adds. None between passes.
         self._accumulating: set[int] | None = None
-        self._make_shards()
+        self._make_shards({})
 
-    def _make_shards(self) -> None:
+    def _make_shards(self, stashed: Mapping[int, Tensor]) -> None:
         self.layout = self._inner.layout
-        self.shards = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards)
+        self.shards = ShardMemory(self.layout, self._buckets, self.groups, self._keep_shards, stashed)
         self._sharded = []
         for slot, (spec, view) in enumerate(zip(self._table.specs, self._inner.views, strict=True)):
             # All elements of such a view are one, so any operation that would write to it raises.
@@ -104,10 +81,6 @@ class Sharded(Storage):
         if not self.shards.is_stashed(slot):
             return part, [self._inner.views[slot]]  # holds the part
         return part, [part] if self._whole_freed else [part, self._inner.views[slot]]
-
-    def observe(self, observer: LayoutObserver) -> None:
-        """Tell ``observer`` when buckets are rebuilt."""
-        self._observer = observer
 
     # -- what a rank holds ---------------------------------------------------------------------------
 
@@ -235,30 +208,20 @@ class Sharded(Storage):
     # -- layout --------------------------------------------------------------------------------------
 
     def lay_out(self, layout: Layout) -> None:
-        """Move to another layout. All ranks must call this at the same point."""
+        """Move to another layout. Between passes there must be no published gradients.
+
+        Slots with published gradients lie where they did.
+        """
         self.require_memory()
         if layout == self.layout:
             self._inner.lay_out(layout)
             return
-        assert self._observer is not None
-        opened = self._accumulating is not None
-        mine = {slot: self.shards.part(slot) for slot in self._accumulating or self._take_published()}
-        # Some ranks may have cleared theirs.
-        published = self._accumulating = set().union(*self._observer.exchange(sorted(mine)))
-        moved = self._observer.before_layout(layout, {slot: mine.get(slot) for slot in published})
-        del self._sharded, self.shards, mine  # which hold the old memory
+        pairs = enumerate(zip(self.layout.buckets, layout.buckets, strict=False))
+        stay = {index for index, (old, new) in pairs if old == new}
+        stashed = {index: shard for index, shard in self.shards.stashed.items() if index in stay}
+        del self._sharded, self.shards  # which hold the old memory
         self._inner.lay_out(layout)
-        self._make_shards()
-        if self._table.pending:  # local gradients wait in the buckets
-            self.shards.stash(published)
-        for slot, part in moved.items():
-            self.shards.part(slot).copy_(part)
-        moved.clear()
-        self._observer.on_layout(layout)
-        if opened:
-            self.shards.stash(published)
-        else:
-            self.abandon()
+        self._make_shards(stashed)
 
     def release(self) -> None:
         """Free the buffers, and drop published gradients, because this rank holds only parts of them."""

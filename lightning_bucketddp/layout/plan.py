@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -144,7 +144,7 @@ class Layout:
     Attributes:
         slots: One per parameter, in the order of the specifications.
         buckets: In launch order: every rank launches bucket *k* before bucket *k + 1*.
-        buffers: One per (device, dtype).
+        buffers: One per (device, dtype); :meth:`followed_by` adds others.
     """
 
     slots: tuple[Slot, ...]
@@ -159,6 +159,16 @@ class Layout:
     def bucket_nbytes(self, bucket: Bucket) -> int:
         """Bytes of one bucket, padding included."""
         return bucket.numel * self.buffers[bucket.buffer].dtype.itemsize
+
+    def followed_by(self, later: Layout) -> Layout:
+        """This layout, and behind it the slots of another one, in buckets and buffers of their own."""
+        slots, buffers = len(self.slots), len(self.buffers)
+        moved_slots = [replace(slot, buffer=slot.buffer + buffers) for slot in later.slots]
+        moved_buckets = [
+            replace(bucket, buffer=bucket.buffer + buffers, slots=tuple([slot + slots for slot in bucket.slots]))
+            for bucket in later.buckets
+        ]
+        return Layout((*self.slots, *moved_slots), (*self.buckets, *moved_buckets), self.buffers + later.buffers)
 
 
 def plan(

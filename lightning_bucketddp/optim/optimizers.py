@@ -28,20 +28,18 @@ from lightning_bucketddp.optim.parts import ParamPart, Parts
 from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, gets_master, params_of
 from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, swap_of
-from lightning_bucketddp.peers.agreement import RankMismatchError, WrapError
-from lightning_bucketddp.peers.diagnose import LOOK_FOR_STEPS
-from lightning_bucketddp.peers.status import Phase
+from lightning_bucketddp.peers.agreement import WrapError
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
 
 if TYPE_CHECKING:
     from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
 
-class Optimizers:
+class Optimizers(Participant):
     """Gives a module's optimizers shards and masters, and answers for gradients and state that are sharded.
 
-    With ``shard_optimizer`` it observes the gradients' storage: when buckets are laid out anew, parameters and
-    optimizer state move along.
+    With ``shard_optimizer`` it takes part in passes: when buckets are laid out anew, parameters move along.
 
     Args:
         module: The module.
@@ -59,19 +57,17 @@ class Optimizers:
     ) -> None:
         self._module, self._known, self._passes, self._collectives = module, known, passes, collectives
         self._with_masters, self._mixes_dtypes = bool(options.master_params), options.grad_dtype is not None
-        # Per sharded optimizer: a number, the same on all ranks, and the swap, which close() detaches.
-        self._sharded: WeakKeyDictionary[Optimizer, tuple[int, Swap]] = WeakKeyDictionary()
-        self._next_number = 0
+        self._sharded: WeakKeyDictionary[Optimizer, Swap] = WeakKeyDictionary()  # close() detaches swaps
         self._params: ShardedParams | None = None
-        storage = passes.reducer.storage
+        storage, planner = passes.reducer.storage, passes.wrapped.built.planner
         if isinstance(storage, Sharded):
-            self._params = ShardedParams(module, passes.reducer.table, storage, passes.peers)
-            storage.observe(self)
+            self._params = ShardedParams(module, passes.reducer.table, storage, planner, passes.peers)
+            passes.wrapped.add(self)
         self.parts: Parts = self._params or Parts()
 
     def close(self) -> None:
         """Close the swaps and give parameters memory of their own. Sends nothing; waits for parameters on their way."""
-        for _, swap in list(self._sharded.values()):
+        for swap in list(self._sharded.values()):
             swap.close()
         if self._params is not None:
             self._params.release()
@@ -98,8 +94,7 @@ class Optimizers:
             return None
         if self._params is None:  # shards are given gradients of their own dtype
             self._require_takes_gradients(optimizer)
-        self._known.add(optimizer)
-        if self._params is None:
+            self._known.add(optimizer)
             return master_params(optimizer) if self._with_masters else None
         if optimizer not in self._sharded:
             require_shardable(optimizer)
@@ -111,9 +106,9 @@ class Optimizers:
                 )
             if needs_whole_parameters(optimizer):
                 self._passes.keep_whole(params_of(optimizer))
-            self._sharded[optimizer] = self._next_number, Swap(optimizer, self._params, self._with_masters)
-            self._next_number += 1
-        return self._sharded[optimizer][1]
+            self._known.add(optimizer)
+            self._sharded[optimizer] = Swap(optimizer, self._params, self._with_masters)
+        return self._sharded[optimizer]
 
     def _require_takes_gradients(self, optimizer: Optimizer) -> None:
         """Require an optimizer that takes the gradients' dtype.
@@ -216,8 +211,10 @@ class Optimizers:
         """Copy a parameter's whole gradient; None if it has none. All ranks must call this."""
         if self._params is not None and (found := self._params.find(param)) is not None:
             mine = param.grad.own_part if isinstance(param.grad, ShardedGrad) else None
-            if any(flag for (flag,) in self.exchange([int(mine is not None)])):  # ranks may differ
-                what = f"the gradient of {found.spec.name!r}"
+            what = f"the gradient of {found.spec.name!r}"
+            with self._passes.peers.waiting_for(what):
+                holds_part = self._collectives.exchange_objects(mine is not None, self._passes.peers.poll)
+            if any(holds_part):  # ranks may differ
                 flat = self._params.gather(found.part.bucket, found.spec.dtype, [(found, mine)], what)
                 return found.whole_in_bucket(flat).clone()
         return None if param.grad is None else param.grad.detach().clone()
@@ -269,7 +266,7 @@ class Optimizers:
             :meth:`Stepped.entries`.
         """
         assert self._params is not None
-        stepped, params = self._sharded[optimizer][1].stepped, list(params_of(optimizer))
+        stepped, params = self._sharded[optimizer].stepped, list(params_of(optimizer))
         found = {index: part for index, param in enumerate(params) if (part := self._params.find(param)) is not None}
         described = self._described(found, {index: stepped.entries(optimizer, params[index]) for index in found})
         for bucket in sorted({part.part.bucket for part in found.values()}):
@@ -310,46 +307,13 @@ class Optimizers:
             known = {index: entries for index, entries in mine.items() if entries}
             return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
 
-    # -- layout: called by the gradients' storage ------------------------------------------------------
+    # -- layout ----------------------------------------------------------------------------------------
 
-    def before_layout(self, layout: Layout, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
-        """Move optimizer state and gradients to the ranks that own them in a new layout; see :class:`LayoutObserver`.
-
-        Raises:
-            RankMismatchError: On all ranks, if they have made different optimizer steps.
-        """
-        assert self._params is not None
-        self._params.wait()
-        peers, at = self._passes.peers, self._passes.peers.position
-        updates = torch.tensor([at.update, peers.here.updated], device=next(self._module.parameters()).device)
-        with peers.waiting_for("the ranks' numbers of optimizer steps", Phase.ROOT):
-            gathered, work = self._collectives.all_gather(updates)
-            work.wait(peers.poll)
-            everyone = gathered.tolist()
-            for rank, (number, _) in enumerate(everyone):
-                if everyone[rank] != everyone[0]:
-                    raise RankMismatchError(
-                        f"rank {peers.rank}: ranks come to pass {at.pass_number} after different optimizer steps, rank "
-                        f"0 after {everyone[0][0]} and rank {rank} after {number}: {LOOK_FOR_STEPS}"
-                    )
-        mine = {number: optimizer for optimizer, (number, _) in self._sharded.items()}
-        parts = self._params.parts_in(layout)
-        for number in sorted(set.intersection(*map(set, self.exchange(list(mine))))):  # dropped on no rank
-            stepped, params = self._sharded[mine[number]][1].stepped, list(params_of(mine[number]))
-            for index, whole in self._whole_state(mine[number]):
-                stepped.put_part(mine[number], params[index], parts[id(params[index])], whole)
-        return self._params.regather(grads, parts)
-
-    def on_layout(self, layout: Layout) -> None:
+    def laid_out(self, layout: Layout) -> None:
         """Move the parameters after their gradients."""
         assert self._params is not None
-        for _, swap in self._sharded.values():
+        for swap in self._sharded.values():
             swap.stepped.forget_shards()
         for param in self._params.lay_out(layout):
-            for optimizer, (_, swap) in self._sharded.items():
+            for optimizer, swap in self._sharded.items():
                 swap.stepped.keep_own_part(optimizer, param)  # was frozen; its state may have been loaded meanwhile
-
-    def exchange(self, mine: list[int]) -> list[list[int]]:
-        """Return every rank's list of numbers, by rank."""
-        with self._passes.peers.waiting_for("the ranks' lists of numbers", Phase.ROOT):
-            return self._collectives.exchange_objects(mine, self._passes.peers.poll)

@@ -6,6 +6,7 @@ One all-gather then fills all parameters of a bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +43,17 @@ class ParamBuffers:
 
     @torch.no_grad()
     def lay_out(self, layout: Layout, params: Sequence[nn.Parameter]) -> None:
-        """Move the data of parameters into new flat tensors.
+        """Move the data of parameters into new flat tensors. Buckets that stay keep theirs.
 
         Args:
             layout: The layout. Parameters in one bucket have one dtype.
             params: The parameter of each slot.
         """
-        self._layout, self.flats = layout, []  # old memory is freed bucket by bucket
-        for index, bucket in enumerate(layout.buckets):
+        buckets = zip(layout.buckets, self._layout.buckets, strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], buckets))
+        self._layout = layout
+        del self.flats[kept:]  # old memory is freed bucket by bucket
+        for index, bucket in enumerate(layout.buckets[kept:], kept):
             first = params[bucket.slots[0]]
             self.flats.append(torch.zeros(bucket.numel, dtype=first.dtype, device=first.device))
             for slot in bucket.slots:
@@ -94,4 +98,4 @@ class ParamBuffers:
         for slot, address in self._addresses.items():
             if params[slot].data_ptr() == address:
                 params[slot].data = params[slot].data.clone()
-        self.flats, self._addresses = [], {}
+        self.flats, self._layout, self._addresses = [], Layout((), (), ()), {}

@@ -110,6 +110,9 @@ class Parts:
         """Return the gradient of this rank's part; None if the parameter has no gradient."""
         return param.grad
 
+    def keep_place(self) -> None:
+        """Let parameters stay where they are, as optimizer state lies there too."""
+
     def before_update(self) -> None:
         """Wait for parameters that are on their way, before an optimizer updates them."""
 

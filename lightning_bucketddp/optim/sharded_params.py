@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bucketddp.comm.work import Work
+from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.grads.slots import SlotTable
@@ -35,6 +36,7 @@ class ShardedParams(Parts):
         module: The module.
         slots: The slots.
         storage: The gradients.
+        planner: Plans their layout.
         peers: The other ranks.
 
     Attributes:
@@ -43,8 +45,10 @@ class ShardedParams(Parts):
 
     swap_before_closure = False  # element-wise optimizers call it first; forward then waits only for what it uses
 
-    def __init__(self, module: nn.Module, slots: SlotTable, storage: Sharded, peers: Peers) -> None:
-        self._slots, self._storage, self._peers = slots, storage, peers
+    def __init__(
+        self, module: nn.Module, slots: SlotTable, storage: Sharded, planner: LayoutPlanner, peers: Peers
+    ) -> None:
+        self._slots, self._storage, self._planner, self._peers = slots, storage, planner, peers
         self.part_of: dict[int, ParamPart] = {}
         self._buffers = ParamBuffers()
         self._arrivals: dict[int, Arrival] = {}  # by bucket
@@ -56,12 +60,6 @@ class ShardedParams(Parts):
     def find(self, param: Tensor) -> ParamPart | None:
         """Return this rank's part of a parameter; None if the parameter is not sharded."""
         return self.part_of.get(id(param))
-
-    def parts_in(self, layout: Layout) -> dict[int, ParamPart]:
-        """Return this rank's part of each parameter in another layout, by the parameter's id."""
-        slots, groups = self._slots, self._storage.groups
-        parts = parts_of(layout, groups.shards, groups.index)
-        return {id(slots.params[slot]): ParamPart(slots.specs[slot], part) for slot, part in enumerate(parts)}
 
     def param_part(self, param: Tensor) -> Tensor:
         """Return the memory of this rank's part; the parameter itself if it is not sharded."""
@@ -95,25 +93,6 @@ class ShardedParams(Parts):
         with self._peers.waiting_for(what):
             self._storage.groups.inside.all_gather_shards(flat).wait(self._peers.poll)
         return flat
-
-    def regather(self, grads: Mapping[int, Tensor | None], parts: Mapping[int, ParamPart]) -> dict[int, Tensor]:
-        """Gather gradients bucket by bucket, and return other parts of them, by slot. All ranks must call this.
-
-        Args:
-            grads: This rank's parts, by slot; None where only other ranks have one.
-            parts: The parts to return, by the parameter's id.
-        """
-        layout, params = self._storage.layout, self._slots.params
-        found: dict[int, Tensor] = {}
-        for index, bucket in enumerate(layout.buckets):
-            here = {slot: self.part_of[id(params[slot])] for slot in bucket.slots if slot in grads}
-            if here:
-                own = [(part, grads[slot]) for slot, part in here.items()]
-                flat = self.gather(index, layout.buffers[bucket.buffer].dtype, own, "the gradients of earlier passes")
-                for slot, part in here.items():
-                    moved = parts[id(params[slot])]
-                    found[slot] = moved.run(moved.of(part.whole_in_bucket(flat))).clone()
-        return found
 
     def add_norm(self, norm: Tensor, shards: Sequence[Tensor], norm_type: float) -> Tensor:
         """Add this and the other ranks' shards of gradients to a norm. All ranks must call this.
@@ -155,6 +134,7 @@ class ShardedParams(Parts):
 
     def updated(self, params: Sequence[Tensor], complete: bool) -> None:
         """Send the new values of parameters. All ranks must call this alike."""
+        self.keep_place()
         changed = [param for param in params if id(param) in self.part_of and param.grad is not None]
         # Backward must notice that a saved parameter has changed, also where this rank has no part of it.
         torch.autograd.graph.increment_version(changed)
@@ -229,9 +209,16 @@ class ShardedParams(Parts):
 
     def lay_out(self, layout: Layout) -> list[Tensor]:
         """Move the parameters to their places in a new layout; return those that were not sharded before."""
-        known, self.part_of = self.part_of, self.parts_in(layout)
-        self._buffers.lay_out(layout, self._slots.params)
-        return [param for param in self._slots.params if id(param) not in known]
+        slots, groups, known = self._slots, self._storage.groups, self.part_of
+        self.wait()
+        parts = zip(slots.params, slots.specs, parts_of(layout, groups.shards, groups.index), strict=True)
+        self.part_of = {id(param): ParamPart(spec, part) for param, spec, part in parts}
+        self._buffers.lay_out(layout, slots.params)
+        return [param for param in slots.params if id(param) not in known]
+
+    def keep_place(self) -> None:
+        """Let parameters stay where they are, as optimizer state lies there too."""
+        self._planner.settle()
 
     def release(self) -> None:
         """Wait for parameters that are on their way, and give all memory of their own."""

@@ -194,6 +194,7 @@ class Stepped:
         Raises:
             ValueError: If the state dict is another rank's part, or does not fit the parameters.
         """
+        self.parts.keep_place()
         loaded = self._loading = dict(state_dict)
         described = state_dict.get(SHARD_KEY)
         if described is not None:
@@ -249,22 +250,21 @@ class Stepped:
         own = {} if master is None else {STATE_DICT_KEY: master}
         return {**optimizer.state.get(param, {}), **own}
 
-    def put_part(self, optimizer: Optimizer, param: Tensor, found: ParamPart, whole: Mapping[str, Any]) -> None:
-        """Replace a parameter's state and master by one part of the whole parameter's :meth:`entries`."""
-        part = {key: _part_of(found, value, key) for key, value in whole.items()} if found.numel else {}
-        self.set_master(param, part.pop(STATE_DICT_KEY, None))
-        optimizer.state.pop(param, None)
-        if part:
-            optimizer.state[param] = part
-
     def forget_shards(self) -> None:
         """Let go of the memory of parameters that are about to be moved."""
         self._shards.clear()
 
     def keep_own_part(self, optimizer: Optimizer, param: Tensor) -> None:
         """Cut a whole parameter's state and master down to this rank's part, if the parameter is sharded."""
-        if (found := self.parts.find(param)) is not None:
-            self.put_part(optimizer, param, found, self.entries(optimizer, param))
+        found, whole = self.parts.find(param), self.entries(optimizer, param)
+        if found is None or not whole:
+            return
+        self.parts.keep_place()
+        part = {key: _part_of(found, value, key) for key, value in whole.items()} if found.numel else {}
+        self.set_master(param, part.pop(STATE_DICT_KEY, None))
+        optimizer.state.pop(param, None)
+        if part:
+            optimizer.state[param] = part
 
 
 def in_fp32(value: Any, original: Any, low_precision: torch.dtype) -> Any:

@@ -76,7 +76,7 @@ class WrapperContext:
         self.changes = ParamChanges(self.params, collectives, peers, options.init_sync)
         self.joining = Joining(peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
-        self.recorder = PassRecorder(collectives)
+        self.recorder = PassRecorder(collectives, peers)
         self.control = ControlChannel(collectives, peers, self.device)
         every, on_difference = options.check_ranks_every, options.check_ranks
         self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)
@@ -123,7 +123,7 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, others: Sequen
     buckets = Buckets(table, planner)
     storage = _storage(context, table, buckets, planner, hook)
     trainable = TrainableHistory(table, peers)
-    learner = OrderLearner(table, planner, collectives, peers)
+    learner = OrderLearner(table, planner, collectives, peers, sharded=context.groups is not None)
     sparse = SparseGrads(table, collectives, peers, context.divisor, options.max_abs_grad)
     members: list[Participant] = [context.recorder, context.divisor]
     if options.max_abs_grad is not None:
@@ -138,7 +138,7 @@ def build_reducer(context: WrapperContext, hook: CommHook | None, others: Sequen
         members.append(context.ranks_check)
     members += others
     context.recorder.follow(table, storage, sparse)
-    context.recorder.new_layout(storage.layout, peers.position.pass_number)
+    context.recorder.laid_out(storage.layout)
     reduction = _reduction(context, storage, hook)
     starts_here = context.one_machine or hook is not None  # hooks are called in the thread that trains
     lane = lane_for(collectives, context.device, reduction.collectives_each, starts_here)

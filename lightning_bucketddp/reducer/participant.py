@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_bucketddp.grads.bucket import Bucket
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.control import Control, ControlExchange, Report
 from lightning_bucketddp.reducer.state import Pass
 
@@ -36,7 +37,10 @@ class Participant:
 
     @property
     def follows_gradients(self) -> bool:
-        """Whether :meth:`ready` has to be called for every gradient of the next pass."""
+        """Whether it follows every gradient of the next synchronised pass, the same on every rank.
+
+        Then nothing is launched before backward ends.
+        """
         return False
 
     @property
@@ -48,13 +52,28 @@ class Participant:
         """A pass has opened. Raise to refuse it."""
 
     def ready(self, slot: int) -> None:
-        """The gradient of ``slot`` has been accumulated. Called if :attr:`follows_gradients`."""
+        """The gradient of ``slot`` has been accumulated. Called if it follows gradients."""
 
     def before_launch(self, bucket: Bucket) -> None:
         """``bucket`` is about to be packed. Raise to refuse its gradients."""
 
     def backward_ended(self, raised: bool) -> None:
         """Backward has ended, or raised. Collectives may be under way."""
+
+    def decide_layout(self, failed: bool, poll: Callable[[], None]) -> Layout | None:
+        """Decide where slots lie, the same on every rank, before anything is launched. Called if it follows gradients.
+
+        Args:
+            failed: Whether backward raised on this rank.
+            poll: Looks for failures of other ranks; for every wait.
+
+        Returns:
+            The layout; None to stay in the present one.
+        """
+        return None
+
+    def laid_out(self, layout: Layout) -> None:
+        """Buckets were laid out anew, on every rank. Send nothing."""
 
     def report(self, report: Report) -> None:
         """All buckets have been launched. Add to the control vector what only this rank knows, or raise."""

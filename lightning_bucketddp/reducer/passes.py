@@ -96,8 +96,6 @@ class Passes:
         reducer.storage.bind_main_grads(True)
         if not self.reduces and reducer.state is PassState.IDLE:
             self.wrapped.note_trainable()
-        if self.synchronise and reducer.state is PassState.IDLE and not self.joining.uneven:
-            self.wrapped.move_shards()
 
     def keep_whole(self, params: Iterable[Tensor]) -> None:
         """Cut shards between these parameters from now on. All ranks must call this alike, between passes."""

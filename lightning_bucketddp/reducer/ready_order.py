@@ -1,15 +1,22 @@
-"""The order in which gradients become ready: learned in one pass, and shared between the ranks."""
+"""The order in which gradients become ready: learned in one pass, and shared between the ranks.
+
+The ranks share it at the end of backward, before anything is launched. Buckets follow it from the next pass on. Shards
+follow it at once, as they do not move when they hold gradients or optimizer state.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.slots import SlotTable, TrainableSet
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.status import Phase
-from lightning_bucketddp.reducer.participant import Participant, PassResult
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.state import Origin, Pass
 
 
@@ -23,26 +30,28 @@ class OrderLearner(Participant):
         planner: Plans layouts.
         collectives: The group.
         peers: The other ranks.
+        sharded: Whether shards lie in the buckets.
+
+    Attributes:
+        lessons: What was learned, in simple types, for checkpoints.
     """
 
-    def __init__(self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, peers: Peers) -> None:
+    def __init__(
+        self, table: SlotTable, planner: LayoutPlanner, collectives: Collectives, peers: Peers, sharded: bool
+    ) -> None:
         self._table, self._planner = table, planner
         self._collectives, self._peers = collectives, peers
         self._teaches = planner.overlap
+        self._sharded = sharded
         self._opened: Pass | None = None
         self._position: dict[int, int] = {}  # of each slot's first gradient
         self._repeated: set[int] = set()  # slots with several gradients
         self._looked_at: set[TrainableSet] = set()
-        self.lessons: list[tuple[list[float | None], list[int]]] = []  # of simple types, for checkpoints
+        self.lessons: list[tuple[list[float | None], list[int]]] = []
 
     @property
     def follows_gradients(self) -> bool:
         """Whether the next pass teaches."""
-        return self._teaches
-
-    @property
-    def reads_control(self) -> bool:
-        """Whether this pass teaches. The ranks share its order only if none has failed."""
         return self._teaches
 
     def look_at(self, trainable: TrainableSet) -> None:
@@ -51,11 +60,15 @@ class OrderLearner(Participant):
             self._looked_at.add(trainable)
             self._teaches |= self._planner.overlap and self._planner.unseen(trainable)
 
-    def learn(self, positions: list[float | None], repeated: list[int]) -> None:
-        """Teach the planner, from a pass of this run or of one that goes on here. Takes what the planner takes.
+    def resume(self, lessons: list[tuple[list[float | None], list[int]]]) -> None:
+        """Learn what an earlier run has learned; the same on every rank, before optimizer state is loaded.
 
         Sums of three ranks and more depend on the layout, and so on the order.
         """
+        for lesson in lessons:
+            self._learn(*lesson)
+
+    def _learn(self, positions: list[float | None], repeated: list[int]) -> None:
         if len(positions) == len(self._table):  # else the other run had other trainable sets
             self.lessons.append((positions, repeated))
             self._planner.learn(positions, repeated)
@@ -73,15 +86,28 @@ class OrderLearner(Participant):
         else:
             self._position[slot] = len(self._position)
 
-    def use_reports(self, result: PassResult) -> None:
-        """Share the order, and have buckets rebuilt. If no rank had a gradient, let the next pass teach."""
-        if not self._teaches or self._opened is None or self._opened.origin is Origin.CALL:
-            return
-        slots = range(len(self._table))
+    def decide_layout(self, failed: bool, poll: Callable[[], None]) -> Layout | None:
+        """Share the order, and learn it. If a rank failed or none had a gradient, let the next pass teach."""
+        if self._opened is None or self._opened.origin is Origin.CALL:
+            return None
+        slots, settled = range(len(self._table)), self._planner.settled is not None
         seen = [[self._position.get(slot, 0), slot in self._position, slot in self._repeated] for slot in slots]
-        with self._peers.waiting_for("the order of readiness", Phase.PASS):
-            summed = torch.tensor(seen, dtype=torch.int64).to(self._table.all_params[0].device)
-            self._collectives.all_reduce_sum(summed.view(-1)).wait(self._peers.poll)
-        positions = [total / ranks if ranks else None for total, ranks, _ in summed.tolist()]
-        if any(position is not None for position in positions):
-            self.learn(positions, [slot for slot, row in enumerate(summed.tolist()) if row[2]])
+        with self._peers.waiting_for("the order of gradients", Phase.PASS):
+            summed = torch.tensor([*seen, [failed, settled, 0]]).to(self._table.all_params[0].device)
+            self._collectives.all_reduce_sum(summed.view(-1)).wait(poll)
+        *rows, (failures, settled, _) = summed.tolist()
+        positions = [total / ranks if ranks else None for total, ranks, _ in rows]
+        if failures or all(position is None for position in positions):
+            return None
+        if settled:  # by optimizer state that some rank has loaded
+            self._planner.settle()
+        self._learn(positions, [slot for slot, row in enumerate(rows) if row[2]])
+        if not self._sharded:
+            return None
+        self._planner.due = False
+        return self._planner.plan()
+
+    def ended(self) -> None:
+        """Let shards stay where they are, as gradients lie in them."""
+        if self._sharded:
+            self._planner.settle()

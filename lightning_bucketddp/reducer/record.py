@@ -28,6 +28,7 @@ from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
 from lightning_bucketddp.layout.plan import Bucket, Layout, size_text
+from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.sparse import SparseGrads
 from lightning_bucketddp.reducer.state import Pass
@@ -197,13 +198,14 @@ class PassRecorder(Participant):
 
     Args:
         collectives: The group.
+        peers: The other ranks.
 
     Attributes:
         last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, peers: Peers) -> None:
+        self._collectives, self._peers = collectives, peers
         self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
         self._early = 0
         self.last: Callable[[], PassRecord | None] = lambda: None
@@ -217,11 +219,11 @@ class PassRecorder(Participant):
         """Record passes of these parameters from now on."""
         self._watched = table, storage, sparse
 
-    def new_layout(self, layout: Layout, pass_number: int) -> None:
+    def laid_out(self, layout: Layout) -> None:
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
         self._layouts += 1
         if debug_level() != "OFF":
-            logger.info("%s", _describe(layout, self._collectives.rank, pass_number))
+            logger.info("%s", _describe(layout, self._collectives.rank, self._peers.position.pass_number))
 
     def opened(self, this_pass: Pass) -> None:
         """Start the clock."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
 
@@ -39,11 +40,12 @@ from torch import Tensor
 from lightning_bucketddp.comm.lane import Lane
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.wire import Pack
-from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
+from lightning_bucketddp.grads.bucket import NONE, Bucket, BucketProgress, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.hooks import has_other_hooks
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
+from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.control import ControlChannel, ControlExchange, Report
 from lightning_bucketddp.peers.peers import GivingUp, Peers
@@ -135,10 +137,8 @@ class Reducer:
         """
         self.storage.open()
         follow = any(participant.follows_gradients for participant in self.participants)
-        this_pass.in_order = self._overlap and not follow
-        this_pass.buckets = self.buckets.begin(self.table.trainable_now(), None if follow else reachable)
-        if this_pass.synchronised:
-            this_pass.active = [this_pass.buckets[index] for index in self.buckets.active(this_pass.trainable)]
+        this_pass.followed, this_pass.in_order = follow, self._overlap and not follow
+        self._use_buckets(this_pass, None if follow else reachable)
         self.this_pass = this_pass
         self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
         try:  # only now: the others hear of an error in a pass that is open
@@ -153,6 +153,20 @@ class Reducer:
             self.table.pending.update(slot for slot, param in params if param.grad is not None)
         elif this_pass.role is Role.ACTIVE:
             this_pass.update_notify_after(0)
+
+    def _use_buckets(self, this_pass: Pass, reachable: AbstractSet[int] | None) -> None:
+        this_pass.buckets = self.buckets.begin(self.table.trainable_now(), reachable)
+        if this_pass.synchronised:
+            this_pass.active = [this_pass.buckets[index] for index in self.buckets.active(this_pass.trainable)]
+
+    def lay_out(self, layout: Layout) -> None:
+        """Move to another layout; gradients move along. Sends nothing. All ranks must call this at the same point."""
+        before = self.storage.layout
+        self.storage.lay_out(layout)
+        if layout != before:
+            self.reduction.forget()
+            for participant in self.participants:
+                participant.laid_out(layout)
 
     # -- called by autograd --------------------------------------------------------------------------
 
@@ -282,13 +296,19 @@ class Reducer:
     def launch_rest(self) -> None:
         """Launch all remaining buckets. Parameters without a gradient contribute zeros."""
         assert self.this_pass is not None
-        self._launch_rest(self.this_pass, self.peers.poll, failed=False)
+        with _Launching(self.peers):
+            self._launch_rest(self.this_pass, self.peers.poll, failed=False)
 
     def _launch_rest(self, this_pass: Pass, poll: Callable[[], None], failed: bool) -> None:
-        with _Launching(self.peers):
-            while (progress := this_pass.next_to_launch()) is not None:
-                self.reduction.wait_until_ready(poll)
-                self.launch(this_pass, progress, failed)
+        if this_pass.followed:
+            this_pass.followed = False
+            for participant in self.participants:
+                if participant.follows_gradients and (layout := participant.decide_layout(failed, poll)) is not None:
+                    self.lay_out(layout)
+                    self._use_buckets(this_pass, NONE)
+        while (progress := this_pass.next_to_launch()) is not None:
+            self.reduction.wait_until_ready(poll)
+            self.launch(this_pass, progress, failed)
 
     def backward_ended(self) -> None:
         """End the pass, after the last gradient and before ``backward()`` returns."""
@@ -415,9 +435,7 @@ class Reducer:
                 raise PeerFailureError("the other ranks did not take note in time")
 
         try:
-            while (progress := this_pass.next_to_launch()) is not None:
-                self.reduction.wait_until_ready(raise_when_late)
-                self.launch(this_pass, progress, failed=True)
+            self._launch_rest(this_pass, raise_when_late, failed=True)
             report = self._report(this_pass, failed=True)
             exchange = self._wait_for_all(this_pass, report, raise_when_late)
             all_failed = exchange.read().failed_ranks == self.peers.world_size

@@ -89,6 +89,7 @@ class Pass:
         role: What this rank does in it.
         contribution: What this rank reduces.
         in_order: Whether gradients are expected bucket by bucket.
+        followed: Whether participants follow its gradients one by one.
         buckets: All buckets, by index.
         active: The buckets that it reduces, in launch order; none in a local pass.
         launched: Number of active buckets that were launched.
@@ -107,6 +108,7 @@ class Pass:
     role: Role
     contribution: Contribution
     in_order: bool = False
+    followed: bool = False
     buckets: Sequence[BucketProgress] = ()
     active: Sequence[BucketProgress] = ()
     launched: int = 0

@@ -141,35 +141,31 @@ class Wrapped:
             if not planner.knows(since):
                 planner.add(since)
             self.built.learner.look_at(since)
-        # Shards move with collectives, and a rank whose loss reaches no parameter opens no local pass.
-        if planner.due and (synchronised or not self.context.options.shard_optimizer):
+        if planner.due:
             self.reducer.storage.open()
             self._lay_out()
         return since
 
-    def move_shards(self) -> None:
-        """Rebuild buckets of sharded parameters, if that is due, before a graph holds the parameters' old memory.
+    def keep_whole(self, params: Iterable[Tensor]) -> None:
+        """Have shards cut between these parameters, and never inside of one. All ranks must call this alike.
 
-        Not in a forward with other parameters: they may be those of `torch.func.functional_call`.
+        Raises:
+            RuntimeError: If shards lie in these parameters already, and stay.
         """
-        due = self.context.options.shard_optimizer and self.built.planner.due
-        if due and not self.context.params.changed():
+        index_of = self.reducer.table.index_of
+        self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of})
+        if self.built.planner.due:
             self._lay_out()
 
-    def keep_whole(self, params: Iterable[Tensor]) -> None:
-        """Have shards cut between these parameters, and never inside of one. All ranks must call this alike."""
-        index_of = self.reducer.table.index_of
-        if self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of}):
+    def resume_order(self, lessons: list[tuple[list[float | None], list[int]]]) -> None:
+        """Lay buckets out in the order that an earlier run has learned. All ranks must call this alike."""
+        self.built.learner.resume(lessons)
+        if self.built.planner.due:
             self._lay_out()
 
     def _lay_out(self) -> None:
-        reducer, planner = self.reducer, self.built.planner
-        before = reducer.storage.layout
-        reducer.storage.lay_out(planner.plan())
-        planner.due = False
-        if reducer.storage.layout != before:
-            reducer.reduction.forget()
-            self.context.recorder.new_layout(reducer.storage.layout, self.context.peers.position.pass_number)
+        self.reducer.lay_out(self.built.planner.plan())
+        self.built.planner.due = False
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -232,5 +228,4 @@ class Wrapped:
         lessons, specs = self.built.learner.lessons, self.reducer.table.specs
         self._rebuild()
         if self.reducer.table.specs == specs:  # the order that was learned stays
-            for lesson in lessons:
-                self.built.learner.learn(*lesson)
+            self.resume_order(lessons)

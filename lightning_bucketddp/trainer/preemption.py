@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
+from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
 from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
 
-_RANKS, _ORDER, _STOPS = "bucketddp_ranks", "bucketddp_order", "bucketddp_stops"
+_RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
 """Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
 whether a callback has asked training to stop."""
 
@@ -69,7 +70,7 @@ class PreemptionCheckpoint(Callback):
         self.path = os.path.join(dirpath, "preempted.ckpt")
         self._patience, self._resume, self._saving = patience, resume, False
         self._keeps_path = False
-        self._resumes: tuple[Any, Any, bool] | None = None
+        self._resumes: tuple[Any, bool] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the checkpoint with which ``fit`` begins, when Lightning is about to load it."""
@@ -186,23 +187,21 @@ class PreemptionCheckpoint(Callback):
             )
         wrapper = BucketDDPInTrainer.of(trainer, self)
         checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((_random_state(), states))
-        checkpoint[_ORDER], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
+        checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find what this rank has saved."""
         ranks = checkpoint.get(_RANKS, ())
         if trainer.training and len(ranks) == trainer.world_size:
             random_state, loaders = ranks[trainer.global_rank]
-            self._resumes = random_state, checkpoint[_ORDER], checkpoint.get(_STOPS, False)
+            self._resumes = random_state, checkpoint.get(_STOPS, False)
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from there: only now, as dataloaders draw random numbers when they are made."""
         if self._resumes is None:
             return
-        (random_state, order, trainer.should_stop), self._resumes = self._resumes, None
-        for lesson in order:
-            BucketDDPInTrainer.of(trainer, self)._passes.wrapped.built.learner.learn(*lesson)
+        (random_state, trainer.should_stop), self._resumes = self._resumes, None
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()

@@ -532,6 +532,8 @@ class BucketDDPStrategy(EachSampleOnce):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
             finetuning.restore_trainable(checkpoint, self.lightning_module)
+        if self.bucket_ddp is not None:
+            self.bucket_ddp._passes.wrapped.resume_order(checkpoint.get(checkpoints.ORDER_KEY, []))
         if (directory := checkpoint.get(checkpoints.DIRECTORY_KEY)) is None:
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -117,7 +117,7 @@ def test_all_ranks_log_where_a_rank_is_that_does_not_come() -> None:
 @on_ranks(2)
 def test_a_second_report_comes_after_ten_times_as_long() -> None:
     store, wraps = group_store(), "rank 0: waiting for parameters, module buffers and options, in pass 0"
-    second = "rank 0: waiting for the gradients", "for 3 s: rank 1 did not come"
+    second = "rank 0: waiting for the order of gradients", "for 3 s: rank 1 did not come"
     with reports(lambda text: store.add("reported", 1) if wraps in text else None) as said:
         if dist.get_rank() == 1:
             eventually(lambda: store.add("reported", 0))
@@ -130,7 +130,7 @@ def test_a_second_report_comes_after_ten_times_as_long() -> None:
         dist.barrier()
     before = next(text for text in said if wraps in text)
     assert "rank 1: silent" in before, "it has nothing to answer with yet"
-    in_pass = [text for text in said if "rank 0: waiting for the gradients" in text]
+    in_pass = [text for text in said if "rank 0: waiting for the order of gradients" in text]
     assert all("rank 1: not waiting, in pass 0" in text for text in in_pass)
     assert len(in_pass) == 2
     assert "0 has waited for 0 s" in in_pass[0]
@@ -183,7 +183,7 @@ def stopped_for_good(folder: Path, place: str) -> str:
 @pytest.mark.parametrize(
     ("place", "waits"),
     [
-        ("pass", "waiting for the gradients of 'net"),
+        ("pass", "waiting for the order of gradients, in step 1, pass 0"),
         ("barrier", "waiting for the Trainer's barrier, in step 6"),
         ("agreement", "waiting for parameters, module buffers and options, in pass 0"),
     ],

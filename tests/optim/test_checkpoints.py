@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,7 +125,7 @@ def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     ours, module = training.ours, training.module
     ours.load_state_dict(first.module.state_dict())
     ours.load_optimizer_state_dict(training.optimizer, first.state(every_rank=True))
-    layouts = {ours.layout}
+    layouts = [ours.layout]
     for step in range(2, 9):
         if step == 4:
             module.frozen.requires_grad_(True)
@@ -135,13 +136,15 @@ def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
             with torch.no_grad():  # masters follow, where buckets move before the next step too
                 module.low.weight.mul_(0.5)
         training.run(step, step + 1)
-        layouts.add(ours.layout)
-    assert len(layouts) > 3
+        layouts.append(ours.layout)
+    pairs = pairwise([layout.buckets for layout in layouts])
+    assert not shard or all(later[: len(earlier)] == earlier for earlier, later in pairs), "shards stay"
+    assert len(set(layouts)) >= 3
     return training.end()
 
 
 @on_ranks(3, cases=("adamw", "adagrad"))
-def test_state_moves_with_its_parameters(optimizer: str) -> None:
+def test_state_of_parameters_that_are_trained_later_is_cut_into_shards(optimizer: str) -> None:
     assert_close(*(change_what_is_trained(optimizer, shard) for shard in (True, False)), optimizer)
 
 

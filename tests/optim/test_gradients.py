@@ -205,7 +205,7 @@ def test_gradients_of_inputs_leave_sharded_ones_alone() -> None:
 
 
 @on_ranks(4, cases=({}, {"shard_group_size": 2}, {"scatter_every_pass": True}))
-def test_accumulated_gradients_move_when_buckets_are_rebuilt(options: dict[str, Any]) -> None:
+def test_accumulated_gradients_stay_when_buckets_are_added(options: dict[str, Any]) -> None:
     """A parameter is frozen, another one becomes trainable; at last only some ranks clear their parts."""
     plain = seeded(Mlp)
     plain.layers[0].bias.requires_grad_(False)
@@ -221,13 +221,12 @@ def test_accumulated_gradients_move_when_buckets_are_rebuilt(options: dict[str, 
         run_pass(ours, plain, step)
         assert_full(ours, plain)
         layouts.add(ours.layout)
-    assert len(layouts) >= 2
+    assert len(layouts) == 2
     if dist.get_rank() % 2:
         ours.zero_grad()
     ours.module.head.weight.requires_grad_(False)
     backward(ours, 4)
     full = [ours.full_grad(param) for param in ours.parameters()]
-    assert ours.layout not in layouts
     assert all(map(torch.equal, full, everyones(full)[0]))
     with pytest.raises(RuntimeError, match=r"added to the sharded gradient|single memory location"):
         ours.module.layers[0].bias.sum().backward()  # past forward

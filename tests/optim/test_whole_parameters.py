@@ -60,7 +60,12 @@ class Training:
         self.plain = module if not low else copy.deepcopy(module).float()
         self.plain = copy.deepcopy(self.plain)
         self.ours = BucketDDP(module, shard_optimizer=True, bucket_cap_mb=TINY, **masters, **options)
-        self.steppers, self.reference = optimizers_of(self.ours.module), optimizers_of(self.plain)
+        self.use(optimizers_of(self.ours.module), optimizers_of(self.plain))
+
+    def use(self, steppers: list[Optimizer], reference: list[Optimizer]) -> None:
+        self.steppers, self.reference = steppers, reference
+        for stepper in steppers:
+            self.ours.prepare_optimizer(stepper)
 
     def run(self, first: int, last: int, accumulate: int = 1) -> "Training":
         for number in range(first, last):
@@ -125,14 +130,28 @@ def test_each_matrix_is_one_ranks_and_the_work_is_balanced() -> None:
 
 
 @on_ranks(2)
-def test_prepared_late_with_gradients_and_state_it_still_gets_whole_matrices() -> None:
-    """Shards are cut anew in the first step, where nobody has prepared the optimizer, and gradients move along."""
+def test_shards_that_divide_a_matrix_stay_so_muon_must_not_come_late() -> None:
+    ours = BucketDDP(seeded(Matrices), shard_optimizer=True, bucket_cap_mb=TINY)
+    before, (muon, adam) = values(ours.module), optimizers_of(ours.module)
+    adam.add_param_group({"params": [muon.param_groups[0]["params"].pop()]})  # may be divided
+    ours(tokens(0)).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"divide '(\w|\.)+weight' and stay .* prepare_optimizer\(\) as soon as"):
+            muon.step()
+    assert_equal(values(ours.module), before)
+    adam.step()
+
+
+@on_ranks(2)
+def test_a_matrix_that_is_trained_later_is_whole() -> None:
     training = Training()
-    sgd = torch.optim.SGD(training.ours.module.parameters(), lr=0.1, momentum=0.9)
-    twin = torch.optim.SGD(training.plain.parameters(), lr=0.1, momentum=0.9)
-    training.steppers, training.reference = [sgd, *training.steppers], [twin, *training.reference]
-    training.run(0, 3)
+    for step in range(4):
+        for module in (training.ours.module, training.plain):
+            module.wide.weight.requires_grad_(step >= 2)
+        training.run(step, step + 1)
     assert_equal(values(training.ours.module), values(training.plain))
+    owned = everyones([tuple(state["momentum_buffer"].shape) for state in training.steppers[0].state.values()])
+    assert (24, 8) in chain(*owned)
 
 
 @on_ranks(2)
@@ -146,8 +165,7 @@ def test_a_declared_class_gets_whole_parameters() -> None:
             return super().step(closure)
 
     training = Training()
-    training.steppers = [Normed(training.ours.module.parameters(), lr=0.1, momentum=0.5)]
-    training.reference = [Normed(training.plain.parameters(), lr=0.1, momentum=0.5)]
+    training.use(*([Normed(of.parameters(), lr=0.1, momentum=0.5)] for of in (training.ours.module, training.plain)))
     training.run(0, 3)
     assert_equal(values(training.ours.module), values(training.plain))
 

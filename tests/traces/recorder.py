@@ -51,7 +51,7 @@ class Roles:
         self.modules: list[weakref.ref[nn.Module]] = []  # that are wrapped, or are about to be
         self.wrappers: list[weakref.ref[BucketDDP]] = []  # whose layout is known
         self._last_wrapper = 0
-        self._after_control = False  # for vectors of a length that both have
+        self._after_control = True  # for vectors of a length that both have
         self._next_bucket: dict[tuple[int, Layout, str, str], int] = {}
 
     def of(self, operation: str, group: dist.ProcessGroup, label: str, sent: list[Tensor]) -> str:
@@ -63,13 +63,11 @@ class Roles:
             operation, numel = "all_reduce" if dtype is torch.int64 else "all_gather", numel // group.size()
         if operation == "all_reduce" and dtype is torch.int64:
             slots = [(at, len(it.layout.slots)) for at, it in self._open()]
-            ended = [at for at, count in slots if numel in (HEADER + count, 3 * count)]
+            ended = [at for at, count in slots if numel in (HEADER + count, 3 * count + 3)]
             if ended:
-                # Threads may still start stages of the same pass in groups of their own.
-                due = self._next_bucket.items()
-                self._next_bucket = {key: at for key, at in due if key[0] not in ended or key[3] != label}
+                self._begin_anew(ended, label)
                 is_control = any(numel == HEADER + count for _, count in slots)
-                is_order = any(numel == 3 * count for _, count in slots)
+                is_order = any(numel == 3 * count + 3 for _, count in slots)
                 self._after_control = is_control and not (is_order and self._after_control)
                 return "control" if self._after_control else "order"
         elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel)):
@@ -105,7 +103,7 @@ class Roles:
                 elif gathers and dtype.itemsize >= spec.dtype.itemsize:
                     continue  # gradients are gathered in less precision only
                 elif bucket is last and numel in with_control:
-                    self._next_bucket[key] = 0
+                    self._begin_anew([at], label)
                     self._last_wrapper, self._after_control = at, True
                     return f"bucket {index} and control{self._of_wrapper(at)}"
                 elif operation == "all_reduce" and group is wrapper.process_group and numel != bucket.numel:
@@ -119,6 +117,11 @@ class Roles:
         key = (at, self.wrappers[at]().layout, operation, label)  # type: ignore[union-attr]
         self._next_bucket[key], self._last_wrapper, self._after_control = index + 1, at, False
         return f"bucket {index}{self._of_wrapper(at)}"
+
+    def _begin_anew(self, ended: list[int], label: str) -> None:
+        """Expect the first bucket of these wrappers again. Threads may still start stages in groups of their own."""
+        due = self._next_bucket.items()
+        self._next_bucket = {key: at for key, at in due if key[0] not in ended or key[3] != label}
 
     def _of_wrapper(self, at: int) -> str:
         return f" of wrapper {at}" if len(self.wrappers) > 1 else ""
