@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import BucketDDP, PreemptionCheckpoint
+from lightning_bucketddp.comm import gloo
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import abort_listener
 from lightning_bucketddp.peers.abort_listener import listen
@@ -160,6 +161,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
 }
 
 
+@patch.object(gloo, "SHORT_BYTES", 0)  # the sums of gloo's own all-reduce depend on where in it values are
 def preempted_and_resumed(folder: Path, name: str) -> None:
     *at, steps, options, strategy = CASES[name]
     number = signal.SIGUSR1 if name == "SIGUSR1" else signal.SIGTERM
