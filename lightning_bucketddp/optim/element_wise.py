@@ -6,8 +6,6 @@ as Muon does: their shards are cut between parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import optim
 from torch.optim import Optimizer
 
@@ -17,7 +15,7 @@ _OF_TORCH: frozenset[type] = frozenset({
     optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.SGD, optim.ASGD, optim.Adagrad,
     optim.Adadelta, optim.RMSprop, optim.Rprop,
 })  # fmt: skip
-"""torch's element-wise optimizers. They count steps by parameter."""
+"""torch's element-wise optimizers."""
 
 _WHOLE_OF_TORCH: frozenset[type] = frozenset({optim.Muon} if hasattr(optim, "Muon") else ())
 """torch's optimizers that update each parameter by itself, but not each element."""
@@ -53,14 +51,6 @@ def needs_one_dtype(optimizer: Optimizer) -> bool:
     """Whether an optimizer of torch refuses a gradient of another dtype than the parameter's. False if in doubt."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer) in _ONE_DTYPE or (type(optimizer) in _OF_TORCH and fused)
-
-
-def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object] | None:
-    """Return an optimizer's ``step`` without its hooks; None unless it may be called for some parameters at a time."""
-    hooked = type(optimizer).step
-    step: Callable[[Optimizer], object] | None = getattr(hooked, "__wrapped__", None)  # functools' name for it
-    by_itself = type(optimizer) in _OF_TORCH | _WHOLE_OF_TORCH
-    return step if by_itself and getattr(hooked, "hooked", False) else None
 
 
 def declare_element_wise(kind: type[Optimizer]) -> type[Optimizer]:

@@ -119,17 +119,12 @@ class Parts:
     def half_updated(self) -> None:
         """Note that a step raised after it had changed some parts."""
 
-    def updated(self, params: Sequence[Tensor], complete: bool) -> None:
+    def updated(self, params: Sequence[Tensor]) -> None:
         """Send the new values of parameters. All ranks must call this alike.
 
         Args:
             params: The parameters that the step has updated on all ranks.
-            complete: Whether the step is complete.
         """
-
-    def in_stages(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Cut parameters into stages, in the order in which forward needs them; a stage can be sent by itself."""
-        return []
 
     def wait(self) -> None:
         """Wait for all parameters that are on their way."""

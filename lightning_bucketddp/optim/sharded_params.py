@@ -25,9 +25,6 @@ from lightning_bucketddp.peers.status import Phase
 
 _log = logging.getLogger("lightning_bucketddp")
 
-MAX_STAGES = 8
-"""Most stages that a step is cut into. Each is sent while the optimizer updates the next."""
-
 
 class ShardedParams(Parts):
     """The sharded parameters, in buffers laid out like their gradients.
@@ -132,22 +129,22 @@ class ShardedParams(Parts):
         if self._peers.world_size > 1 and not self._peers.give_up_reason:
             self._peers.give_up(f"rank {self._peers.rank} {cause}; restart from a checkpoint", cause)
 
-    def updated(self, params: Sequence[Tensor], complete: bool) -> None:
+    def updated(self, params: Sequence[Tensor]) -> None:
         """Send the new values of parameters. All ranks must call this alike."""
         self.keep_place()
         changed = [param for param in params if id(param) in self.part_of and param.grad is not None]
         # Backward must notice that a saved parameter has changed, also where this rank has no part of it.
         torch.autograd.graph.increment_version(changed)
-        self.send(params, complete)
+        self.send(params)
 
     @torch.no_grad()
-    def send(self, params: Iterable[Tensor], complete: bool = True) -> None:
+    def send(self, params: Iterable[Tensor]) -> None:
         """Start the all-gather of each bucket with one of these parameters. Whoever uses a parameter waits for it."""
         chosen = {found.part.bucket for param in params if (found := self.find(param)) is not None}
         if not chosen:
             return
         buckets = sorted(chosen, reverse=True)  # the last bucket of backward is the first of forward
-        self._peers.here.note_update(buckets, complete)
+        self._peers.here.note_update(buckets)
         groups = self._storage.groups
         for index in buckets if groups.shards > 1 else ():
             work = groups.gathering.all_gather_shards(self._buffers.flats[index])
@@ -156,19 +153,6 @@ class ShardedParams(Parts):
             self._arrivals[index] = Arrival(arriving, partial(self._wait_for, index, work), arrived)
         if self._arrivals:
             self._modules_wait.begin()
-
-    def in_stages(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Cut parameters into stages of whole buckets, in the order in which forward needs them.
-
-        The first stage is one bucket, so that it leaves soon. Parameters that are not sharded are in no stage.
-        """
-        if self._storage.groups.shards == 1 or len(self._storage.layout.buckets) == 1:
-            return []
-        bucket_of = {param: found.part.bucket for param in params if (found := self.find(param)) is not None}
-        order = sorted(set(bucket_of.values()), reverse=True)
-        size = -(-len(order) // MAX_STAGES) or 1
-        stages = [order[:1], *(order[at : at + size] for at in range(1, len(order), size))]
-        return [[param for param, bucket in bucket_of.items() if bucket in stage] for stage in stages if stage]
 
     def replaced(self) -> None:
         """Send all parameters, after each rank has written its own parts. All ranks must call this alike."""

@@ -123,11 +123,11 @@ class Stepped:
             if (known := self._shards.pop(param, None)) is not None:
                 self.parts.param_part(param).copy_(known[1])
 
-    def updated(self, params: Sequence[Tensor], complete: bool = True) -> None:
+    def updated(self, params: Sequence[Tensor]) -> None:
         """Send this rank's parts of parameters that all ranks have stepped on."""
         # Hooks of the step may have changed others.
         current = [param for param in params if self._is_current(param)] if self._masters else []
-        self.parts.updated(params, complete)
+        self.parts.updated(params)
         self._note_versions(current)
 
     def _is_current(self, param: Tensor) -> bool:

@@ -15,7 +15,7 @@ The hooks are torch's public ones. torch does not run the post-hook when ``step`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_bucketddp.optim.element_wise import plain_step, require_optimizer
+from lightning_bucketddp.optim.element_wise import require_optimizer
 from lightning_bucketddp.optim.parts import Parts
 from lightning_bucketddp.optim.stepped import Stepped, params_of
 
@@ -114,7 +114,6 @@ class Swap:
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's list, and its parameters
         self._state: Any = None
         self._stepping = False  # whether the closure has run: before that, gradients are those of the last step
-        self._sent: set[int] = set()  # ids of parameters that were sent before the step's end
         for param in params_of(optimizer):
             self.stepped.keep_own_part(optimizer, param)
         self._hooks: list[RemovableHandle] = [
@@ -194,7 +193,7 @@ class Swap:
         if not self._groups:
             return  # a step that this one called has swapped out
         self._swap_out()
-        self.stepped.updated([param for param in params_of(optimizer) if id(param) not in self._sent])
+        self.stepped.updated([*params_of(optimizer)])
 
     def _on_params(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a closure so that it runs on the module's parameters."""
@@ -213,7 +212,6 @@ class Swap:
         if self._groups:
             return  # this step calls another one with hooks: the closure of both has just swapped in
         self.stepped.parts.before_update()
-        self._sent.clear()
         state = self._state = optimizer.state
         # Set before anything moves, so that an interrupted swap can be undone.
         self._groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
@@ -225,35 +223,9 @@ class Swap:
                 self._swapped.append(_Swapped(param, tensor, *grads, tensor._version, tensor.data_ptr()))
                 if param in state:
                     state[tensor] = state.pop(param)
-        if self._stepping:
-            self._step_in_stages(optimizer, params, tensors)
-        self._place(tensors)
-
-    def _place(self, tensors: Mapping[Tensor, Tensor]) -> None:
-        """Put tensors into the groups of their parameters, and nothing else."""
-        for params, originals in self._groups:
+        for group, originals in self._groups:
             # In place: LBFGS keeps the list.
-            params[:] = [tensor for param in originals if (tensor := tensors.get(param)) is not None]
-
-    def _step_in_stages(self, optimizer: Optimizer, params: Sequence[Tensor], tensors: dict[Tensor, Tensor]) -> None:
-        """Step on all stages but the last, and send each at once: the all-gather overlaps with the other updates.
-
-        Args:
-            optimizer: The optimizer.
-            params: Its parameters.
-            tensors: The tensor to step on for each; only those of the last stage stay.
-        """
-        step = plain_step(optimizer)
-        if step is None:
-            return
-        for stage in self.stepped.parts.in_stages(params)[:-1]:
-            now = {param: tensors.pop(param) for param in stage if param in tensors}
-            if now:
-                self._place(now)
-                step(optimizer)
-            self._write_back([swapped for swapped in self._swapped if swapped.param in now])
-            self._sent.update(id(param) for param in stage)
-            self.stepped.updated(stage, complete=False)
+            group[:] = [tensor for param in originals if (tensor := tensors.get(param)) is not None]
 
     @torch.no_grad()
     def _swap_out(self) -> None:
@@ -268,9 +240,6 @@ class Swap:
             if one.grad is not None and one.tensor.grad is None and one.param.grad is one.param_grad:
                 one.param.grad = None  # the optimizer has cleared it
             one.tensor.grad = None
-        self._write_back([one for one in swapped if id(one.param) not in self._sent])
-
-    def _write_back(self, swapped: Collection[_Swapped]) -> None:
         self.stepped.bring_back([one.param for one in swapped if one.moved])
         # Versions miss a fused optimizer's writes, so every tensor with a gradient counts as written.
         self.stepped.write_back(

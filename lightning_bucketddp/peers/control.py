@@ -233,7 +233,7 @@ class ControlChannel:
     def report(self, trainable: Sequence[bool], failed: bool, joined: bool) -> Report:
         """This rank's report on a pass, before participants add to it."""
         peers, at = self._peers, self._peers.position
-        seen = fingerprint(peers.number, at.pass_number, zlib.crc32(bytes(trainable)), peers.here.updated)
+        seen = fingerprint(peers.number, at.pass_number, zlib.crc32(bytes(trainable)), at.updates[1])
         return Report(seen, at.step, at.forward, failed=failed, joined=joined, to_end=end_signals.received > 0)
 
     def send(self, report: Report, slots: int, used: Collection[int]) -> ControlExchange:

@@ -89,7 +89,6 @@ class Status:
         heard_of: The last fit in which it has heard of a failure that ends all ranks.
         trainable: Per parameter, whether the rank trains it. Travels only if the others may ask for it.
         names: The names of the parameters. They do not travel: whoever reads a record puts in its own.
-        updated: A hash of the buckets that sharded optimizers have updated, in a step that is under way too.
         stack: Where the thread that trains is, the innermost frame first. Filled in for travel.
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
@@ -105,7 +104,6 @@ class Status:
     heard_of: int = field(default=-1, repr=False)
     trainable: Sequence[bool] = ()
     names: Sequence[str] = field(default=(), repr=False)
-    updated: int = 0
     stack: Sequence[Frame] = field(default=(), repr=False)
     silent_for: float = field(default=0.0, repr=False)
     waited: float = field(default=0.0, repr=False)
@@ -189,13 +187,11 @@ class Status:
         """
         self.names, self.trainable = names, trainable
 
-    def note_update(self, buckets: Sequence[int], complete: bool) -> None:
-        """A sharded optimizer has made a step on this rank, or the first stages of one.
+    def note_update(self, buckets: Sequence[int]) -> None:
+        """A sharded optimizer has made a step on this rank.
 
         Args:
             buckets: The buckets whose parameters travel after it.
-            complete: Whether the step is complete.
         """
-        self.updated = crc32(repr((self.updated, self.position.pass_number, buckets)).encode())
-        if complete:
-            self.position.updates = (self.position.update + 1, self.updated)
+        number, before = self.position.updates
+        self.position.updates = number + 1, crc32(repr((before, self.position.pass_number, buckets)).encode())
