@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
@@ -197,15 +196,14 @@ class PassRecorder(Participant):
     """Notes when passes open and end, and what they reduce. Logs layouts and passes.
 
     Args:
-        collectives: The group.
         peers: The other ranks.
 
     Attributes:
         last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
-    def __init__(self, collectives: Collectives, peers: Peers) -> None:
-        self._collectives, self._peers = collectives, peers
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
         self._early = 0
         self.last: Callable[[], PassRecord | None] = lambda: None
@@ -223,7 +221,7 @@ class PassRecorder(Participant):
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
         self._layouts += 1
         if debug_level() != "OFF":
-            logger.info("%s", _describe(layout, self._collectives.rank, self._peers.position.pass_number))
+            logger.info("%s", _describe(layout, self._peers.rank, self._peers.position.pass_number))
 
     def opened(self, this_pass: Pass) -> None:
         """Start the clock."""
@@ -278,8 +276,8 @@ class PassRecorder(Participant):
             everywhere = [] if control is None else [index for index in here if not used_somewhere(index)]
             return PassRecord(
                 number=number,
-                rank=self._collectives.rank,
-                world_size=self._collectives.world_size,
+                rank=self._peers.rank,
+                world_size=self._peers.world_size,
                 rebuilt=rebuilt,
                 layouts=layouts,
                 local_passes=local_passes,
