@@ -73,10 +73,9 @@ class Options:
             a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
             None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
             last bucket are smaller, except on one machine without accelerators.
-        find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
-            step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
-            plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
-            an output of ``forward``. Parameters without gradients do not need this option.
+        find_unused_parameters: In plain PyTorch, lets a rank take part whose loss reaches no parameter, if its backward
+            starts from an output of ``forward``. A Trainer and Fabric do not need it, nor do parameters without
+            gradients.
         check_reduction: Accepted because torch DDP accepts it. The check is always on.
         gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
             ``use_contiguous_buffers=False``.
