@@ -134,8 +134,8 @@ class Runtime:
             replicated: Whether several threads run the module.
         """
         parts = self.optimizers.parts
-        if parts.gathering and self._uses_without_waiting(replicated):
-            parts.wait()
+        if parts.gathering and (replicated or frames_are_compiled() or reads_past_python(self.params.module)):
+            parts.wait()  # else forward would use parameters without waiting, or wait in several threads at once
         joining = wrapper._join_config.enable and self.passes.joining.uneven
         if joining:
             self.uneven.meet(wrapper, trains)
@@ -147,10 +147,6 @@ class Runtime:
         if self.module_buffers.due and not joining:
             self.module_buffers.synchronise(self.uneven.active)
         self.module_buffers.forward_begins(self.passes.synchronise)
-
-    def _uses_without_waiting(self, replicated: bool) -> bool:
-        """Whether forward may use parameters without waiting for each, or wait in several threads at the same time."""
-        return replicated or frames_are_compiled() or reads_past_python(self.params.module)
 
     def hook_roots(self, output: object) -> None:
         """Let the reducer know when backward reaches one of the output's tensors."""
