@@ -34,7 +34,7 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
     if wrapper is not None and wrapper.module is module:  # else another one has been validated since
-        return wrapper._sharded_checkpoint()
+        return wrapper._runtime.optimizers.checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
 
 

@@ -538,7 +538,7 @@ class BucketDDPStrategy(EachSampleOnce):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self.bucket_ddp is not None
-        parts = self.bucket_ddp._sharded_checkpoint()
+        parts = self.bucket_ddp._runtime.optimizers.checkpoint()
         parts.load(directory, self.optimizers, strict=True, with_module=False)
 
     __repr__ = common.described

@@ -35,7 +35,7 @@ from lightning_bucketddp.reducer.build import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.wrapped import Wrapped
 from lightning_bucketddp.replicas.nested import tensors_in
-from lightning_bucketddp.wrapper.compiled import frames_are_compiled, graph_cuts
+from lightning_bucketddp.wrapper.compiled import bytes_per_graph, frames_are_compiled
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -51,7 +51,6 @@ class Runtime:
     Args:
         module: The module.
         options: The wrapper's options.
-        may_be_frozen: Whether all parameters may be frozen at first.
         take_over: Takes the ids of parameters, and closes the open wrappers that average gradients of some of them.
         node: This rank's node, where whoever made the ranks says that there are several nodes.
 
@@ -62,21 +61,16 @@ class Runtime:
         module_buffers: Synchronises module buffers.
         uneven: Keeps ranks with and without data in step.
         optimizers: Prepares optimizers for masters and shards.
-        graph_cuts: Where compiled graphs are cut; None to leave them whole.
+        bytes_per_graph: How many bytes of parameters a compiled graph has; None to leave graphs whole.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        options: Options,
-        may_be_frozen: bool,
-        take_over: Callable[[set[int]], None],
-        node: Node | None = None,
+        self, module: nn.Module, options: Options, take_over: Callable[[set[int]], None], node: Node | None = None
     ) -> None:
         group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
         self.collectives = collectives = collectives_of(group, device)
         peers = Peers(collectives, options.timeout, options.report_after)
-        self.params = params = ModuleParams(module, options, may_be_frozen)
+        self.params = params = ModuleParams(module, options)
         release = ExitStack()  # calls the last callback first
         release.callback(params.restore_grad_dtypes)
         with _agreeing(_AGREED, peers) as entries:
@@ -106,7 +100,8 @@ class Runtime:
         self.module_buffers = ModuleBuffers(params, collectives, peers, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
-        self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
+        layout = self.passes.reducer.storage.layout
+        self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, one_machine)
         if (handle := self.optimizers.prepare_at_first_step()) is not None:
             release.callback(handle.remove)
         self._leaf_hooks: list[RemovableHandle] = []
@@ -139,8 +134,8 @@ class Runtime:
             replicated: Whether several threads run the module.
         """
         parts = self.optimizers.parts
-        if parts.gathering and self._uses_without_waiting(replicated):
-            parts.wait()
+        if parts.gathering and (replicated or frames_are_compiled() or reads_past_python(self.params.module)):
+            parts.wait()  # else forward would use parameters without waiting, or wait in several threads at once
         joining = wrapper._join_config.enable and self.passes.joining.uneven
         if joining:
             self.uneven.meet(wrapper, trains)
@@ -152,10 +147,6 @@ class Runtime:
         if self.module_buffers.due and not joining:
             self.module_buffers.synchronise(self.uneven.active)
         self.module_buffers.forward_begins(self.passes.synchronise)
-
-    def _uses_without_waiting(self, replicated: bool) -> bool:
-        """Whether forward may use parameters without waiting for each, or wait in several threads at the same time."""
-        return replicated or frames_are_compiled() or reads_past_python(self.params.module)
 
     def hook_roots(self, output: object) -> None:
         """Let the reducer know when backward reaches one of the output's tensors."""
@@ -224,11 +215,11 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
     return replace(options, process_group=None, device_mesh=None, comm_hook_state=None if in_state else state)
 
 
-def refuse(given: Mapping[str, Any], timeout: timedelta | None, problem: Exception) -> NoReturn:
+def refuse(given: Mapping[str, Any], problem: Exception) -> NoReturn:
     """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
     with suppress(Exception):  # the group may be the problem
         group = group_of(given.get("process_group"), given.get("device_mesh"))
-        Peers(Collectives(group), timeout).require_same(_AGREED, [], problem)
+        Peers(Collectives(group), given.get("timeout")).require_same(_AGREED, [], problem)
     raise problem
 
 
