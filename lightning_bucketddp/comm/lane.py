@@ -75,9 +75,9 @@ def separate_stages(first: Collectives, second: Collectives | None, device: torc
     if device.type != "cpu":
         return
     if not one_machine and first.world_size > 1:
-        first.separate_stages(0)
+        first.of_stage[0] = first.split([range(first.world_size)])
     if second is not None and second.world_size > 1:
-        second.separate_stages(1)
+        second.of_stage[1] = second.split([range(second.world_size)])
 
 
 class InlineLane:
