@@ -253,25 +253,16 @@ def _require_annotations(function: HookFunction) -> None:
         signature = inspect.signature(function, eval_str=True)
     except Exception:  # no signature, or annotations with names that type checkers alone know
         return
-    empty, bucket = inspect.Parameter.empty, signature.parameters.get("bucket")
+    bucket = signature.parameters.get("bucket")
     for what, wanted, classes, found in (
-        ("bucket", "dist.GradBucket", (GradBucket, HookBucket), empty if bucket is None else bucket.annotation),
+        ("bucket", "dist.GradBucket", (GradBucket, HookBucket), Any if bucket is None else bucket.annotation),
         ("return", "torch.futures.Future[torch.Tensor]", (torch.futures.Future,), signature.return_annotation),
     ):
-        if found is not empty and not any(_may_be(kind, found) for kind in classes):
+        # Protocols, and what is more than a class, may allow anything.
+        plain = isinstance(found, type) and not getattr(found, "_is_protocol", False)
+        mistaken = plain and not any(issubclass(kind, found) or issubclass(found, kind) for kind in classes)
+        if found is None or (mistaken and found not in (Any, inspect.Signature.empty)):
             raise ValueError(f"Communication hook: {what} annotation should be {wanted}. Found {found}")
-
-
-def _may_be(kind: type, annotation: object) -> bool:
-    """Whether an annotation allows an object of this class; true for annotations that are more than a class."""
-    if annotation is None:
-        return False
-    try:
-        if annotation is Any or not isinstance(annotation, type):
-            return True
-        return issubclass(kind, annotation) or issubclass(annotation, kind)
-    except TypeError:  # a protocol
-        return True
 
 
 def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:

@@ -201,12 +201,8 @@ class AbortListener:
         self._leaving.clear()
 
     def end(self) -> None:
-        """The fit has ended on this rank."""
+        """The fit ends on this rank, or the thread that trains raises because of the failure."""
         self._is_stopping = lambda: False
-        self._leaving.set()
-
-    def noticed(self) -> None:
-        """The thread that trains raises because of the failure: nobody needs to wake it."""
         self._leaving.set()
 
     # -- telling -------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ class Peers:
         if failure is None:
             return
         if self._listener.failure is not None:
-            self._listener.noticed()
+            self._listener.end()  # nobody needs to wake this thread
         with self.giving_up_on_errors():
             if failure.mismatch:
                 raise RankMismatchError(f"rank {self.rank}: {failure.text}")
