@@ -57,11 +57,7 @@ def shard_length(flat: Tensor, world_size: int) -> int:
 
 def padded(flat: Tensor, numel: int) -> Tensor:
     """A copy of ``flat`` with zeros behind it up to ``numel`` elements; ``flat`` itself if it has as many."""
-    if flat.numel() == numel:
-        return flat
-    copy = flat.new_empty(numel)
-    packed(flat)(memory=copy)
-    return copy
+    return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
 
 
 def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> Tensor:
