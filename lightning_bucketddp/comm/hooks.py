@@ -16,10 +16,8 @@ hooks that start everything at once may have several buckets under way.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.wire import Pack, real
-from lightning_bucketddp.comm.work import Stage, Stages
+from lightning_bucketddp.comm.work import FutureHandle, Stage, Stages
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
@@ -173,7 +171,7 @@ class CommHook:
             if not isinstance(future, torch.Future):
                 found = type(future).__name__
                 raise TypeError(f"callback must return a torch.futures.Future object, but got {found}")  # as torch's
-        yield Stage(_HookHandle(future))
+        yield Stage(FutureHandle(future))
         self._finish(bucket, future, target)
 
     @torch.no_grad()
@@ -224,23 +222,6 @@ class CommHook:
             parts = len(error) // bucket.numel  # 2 for complex gradients, which the hook sees as real ones
             at = (place.offset - bucket.start) * parts
             error[at : at + place.spec.numel * parts].zero_()
-
-
-class _HookHandle:
-    """A hook's future as a handle. What follows the stage waits for the future, so on accelerators the stream waits."""
-
-    def __init__(self, future: torch.Future[Any]) -> None:
-        self._future = future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None:
-            done = threading.Event()
-            self._future.add_done_callback(lambda _: done.set())
-            if not done.wait(timeout.total_seconds()):
-                raise RuntimeError("the time is up")
 
 
 def _require_annotations(function: HookFunction) -> None:

@@ -12,12 +12,14 @@ begins.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 POLL_SECONDS = 0.5
@@ -57,6 +59,29 @@ class Handles:
         """Wait for all; each may take as long as ``timeout``."""
         for handle in self._handles:
             handle.wait() if timeout is None else handle.wait(timeout)
+
+
+class FutureHandle:
+    """A future as a :class:`Handle`. Whoever needs its value waits for it without a timeout, or the stream does.
+
+    Args:
+        future: The future.
+    """
+
+    def __init__(self, future: torch.Future[Any]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Whether it has a value, or an error."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """Wait until the time is up; does nothing without a timeout."""
+        if timeout is not None:
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError("the time is up")
 
 
 class Stage(NamedTuple):
