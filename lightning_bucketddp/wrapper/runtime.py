@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.gloo import collectives_of
+from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
+from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import choose_hook
 from lightning_bucketddp.comm.lane import wait_for_device
 from lightning_bucketddp.comm.shard_groups import require_divides
@@ -108,7 +108,7 @@ class Runtime:
         release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
-        collectives.end_parts_with(self)
+        end_parts_with(self, collectives)
         self._device = device
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def refuse(given: Mapping[str, Any], problem: Exception) -> NoReturn:
     """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
     with suppress(Exception):  # the group may be the problem
         group = group_of(given.get("process_group"), given.get("device_mesh"))
-        Peers(Collectives(group), given.get("timeout")).require_same(_AGREED, [], problem)
+        Peers(Group(group), given.get("timeout")).require_same(_AGREED, [], problem)
     raise problem
 
 
@@ -232,9 +232,9 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
         RuntimeError: On a rank that left collectives behind.
         PeerFailureError: On the other ranks.
     """
-    collectives = Collectives(process_group)
-    with _agreeing("the process group", Peers(collectives, timeout)):
-        collectives.require_nothing_left_behind()
+    group = Group(process_group)
+    with _agreeing("the process group", Peers(group, timeout)):
+        group.require_nothing_left_behind()
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
