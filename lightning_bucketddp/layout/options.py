@@ -42,6 +42,15 @@ SkipReason = Literal["nonfinite", "oom"]
 HookName = Literal["bf16", "fp16", "powersgd"]
 """One of torch's communication hooks, by name."""
 
+StateDictType = Literal["full", "sharded"]
+"""How a Trainer saves checkpoints: as one file, or as a directory with every rank's parts."""
+
+UnevenInputs = Literal["world_size", "active_ranks"]
+"""What gradients are divided by where ranks run out of batches."""
+
+LoggedKeys = Literal["same", "any"]
+"""Which keys ranks may log."""
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Longest wait for the other ranks' answers; torch's default for process groups."""
 
@@ -395,6 +404,33 @@ class Options:
             if each.compare:
                 yield each.name, repr(getattr(self, each.name))
         yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
+
+
+@dataclass(frozen=True)
+class TrainerOptions(Options):
+    """The options of :class:`BucketDDPStrategy`, which documents those that the wrapper does not have."""
+
+    state_dict_type: StateDictType = "full"
+    async_save: bool = False
+    uneven_inputs: UnevenInputs | None = None
+    exact_evaluation: bool = False
+    logged_keys: LoggedKeys = "same"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
+        require_choice("uneven_inputs", self.uneven_inputs, get_args(UnevenInputs), optional=True)
+        require_choice("logged_keys", self.logged_keys, get_args(LoggedKeys))
+        if self.async_save and self.state_dict_type != "sharded":
+            raise ValueError(
+                f'expected state_dict_type="sharded" with async_save=True, found {self.state_dict_type!r}: a single '
+                "file is written by a CheckpointIO. Give the Trainer Lightning's AsyncCheckpointIO for that"
+            )
+        if self.uneven_inputs == "active_ranks" and self.rescales:
+            raise ValueError(
+                'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
+                "divided by. Leave one of them out"
+            )
 
 
 def _is_group(value: ProcessGroup | int) -> bool:

@@ -120,7 +120,7 @@ def test_optimizer_and_scheduler_leave_a_step_out(
     if "with_scaler" in options:  # it lowers its scale as it does by itself
         assert runs.precision_plugin.scaler.get_scale() == (2.0 if left_to_scaler else 8.0)
     assert model.skipped == [batch % 6 == (window + 1) * accumulate - 1 for batch in range(12)]
-    assert "lr_scheduler_step" not in vars(model)
+    assert "update_lr_schedulers" not in vars(runs.fit_loop.epoch_loop)
 
 
 @on_ranks(3)
