@@ -67,6 +67,7 @@ OTHER = {
     "validation": ("validation_step", "ab", "ac", {}, "on_epoch"),
     "test": ("test_step", "ab", "a", {}, "on_epoch"),
 }
+WITH_THREE = ("step", "epoch, fewer", "validation")
 
 
 @on_ranks(2, 3, fresh=True)
@@ -74,6 +75,8 @@ def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks() -> Non
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     most = "rank 0" if last == 1 else "ranks 0 to 1"
     for name, (hook, keys, keys_there, options, when) in OTHER.items():
+        if last == 2 and name not in WITH_THREE:
+            continue
         runs, model = trainer(ours()), Differs(hook, keys_there if rank == last else keys, **options)
         with case(name), raises_soon(RankMismatchError) as caught:
             runs.test(model, data(1)) if hook == "test_step" else runs.fit(model, data(2), data(1))
