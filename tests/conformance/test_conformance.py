@@ -26,7 +26,7 @@ def names(ranks: WorkerPool) -> list[str]:
 
 
 SLOW = {"test_ddp_uneven_inputs"}
-"""Trains nine models with many numbers of batches. ``tests/wrapper/test_join.py`` tests the same on small ones."""
+"""Trains each of its models several times. ``tests/wrapper/test_join.py`` tests the same on small ones."""
 REQUIRED = [name for name in table.TESTS if name not in table.FAILS_WITH_TORCH | table.EXCLUDED]
 
 
