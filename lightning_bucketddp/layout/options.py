@@ -97,6 +97,8 @@ class Options:
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
             start.
+        lazy_bucket_allocation: Accepted because torch DDP accepts it. Gradients are in the buckets' memory, which
+            stays.
         module_buffers: MODULE BUFFERS. How to synchronise BatchNorm statistics and the like before each forward with
             gradients enabled, unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the
             default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
@@ -183,6 +185,7 @@ class Options:
     skip_all_reduce_unused_params: bool = field(default=False, compare=False)
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     forward_sync_buffers: bool | None = field(default=None, compare=False)
+    lazy_bucket_allocation: bool = field(default=False, compare=False)
     module_buffers: ModuleBufferSync | None = None
     grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, compare=False)

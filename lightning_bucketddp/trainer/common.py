@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
@@ -82,10 +81,11 @@ def list_options(base: type, options: type[Options]) -> Callable[[_F], _F]:
         base: Lightning's class, which has the last of them.
         options: The class of the strategy's options.
     """
-    torchs, lightnings = (inspect.signature(kind).parameters for kind in (DistributedDataParallel, base))
+    lightnings, names = inspect.signature(base).parameters, Options.__match_args__
+    torchs = names[: names.index("module_buffers")]  # with those of newer releases of torch
     types = {**get_type_hints(options), **get_type_hints(vars(base)["__init__"])}
     own = [each for each in inspect.signature(options).parameters.values() if each.name not in lightnings]
-    own.sort(key=lambda each: (each.name in Options.__match_args__, each.name in torchs))
+    own.sort(key=lambda each: (each.name in names, each.name in torchs))
     shown = [
         each.replace(kind=each.KEYWORD_ONLY, annotation=types[each.name])
         for each in (*own, *lightnings.values())
