@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -240,7 +240,7 @@ def _require_annotations(function: HookFunction) -> None:
         ("return", "torch.futures.Future[torch.Tensor]", (torch.futures.Future,), signature.return_annotation),
     ):
         # Protocols, and what is more than a class, may allow anything.
-        plain = isinstance(found, type) and not getattr(found, "_is_protocol", False)
+        plain = isinstance(found, type) and Protocol not in found.__mro__
         mistaken = plain and not any(issubclass(kind, found) or issubclass(found, kind) for kind in classes)
         if found is None or (mistaken and found not in (Any, inspect.Signature.empty)):
             raise ValueError(f"Communication hook: {what} annotation should be {wanted}. Found {found}")
