@@ -217,9 +217,11 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
 
 def refuse(given: Mapping[str, Any], problem: Exception) -> NoReturn:
     """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
-    with suppress(Exception):  # the group may be the problem
+    timeout = given.get("timeout")  # may be the problem, as the group may
+    in_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    with suppress(Exception):
         group = group_of(given.get("process_group"), given.get("device_mesh"))
-        Peers(Group(group), given.get("timeout")).require_same(_AGREED, [], problem)
+        Peers(Group(group), timeout if in_time else None).require_same(_AGREED, [], problem)
     raise problem
 
 

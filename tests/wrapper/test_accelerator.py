@@ -57,7 +57,7 @@ def wrap(setting: str, module: nn.Module, **options: Any) -> tuple[BucketDDP, li
     sent: list[object] = []
     if setting == SENDING:
         collectives = net._runtime.collectives
-        for name in ("reduce", "reduce_scatter", "sum", "_one"):
+        for name in ("reduce", "reduce_scatter", "sum", "_work"):
             start = getattr(collectives, name)
             setattr(collectives, name, lambda *args, start=start: (sent.append(args), start(*args))[1])
         collectives._nothing_to_do = lambda tensor: tensor.numel() == 0
