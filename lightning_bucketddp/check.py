@@ -6,7 +6,6 @@ are the gradients of each step, how far the weights have moved, and what a step 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -273,19 +272,15 @@ def run_case(case: Case, size: Size, device: torch.device, ranks: Collectives) -
         max(gradients),
         max(weights),
         differ[0] if differ else "",
-        _of_both([max(found) for found in waits if None not in found]),
+        tuple(max(found) for found in waits if None not in found) or None,
         tuple(1000 * median(found) for found in times),
         median(ours / theirs for theirs, ours in zip(*times, strict=True)),
-        _of_both([peer.peak_bytes for peer in peers if peer.peak_bytes is not None]),
+        tuple(peer.peak_bytes for peer in peers if peer.peak_bytes is not None) or None,
         len(last_pass.buckets),
         last_pass.early_launches,
     )
     result.wrong = list(_faults(result, case))
     return result
-
-
-def _of_both(found: list[int]) -> tuple[int, ...] | None:
-    return tuple(found) or None
 
 
 def _times(peers: list[Peer], size: Size, ranks: Collectives) -> list[list[float]]:
@@ -409,40 +404,31 @@ def _run_started_rank(quick: bool, output: str | None) -> bool:
     return right
 
 
-def main(arguments: Sequence[str], start_method: str = "spawn") -> int:
+def main(quick: bool, output: str | None, start_method: str = "spawn") -> int:
     """Check, in the ranks that a launcher has started, or in ranks of its own.
 
     Args:
-        arguments: The command line without the program's name and ``check``.
+        quick: Whether to take a tiny model and a few steps.
+        output: The file to write; None for none.
         start_method: How ranks are started, as in ``torch.multiprocessing``.
 
     Returns:
         The exit code: 1 if something is wrong.
     """
-    parser = argparse.ArgumentParser(prog="python -m lightning_bucketddp check", description=DESCRIPTION)
-    parser.add_argument(
-        "--output", metavar="FILE", help="write what was found as JSON, to keep or to attach to a report"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, a few steps: seconds; its times mean nothing"
-    )
-    options = parser.parse_args(arguments)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return 0 if _run_started_rank(options.quick, options.output) else 1
-    count = torch.accelerator.device_count() or 2
+        return int(not _run_started_rank(quick, output))
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=count,
+        nproc_per_node=torch.accelerator.device_count() or 2,
         run_id=str(os.getpid()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
         start_method=start_method,
+        max_restarts=0,
     )
     try:
-        return 0 if all(elastic_launch(launch, _run_started_rank)(options.quick, options.output).values()) else 1
+        return int(not all(elastic_launch(launch, _run_started_rank)(quick, output).values()))
     except ChildFailedError as error:
         print(error)
         return 1

@@ -1,7 +1,7 @@
 """``python -m lightning_bucketddp``: versions and names, or a check of these machines."""
 
+import argparse
 import platform
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -11,11 +11,11 @@ from lightning_bucketddp import __version__, check
 from lightning_bucketddp.comm.groups import available_backends
 from lightning_bucketddp.layout.registry import DP_NAMES, REGISTERED
 
-USAGE = """\
-usage: python -m lightning_bucketddp                                    print versions and the registered names
-       python -m lightning_bucketddp check [--output FILE] [--quick]    find out whether training is right on these
-                                                                        machines, and how fast
-"""
+DESCRIPTION = "Print versions and the registered names, or check these machines."
+NO_SCRIPTS = (
+    "Scripts and a LightningCLI are not run: put `import lightning_bucketddp` into your script, which registers the "
+    "strategies, and start it as `python SCRIPT`."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,20 +25,24 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The command line without the program's name.
 
     Returns:
-        The exit code: 1 if the check has found something wrong, 2 if the arguments make no sense.
+        The exit code: 1 if the check has found something wrong.
+
+    Raises:
+        SystemExit: With 2 if the arguments make no sense.
     """
-    first = arguments[0] if arguments else ""
-    if first == "check":
-        return check.main(arguments[1:])
-    if first in ("-h", "--help"):
-        print(USAGE, end="")
-    elif first in ("", "--version"):
-        print(f"lightning_bucketddp  {__version__}" if first else describe())
-    else:
-        return _refuse(
-            f"expected check, or no argument, found {first!r}. Scripts and a LightningCLI are not run: put `import "
-            "lightning_bucketddp` into your script, which registers the strategies, and start it as `python SCRIPT`"
-        )
+    parser = argparse.ArgumentParser("python -m lightning_bucketddp", description=DESCRIPTION, epilog=NO_SCRIPTS)
+    parser.add_argument("--version", action="version", version=f"lightning_bucketddp  {__version__}")
+    checks = parser.add_subparsers(dest="command").add_parser(
+        "check", help=check.DESCRIPTION, description=check.DESCRIPTION
+    )
+    checks.add_argument(
+        "--output", metavar="FILE", help="write what was found as JSON, to keep or to attach to a report"
+    )
+    checks.add_argument("--quick", action="store_true", help="a tiny model, a few steps; its times mean nothing")
+    options = parser.parse_args(arguments)
+    if options.command == "check":
+        return check.main(options.quick, options.output)
+    print(describe())
     return 0
 
 
@@ -65,8 +69,3 @@ def _grouped(names: Iterable[str]) -> str:
     """The names, without those for ``find_unused_parameters``, of which a clause tells."""
     shown = [name for name in names if "_find_unused_parameters_" not in name]
     return ", ".join(shown) + "; names with bucketddp may end in _find_unused_parameters_true or _false"
-
-
-def _refuse(problem: str) -> int:
-    print(f"lightning_bucketddp: {problem}\n\n{USAGE}", end="", file=sys.stderr)
-    return 2

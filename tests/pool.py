@@ -143,8 +143,8 @@ class WorkerPool:
 
 
 def _raise_workers() -> None:
-    for name in ("lightning.pytorch", "torchmetrics", "torch._dynamo", "lightning_bucketddp"):
-        importlib.import_module(name)
+    for name in ("torch._dynamo", "tests.lightning_models", "tests.reference", "tests.traces.recorder"):
+        importlib.import_module(name)  # with all that they import, which each worker would else import by itself
     gc.freeze()  # garbage collections in workers pass these modules over, and copy none of their memory
     exit_codes: dict[int, int] = {}
     for line in sys.stdin:

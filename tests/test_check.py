@@ -111,9 +111,9 @@ def test_waits_of_the_host_are_counted() -> None:
 
 def exit_codes() -> list[int]:
     """Of the command, in ranks that it starts itself; then without averaging."""
-    codes = [check.main(["--quick"], start_method="fork")]
+    codes = [check.main(True, None, start_method="fork")]
     with patch.object(check, "CASES", check.CASES[:1]), patch.object(check, "BucketDDP", Unaveraged):
-        return [*codes, check.main(["--quick"], start_method="fork")]
+        return [*codes, check.main(True, None, start_method="fork")]
 
 
 @pytest.mark.slow

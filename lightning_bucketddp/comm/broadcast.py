@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import Work
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 
@@ -24,7 +23,7 @@ def broadcast_tensors(
 ) -> None:
     """Give every rank one rank's values of ``tensors``, in place.
 
-    The values travel as bytes in staging tensors per device, two at a time. Each has at most 32 MiB, or one tensor.
+    The values travel as bytes in staging tensors per device, one at a time. Each has at most 32 MiB, or one tensor.
 
     Args:
         tensors: Tensors of any strided layout, dtype and device; the same on every rank.
@@ -35,22 +34,12 @@ def broadcast_tensors(
             then, but the counter does not show the change.
     """
     is_source = collectives.rank == source
-    under_way: list[tuple[Work, Tensor, list[Tensor]]] = []
-
-    def end_first() -> None:
-        work, staging, chunk = under_way.pop(0)
-        work.wait(poll)
-        if not (is_source and hidden):  # version counters, by which backward raises, must be alike on all ranks
-            write_back(staging, chunk, hidden)
-
     for chunk in chunks(tensors):
         nbytes = sum(tensor.nbytes for tensor in chunk)
         staging = stage(chunk) if is_source else chunk[0].new_empty(nbytes, dtype=torch.uint8)
-        under_way.append((collectives.broadcast(staging, source), staging, chunk))
-        if len(under_way) > 1:
-            end_first()
-    if under_way:
-        end_first()
+        collectives.broadcast(staging, source).wait(poll)
+        if not (is_source and hidden):  # version counters, by which backward raises, must be alike on all ranks
+            write_back(staging, chunk, hidden)
 
 
 def chunks(tensors: Sequence[Tensor], by_dtype: bool = False) -> Iterator[list[Tensor]]:

@@ -45,40 +45,49 @@ def collectives_of(process_group: dist.ProcessGroup | None, device: torch.device
     return GlooCollectives(process_group) if backends.get(device.type) == "gloo" else plain
 
 
+def end_parts_with(owner: object, collectives: Collectives) -> None:
+    """Destroy the parts of a group when ``owner`` is garbage, if it is gloo's: gloo's threads would stay.
+
+    Nobody waits for that on gloo. On other backends ranks would have to do so at the same time.
+    """
+    if isinstance(collectives, GlooCollectives):
+        weakref.finalize(owner, collectives.end_parts).atexit = False
+
+
 class GlooCollectives(Collectives):
     """Collectives of a group with gloo as its backend."""
 
-    def end_parts_with(self, owner: object) -> None:
-        """Destroy the parts with ``owner``: nobody waits for that, and gloo's threads would stay."""
-        weakref.finalize(owner, self.end_parts).atexit = False
+    def scale(self, dtype: torch.dtype) -> float | None:
+        """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""
+        exact = self.world_size > 1 and dtype in (torch.float32, torch.float64)
+        return 1.0 / self.world_size if exact else super().scale(dtype)
 
-    def averages(self, dtype: torch.dtype) -> bool:
-        """Whether gloo is to divide. For the exact dtypes it would, in a second walk through memory: packing does."""
-        return dtype not in (torch.float32, torch.float64) and super().averages(dtype)
-
-    def reduce_scatter(self, flat: Tensor, pack: wire.Pack, wire_dtype: torch.dtype | None = None) -> Stages:
+    def _scatter(self, flat: Tensor, pack: wire.Pack) -> Stages:
         """By all-to-alls, and sums in fp32 at least."""
-        if self._nothing_to_do(flat) or self._travels_in(wire_dtype, flat):
-            yield from super().reduce_scatter(flat, pack, wire_dtype)
-            return
         pack()
-        shard = wire.real(self.shard(flat))
-        sent = wire.real(self._padded(flat))
+        sent = wire.real(wire.padded(flat, wire.shard_length(flat, self.world_size) * self.world_size))
         in_place = sent.dtype is torch.float32 and sent.data_ptr() == flat.data_ptr()
         received, handle = self._exchange(sent, with_own=not in_place)
         yield Stage(handle, (sent, received))
-        if in_place:
-            _average_with_others(shard, received, self.rank, self.world_size)
-        else:
-            self._average(received, shard)
+        self._average(received, wire.real(self.shard(flat)))
 
     def _average(self, received: Tensor, out: Tensor) -> None:
-        """As on any backend. Here one sum after the other is faster than ``torch.sum``."""
-        first, *others = received.view(self.world_size, -1)[:, : out.numel()]
-        total = first.to(torch.promote_types(received.dtype, torch.float32), copy=True)
-        for part in others:
-            total.add_(part)
-        out.copy_(total.mul_(1.0 / self.world_size))
+        """As on any backend. Here one sum after the other is faster than ``torch.sum``.
+
+        Args:
+            received: The parts that have arrived, perhaps without this rank's own, which is in ``out`` then.
+            out: For the mean.
+        """
+        without_own = received.numel() < self.world_size * out.numel()
+        parts = [part[: out.numel()] for part in received.view(self.world_size - without_own, -1)]
+        if without_own:
+            parts.insert(self.rank, out)
+        for start in range(0, out.numel(), _CACHED_NUMEL):  # in stretches short enough for caches
+            first, *others = (part[start : start + _CACHED_NUMEL] for part in parts)
+            total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+            for other in others:
+                total.add_(other)
+            out[start : start + _CACHED_NUMEL].copy_(total.mul_(1.0 / self.world_size))
 
     def sum(self, tensor: Tensor, pack: Callable[[], None] | None = None) -> Stages:
         """Replace ``tensor`` by its sum. If it is short, each rank sends it to all others and adds up by itself."""
@@ -157,21 +166,3 @@ def _in_pieces(sent: Tensor, rank: int, world_size: int, with_own: bool) -> tupl
             counts = [[len(piece) * (rank == other) for rank in range(world_size)] for other in (source, target)]
             exchanges.append((into, piece, *counts))
     return received, exchanges
-
-
-def _average_with_others(shard: Tensor, received: Tensor, rank: int, world_size: int) -> None:
-    """Replace a rank's shard by its mean with the others' parts.
-
-    Args:
-        shard: 1-D.
-        received: The parts that arrived, perhaps with the rank's own; see :func:`_in_one`.
-        rank: The rank.
-        world_size: The number of ranks.
-    """
-    parts = received.view(-1, len(shard))
-    others = [part for at, part in enumerate(parts) if len(parts) < world_size or at != rank]
-    for start in range(0, len(shard), _CACHED_NUMEL):  # in stretches short enough for caches
-        stretch = shard[start : start + _CACHED_NUMEL]
-        for other in others:
-            stretch.add_(other[start : start + _CACHED_NUMEL])
-        stretch.mul_(1.0 / world_size)

@@ -1,24 +1,166 @@
-"""Process groups: the available backends, a second group of all processes, the abort of a group."""
+"""Process groups: a group as its ranks know it, groups of some of its ranks, a second group of all, the abort."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 _UNUSED_TAG = 2**30
 
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""The groups that were made of a group's ranks."""
+
+_left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""Why collectives are under way in a group that some of its ranks will never join."""
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
+_most_groups = 0
+"""The largest number after which torch has named a group that only its members make."""
 
-def belongs_to(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Note that a group was made of the ranks of another one, so that :func:`abort` aborts both."""
+
+class Group:
+    """A process group, of which this process is a member.
+
+    Args:
+        process_group: The group; None for the default one.
+
+    Attributes:
+        group: The process group.
+        rank: This process's rank in it.
+        world_size: How many ranks it has.
+
+    Raises:
+        RuntimeError: If ``torch.distributed`` is not initialised.
+        ValueError: If this process is not in the group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "expected torch.distributed to be initialised, found no default process group; call "
+                "torch.distributed.init_process_group() first (a Trainer with strategy='bucketddp' does)"
+            )
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"process {dist.get_rank()} is not a member of the process group it was given")
+        self.world_size = dist.get_world_size(group)
+
+    @property
+    def name(self) -> str:
+        """The group's name: the same on all its ranks, and another on each group of the same store.
+
+        torch numbers groups, and starts again after ``destroy_process_group()``. Their members tell such groups apart.
+        """
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(self.group)).encode()).hexdigest()
+        return f"{self.group.group_name}/{members[:16]}"
+
+    def is_default(self) -> bool:
+        """Whether the group is the default one, of all processes."""
+        return self.group is dist.group.WORLD
+
+    def store(self, prefix: str) -> Store:
+        """The group's key-value store, with ``prefix`` before every key."""
+        return PrefixStore(prefix, self.group.get_group_store())
+
+    def leave_behind(self, why: str) -> None:
+        """Note that collectives are under way which some ranks will never join.
+
+        The next collectives of those ranks would be paired with them.
+
+        Args:
+            why: What happened.
+        """
+        _left_behind[self.group] = why
+
+    def require_nothing_left_behind(self) -> None:
+        """Require that no collectives of a failed pass are under way, in the group or in one made of its ranks.
+
+        Raises:
+            RuntimeError: If some are.
+        """
+        why = _found_behind(self.group)
+        if why is not None:
+            raise RuntimeError(
+                "expected a process group without unfinished collectives, found one that was given up after a failure "
+                f"({why}); start the processes anew, or make a new group"
+            )
+
+
+def _found_behind(group: dist.ProcessGroup) -> str | None:
+    """Why a group, or one made of its ranks, cannot be used any more; None if it can."""
+    found = (_left_behind.get(group), *map(_found_behind, _parts.get(group, ())))
+    return next(filter(None, found), None)
+
+
+def part_of(
+    group: dist.ProcessGroup, parts: Sequence[Sequence[int]], largest: Callable[[int], int], backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
+
+    Args:
+        group: The group.
+        parts: Per new group, its ranks within the group. Every rank is in one of them.
+        largest: Gives the largest of the numbers with which the ranks call it.
+        backend: The groups' backend; the default group's if None.
+    """
+    everyone, timeout = dist.get_process_group_ranks(group), timeout_of(group)
+    members = [[everyone[rank] for rank in part] for part in parts]
+    if group is dist.group.WORLD:
+        mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
+    else:  # the processes outside of this group know nothing of it
+        own = next(part for part in members if dist.get_rank() in part)
+        with _equally_many_groups(largest):
+            mine = dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
+    _belongs_to(mine, group)
+    return mine
+
+
+@contextmanager
+def _equally_many_groups(largest: Callable[[int], int]) -> Iterator[None]:
+    """Have torch think that all ranks know equally many groups, and more than before.
+
+    It names a group that only its members make after that number. Ranks may differ in it: in groups with others, and in
+    when a dropped wrapper's groups are destroyed.
+    """
+    global _most_groups
+    # Private; without it ranks with different numbers wait for each other, as a test notices.
+    known: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
+    _most_groups = largest(max(len(known), _most_groups) + 1)
+    fillers = {object(): "no group" for _ in range(len(known), _most_groups)}
+    known.update(fillers)
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            del known[filler]
+
+
+def end_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Destroy a group that was made of another one's ranks, unless something is under way in it. Sends nothing.
+
+    A part of another group than the default one stays: torch would use its name again, and find under this name
+    what its ranks have left in the store.
+    """
+    if group is dist.group.WORLD and _found_behind(part) is None:
+        with suppress(ValueError):  # it went with the default group
+            dist.destroy_process_group(part)
+
+
+def _belongs_to(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Note that a group was made of the ranks of another one: whoever aborts that aborts both."""
     _parts.setdefault(group, weakref.WeakSet()).add(part)
 
 
@@ -49,7 +191,7 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if group is None:
         group = dist.new_group(timeout=timeout)
         _apart[world] = weakref.ref(group)
-        belongs_to(group, world)
+        _belongs_to(group, world)
     return group
 
 

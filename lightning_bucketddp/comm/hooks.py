@@ -16,12 +16,10 @@ hooks that start everything at once may have several buckets under way.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.wire import Pack, real
-from lightning_bucketddp.comm.work import Stage, Stages
+from lightning_bucketddp.comm.work import FutureHandle, Stage, Stages
 from lightning_bucketddp.layout.options import HookName, Options
 from lightning_bucketddp.layout.plan import Layout
 
@@ -173,7 +171,7 @@ class CommHook:
             if not isinstance(future, torch.Future):
                 found = type(future).__name__
                 raise TypeError(f"callback must return a torch.futures.Future object, but got {found}")  # as torch's
-        yield Stage(_HookHandle(future))
+        yield Stage(FutureHandle(future))
         self._finish(bucket, future, target)
 
     @torch.no_grad()
@@ -226,23 +224,6 @@ class CommHook:
             error[at : at + place.spec.numel * parts].zero_()
 
 
-class _HookHandle:
-    """A hook's future as a handle. What follows the stage waits for the future, so on accelerators the stream waits."""
-
-    def __init__(self, future: torch.Future[Any]) -> None:
-        self._future = future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None:
-            done = threading.Event()
-            self._future.add_done_callback(lambda _: done.set())
-            if not done.wait(timeout.total_seconds()):
-                raise RuntimeError("the time is up")
-
-
 def _require_annotations(function: HookFunction) -> None:
     """Require that a hook's annotations, where it has some that can be read, allow a bucket and a future.
 
@@ -253,25 +234,16 @@ def _require_annotations(function: HookFunction) -> None:
         signature = inspect.signature(function, eval_str=True)
     except Exception:  # no signature, or annotations with names that type checkers alone know
         return
-    empty, bucket = inspect.Parameter.empty, signature.parameters.get("bucket")
+    bucket = signature.parameters.get("bucket")
     for what, wanted, classes, found in (
-        ("bucket", "dist.GradBucket", (GradBucket, HookBucket), empty if bucket is None else bucket.annotation),
+        ("bucket", "dist.GradBucket", (GradBucket, HookBucket), Any if bucket is None else bucket.annotation),
         ("return", "torch.futures.Future[torch.Tensor]", (torch.futures.Future,), signature.return_annotation),
     ):
-        if found is not empty and not any(_may_be(kind, found) for kind in classes):
+        # Protocols, and what is more than a class, may allow anything.
+        plain = isinstance(found, type) and Protocol not in found.__mro__
+        mistaken = plain and not any(issubclass(kind, found) or issubclass(found, kind) for kind in classes)
+        if found is None or (mistaken and found not in (Any, inspect.Signature.empty)):
             raise ValueError(f"Communication hook: {what} annotation should be {wanted}. Found {found}")
-
-
-def _may_be(kind: type, annotation: object) -> bool:
-    """Whether an annotation allows an object of this class; true for annotations that are more than a class."""
-    if annotation is None:
-        return False
-    try:
-        if annotation is Any or not isinstance(annotation, type):
-            return True
-        return issubclass(kind, annotation) or issubclass(annotation, kind)
-    except TypeError:  # a protocol
-        return True
 
 
 def choose_hook(options: Options, collectives: Collectives) -> CommHook | None:

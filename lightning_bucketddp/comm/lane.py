@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.work import DirectWork, Stage, Stages, Work, stay_awake, wait_for
+from lightning_bucketddp.comm.work import DirectWork, FutureHandle, Stage, Stages, Work, stay_awake, wait_for
 
 
 class Lane(Protocol):
@@ -75,9 +74,9 @@ def separate_stages(first: Collectives, second: Collectives | None, device: torc
     if device.type != "cpu":
         return
     if not one_machine and first.world_size > 1:
-        first.separate_stages(0)
+        first.of_stage[0] = first.split([range(first.world_size)])
     if second is not None and second.world_size > 1:
-        second.separate_stages(1)
+        second.of_stage[1] = second.split([range(second.world_size)])
 
 
 class InlineLane:
@@ -240,7 +239,7 @@ def _end(queue: SimpleQueue[_ThreadWork | None], ended: threading.Event) -> None
 class _ThreadWork(Work):
     def __init__(self, stages: Stages, stage: Stage | None, state: _State, left_behind: Callable[[str], None]) -> None:
         self._stages, self._stage, self._state, self._left_behind = stages, stage, state, left_behind
-        self._finished = threading.Event()
+        self._finished = torch.futures.Future[None]()
         self._error: BaseException | None = None
 
     def advance(self) -> bool:
@@ -256,32 +255,19 @@ class _ThreadWork(Work):
                 return True
         except BaseException as error:  # raised by every wait
             self._error = self._state.error = error
-        self._finished.set()
+        self._finished.set_result(None)
         return False
 
     def done(self) -> bool:
-        return self._finished.is_set() and self._error is None
+        return self._finished.done() and self._error is None
 
     def wait(self, poll: Callable[[], None] | None = None) -> None:
         try:
-            stay_awake(self._finished.is_set)
-            wait_for(_Finished(self._finished), poll)
+            stay_awake(self._finished.done)
+            wait_for(FutureHandle(self._finished), poll)
+            self._finished.wait()
             if self._error is not None:
                 raise self._error
         except BaseException as error:
             self._left_behind(str(error))
             raise
-
-
-class _Finished:
-    """The end of a work in the hands of a thread, as a handle."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        return self._event.is_set()
-
-    def wait(self, timeout: timedelta | None = None, /) -> None:
-        if not self._event.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("the time is up")

@@ -45,8 +45,9 @@ def real(flat: Tensor) -> Tensor:
 
 
 def may_travel_in(dtype: torch.dtype, flat: Tensor) -> bool:
-    """Whether a tensor has this dtype, or a floating one of more precision."""
-    return flat.dtype is dtype or (flat.is_floating_point() and flat.dtype.itemsize > dtype.itemsize)
+    """Whether a tensor has this dtype, or a floating or complex one of more precision."""
+    values = real(flat)
+    return values.dtype is dtype or (values.is_floating_point() and values.dtype.itemsize > dtype.itemsize)
 
 
 def shard_length(flat: Tensor, world_size: int) -> int:
@@ -55,7 +56,24 @@ def shard_length(flat: Tensor, world_size: int) -> int:
 
 
 def padded(flat: Tensor, numel: int) -> Tensor:
-    """A copy of ``flat`` with zeros behind it up to ``numel`` elements."""
-    copy = flat.new_empty(numel)
-    packed(flat)(memory=copy)
-    return copy
+    """A copy of ``flat`` with zeros behind it up to ``numel`` elements; ``flat`` itself if it has as many."""
+    return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+def packed_in(dtype: torch.dtype, flat: Tensor, pack: Pack, world_size: int) -> Tensor:
+    """Pack a flat tensor into memory of another dtype, with as many elements for each rank.
+
+    Args:
+        dtype: The memory's dtype.
+        flat: The tensor.
+        pack: Brings its values into memory.
+        world_size: Number of ranks.
+    """
+    values = real(flat)
+    if flat.is_complex():
+        pack()
+        pack = packed(values)
+    numel = shard_length(flat, world_size) * world_size * (values.numel() // flat.numel())
+    sent = values.new_empty(numel, dtype=dtype)
+    pack(memory=sent)
+    return sent

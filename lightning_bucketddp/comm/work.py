@@ -12,12 +12,14 @@ begins.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 POLL_SECONDS = 0.5
@@ -57,6 +59,29 @@ class Handles:
         """Wait for all; each may take as long as ``timeout``."""
         for handle in self._handles:
             handle.wait() if timeout is None else handle.wait(timeout)
+
+
+class FutureHandle:
+    """A future as a :class:`Handle`. Whoever needs its value waits for it without a timeout, or the stream does.
+
+    Args:
+        future: The future.
+    """
+
+    def __init__(self, future: torch.Future[Any]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Whether it has a value, or an error."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """Wait until the time is up; does nothing without a timeout."""
+        if timeout is not None:
+            done = threading.Event()
+            self._future.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError("the time is up")
 
 
 class Stage(NamedTuple):
@@ -123,9 +148,22 @@ class DirectWork(Work):
 
 
 def wait_for(handle: Handle, poll: Callable[[], None] | None) -> None:
-    """Wait for a collective, and call ``poll`` meanwhile if the host is what waits."""
-    if poll is not None:
-        _poll_until_completed(handle, poll)
+    """Wait for a collective, and call ``poll`` every :data:`POLL_SECONDS` meanwhile if the host is what waits.
+
+    It waits with a timeout, after which gloo's collectives go on. The alternative is a callback of the collective's
+    future. It takes the interpreter's lock in gloo's thread, which is slower than a small collective.
+    """
+    while poll is not None and not handle.is_completed():
+        begin = time.monotonic()
+        try:
+            handle.wait(timedelta(seconds=POLL_SECONDS))
+            break
+        except RuntimeError:
+            if handle.is_completed():
+                break  # in time after all, or with an error that the last wait raises
+            if time.monotonic() - begin < POLL_SECONDS / 2:
+                raise  # not for want of time
+        poll()  # not in the handler: what it raises has nothing to do with the time being up
     handle.wait()
 
 
@@ -134,22 +172,3 @@ def stay_awake(completed: Callable[[], bool]) -> None:
     until = time.monotonic() + AWAKE_SECONDS
     while not completed() and time.monotonic() < until:
         _let_others_run()
-
-
-def _poll_until_completed(handle: Handle, poll: Callable[[], None]) -> None:
-    """Block the host until the collective has completed, and call ``poll`` every :data:`POLL_SECONDS`.
-
-    It waits with a timeout, after which gloo's collectives go on. The alternative is a callback of the collective's
-    future. It takes the interpreter's lock in gloo's thread, which is slower than a small collective.
-    """
-    while not handle.is_completed():
-        begin = time.monotonic()
-        try:
-            handle.wait(timedelta(seconds=POLL_SECONDS))
-            return
-        except RuntimeError:
-            if handle.is_completed():
-                return  # in time after all, or with an error that the caller's wait raises
-            if time.monotonic() - begin < POLL_SECONDS / 2:
-                raise  # not for want of time
-        poll()  # not in the handler: what it raises has nothing to do with the time being up

@@ -127,20 +127,10 @@ class Buckets:
         self.all, self.of_slot = [], []
         self._expected.clear()
 
-    def begin(self, trainable: TrainableSet, reachable: AbstractSet[int] | None) -> list[BucketProgress]:
-        """The buckets in a pass that begins.
-
-        Args:
-            trainable: The parameters that may get a gradient.
-            reachable: Ids of the parameters that will get one; None if this is not known.
-        """
-        slots, params = self._expect(trainable).slots, self._table.params
-        if reachable is None:
-            return [BucketProgress(bucket, set(own)) for bucket, own in zip(self.all, slots, strict=True)]
-        return [
-            BucketProgress(bucket, {slot for slot in own if id(params[slot]) in reachable})
-            for bucket, own in zip(self.all, slots, strict=True)
-        ]
+    def begin(self, trainable: TrainableSet) -> list[BucketProgress]:
+        """The buckets in a pass that begins, in which the parameters of this set may get a gradient."""
+        slots = self._expect(trainable).slots
+        return [BucketProgress(bucket, set(own)) for bucket, own in zip(self.all, slots, strict=True)]
 
     def active(self, trainable: TrainableSet) -> Sequence[int]:
         """Indices of the buckets that a synchronised pass with this set reduces."""

@@ -1,15 +1,13 @@
-"""Private parts of autograd: a callback at the end of backward, and a search of the graph."""
+"""Private parts of autograd: a callback at the end of backward, and whether backward accumulates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dynamo import compiled_autograd
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
 
 class BackwardEnd:
@@ -72,41 +70,14 @@ def accumulates() -> bool:
     executes = getattr(torch._C, "_will_engine_execute_node", None)
     if current is None or executes is None:
         return True
-    for node in _ends([current]):
-        try:
-            if not isinstance(node, BackwardCFunction) and executes(node):
-                return True
-        except RuntimeError:  # autograd.grad is asked for this leaf
-            continue
-    return False
-
-
-def reachable_leaves(root: Tensor) -> set[int] | None:
-    """The ids of the leaf tensors into which ``root.backward()`` will accumulate.
-
-    Args:
-        root: The loss.
-
-    Returns:
-        None if the graph contains a function written in Python. Such a function may run a backward of its own, as
-        re-entrant checkpointing does, and the graph does not show its leaves.
-    """
-    leaves: set[int] = set()
-    for node in _ends([get_gradient_edge(root).node] if root.requires_grad else []):
-        if isinstance(node, BackwardCFunction):
-            return None
-        leaves.add(id(node.variable))
-    return leaves
-
-
-def _ends(stack: list[Any]) -> Iterator[Any]:
-    """Walk a graph, and yield its ends: nodes that accumulate into a leaf, and functions written in Python."""
-    seen = set()
+    seen, stack = set[Any](), [current]
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction) or hasattr(node, "variable"):
-            yield node
-        stack += [successor for successor, _ in node.next_functions if successor is not None]
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                with suppress(RuntimeError):  # autograd.grad is asked for this leaf
+                    if executes(node):
+                        return True
+            stack += [successor for successor, _ in node.next_functions if successor is not None]
+    return False

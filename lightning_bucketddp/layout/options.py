@@ -42,6 +42,15 @@ SkipReason = Literal["nonfinite", "oom"]
 HookName = Literal["bf16", "fp16", "powersgd"]
 """One of torch's communication hooks, by name."""
 
+StateDictType = Literal["full", "sharded"]
+"""How a Trainer saves checkpoints: as one file, or as a directory with every rank's parts."""
+
+UnevenInputs = Literal["world_size", "active_ranks"]
+"""What gradients are divided by where ranks run out of batches."""
+
+LoggedKeys = Literal["same", "any"]
+"""Which keys ranks may log."""
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """Longest wait for the other ranks' answers; torch's default for process groups."""
 
@@ -73,10 +82,9 @@ class Options:
             a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
             None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
             last bucket are smaller, except on one machine without accelerators.
-        find_unused_parameters: Makes steps faster in a Trainer or Fabric if the parameters in use change from step to
-            step: the graph of each loss is searched, so that no bucket waits for a gradient that will not come. In
-            plain PyTorch, this also lets a rank take part whose loss reaches no parameter, if its backward starts from
-            an output of ``forward``. Parameters without gradients do not need this option.
+        find_unused_parameters: In plain PyTorch, lets a rank take part whose loss reaches no parameter, if its backward
+            starts from an output of ``forward``. A Trainer and Fabric do not need it, nor do parameters without
+            gradients.
         check_reduction: Accepted because torch DDP accepts it. The check is always on.
         gradient_as_bucket_view: Accepted because torch DDP accepts it. Gradients are always views, except with
             ``use_contiguous_buffers=False``.
@@ -89,6 +97,8 @@ class Options:
         device_mesh: The ranks that train together, as a mesh of one dimension, instead of ``process_group``.
         forward_sync_buffers: torch DDP's newer spelling of ``module_buffers``. It does not change the copy at the
             start.
+        lazy_bucket_allocation: Accepted because torch DDP accepts it. Gradients are in the buckets' memory, which
+            stays.
         module_buffers: MODULE BUFFERS. How to synchronise BatchNorm statistics and the like before each forward with
             gradients enabled, unless the last such forward was inside ``no_sync``: ``"broadcast"`` sends rank 0's (the
             default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
@@ -175,6 +185,7 @@ class Options:
     skip_all_reduce_unused_params: bool = field(default=False, compare=False)
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
     forward_sync_buffers: bool | None = field(default=None, compare=False)
+    lazy_bucket_allocation: bool = field(default=False, compare=False)
     module_buffers: ModuleBufferSync | None = None
     grad_dtype: torch.dtype | DtypeName | Mapping[str, torch.dtype | DtypeName] | None = None
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, compare=False)
@@ -396,6 +407,33 @@ class Options:
             if each.compare:
                 yield each.name, repr(getattr(self, each.name))
         yield "init_sync_module_buffers", repr(self.init_sync_module_buffers)
+
+
+@dataclass(frozen=True)
+class TrainerOptions(Options):
+    """The options of :class:`BucketDDPStrategy`, which documents those that the wrapper does not have."""
+
+    state_dict_type: StateDictType = "full"
+    async_save: bool = False
+    uneven_inputs: UnevenInputs | None = None
+    exact_evaluation: bool = False
+    logged_keys: LoggedKeys = "same"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
+        require_choice("uneven_inputs", self.uneven_inputs, get_args(UnevenInputs), optional=True)
+        require_choice("logged_keys", self.logged_keys, get_args(LoggedKeys))
+        if self.async_save and self.state_dict_type != "sharded":
+            raise ValueError(
+                f'expected state_dict_type="sharded" with async_save=True, found {self.state_dict_type!r}: a single '
+                "file is written by a CheckpointIO. Give the Trainer Lightning's AsyncCheckpointIO for that"
+            )
+        if self.uneven_inputs == "active_ranks" and self.rescales:
+            raise ValueError(
+                'expected uneven_inputs="active_ranks" or gradient_divide_by, found both: each says what gradients are '
+                "divided by. Leave one of them out"
+            )
 
 
 def _is_group(value: ProcessGroup | int) -> bool:

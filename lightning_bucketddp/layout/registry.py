@@ -51,13 +51,6 @@ A LightningCLI has no registry. It knows classes that have been imported by thei
 """
 
 
-def register_names(registry: Any, strategy: Callable[..., Any], names: dict[str, dict[str, Any]]) -> None:
-    """Add names to one of Lightning's registries, except those that it has already."""
-    for name, arguments in names.items():
-        if name not in registry:
-            registry.register(name, strategy, description=f"{strategy.__name__} with {arguments}", **arguments)
-
-
 def register_everywhere() -> None:
     """Register all names in each of Lightning's packages: now, or once it is imported."""
     for name in _MODULES:
@@ -70,8 +63,11 @@ def register_everywhere() -> None:
 
 def _register(module: ModuleType) -> None:
     package = "lightning" if module.__name__.startswith("lightning.") else "pytorch_lightning"
-    for registry, kind, names in _MODULES[module.__name__]:
-        register_names(getattr(module, registry), _maker(FOLDERS[package], kind), names)
+    for registry_name, kind, names in _MODULES[module.__name__]:
+        registry, make = getattr(module, registry_name), _maker(FOLDERS[package], kind)
+        for name, given in names.items():
+            if name not in registry:  # a reload registers them again
+                registry.register(name, make, description=f"{kind} with {given}", **given)
     if module.__name__.endswith(".cli"):
         import_module(f"{FOLDERS[package]}.public")
 

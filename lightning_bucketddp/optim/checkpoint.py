@@ -309,20 +309,15 @@ def _storable(value: Any) -> Any:
 
 def _copied(flat: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Start to copy tensors and chunks to the host; return a function that waits for the copies."""
-    copies = {
-        key: HostCopy(value.flat if isinstance(value, Chunks) else value.detach())
-        for key, value in flat.items()
-        if isinstance(value, Tensor | Chunks)
-    }
-
-    def values() -> dict[str, Any]:
-        return {key: _with_memory(value, copies[key].read()) if key in copies else value for key, value in flat.items()}
-
-    return values
+    copies = {key: _copy(value) for key, value in flat.items()}
+    return lambda: {key: read() for key, read in copies.items()}
 
 
-def _with_memory(value: Tensor | Chunks, memory: Tensor) -> Tensor | Chunks:
-    return Chunks.of(value.part, memory) if isinstance(value, Chunks) else memory
+def _copy(value: Any) -> Callable[[], Any]:
+    if isinstance(value, Chunks):
+        copy = HostCopy(value.flat)
+        return lambda: Chunks.of(value.part, copy.read())
+    return HostCopy(value.detach()).read if isinstance(value, Tensor) else lambda: value
 
 
 def _empty(stored: Any) -> Tensor | None:

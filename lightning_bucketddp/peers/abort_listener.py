@@ -34,8 +34,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.groups import abort
+from lightning_bucketddp.comm.groups import Group, abort
 from lightning_bucketddp.layout.options import DEFAULT_REPORT_AFTER
 from lightning_bucketddp.peers.agreement import PeerFailureError
 from lightning_bucketddp.peers.diagnose import LOOK_FOR_BATCHES, Failure, diagnose, silent
@@ -65,17 +64,17 @@ _listeners: weakref.WeakKeyDictionary[dist.ProcessGroup, AbortListener] = weakre
 _made: Counter[str] = Counter()
 
 
-def listen(collectives: Collectives, report_after: float = 0) -> AbortListener:
+def listen(group: Group, report_after: float = 0) -> AbortListener:
     """The listener of a group, made when first asked for. All ranks must ask at the same point of the program.
 
     Args:
-        collectives: The group.
+        group: The group.
         report_after: After how many seconds of waiting ranks report; 0 to leave that as it is.
     """
-    listener = _listeners.get(collectives.group)
+    listener = _listeners.get(group.group)
     if listener is None:
-        listener = _listeners[collectives.group] = AbortListener(collectives, report_after or DEFAULT_REPORT_AFTER)
-        weakref.finalize(collectives.group, listener.close)  # at exit too
+        listener = _listeners[group.group] = AbortListener(group, report_after or DEFAULT_REPORT_AFTER)
+        weakref.finalize(group.group, listener.close)  # at exit too
         _tell_of_uncaught_exceptions()
     elif report_after:
         listener.roll_call.report_after = report_after
@@ -137,7 +136,7 @@ class AbortListener:
     """Hears of other ranks' failures, and tells the others of this rank's.
 
     Args:
-        collectives: The group. Held weakly: when its last user drops it, the listener ends too.
+        group: The group. Held weakly: when its last user drops it, the listener ends too.
         report_after: After how many seconds of waiting ranks report.
 
     Attributes:
@@ -145,27 +144,27 @@ class AbortListener:
         roll_call: What ranks tell one another.
     """
 
-    def __init__(self, collectives: Collectives, report_after: float) -> None:
-        self._group = weakref.ref(collectives.group)
+    def __init__(self, group: Group, report_after: float) -> None:
+        self._group = weakref.ref(group.group)
         self._pid = os.getpid()
-        name = collectives.name
-        store = collectives.store(f"lightning_bucketddp/{name}/{_made[name]}")
+        name = group.name
+        store = group.store(f"lightning_bucketddp/{name}/{_made[name]}")
         self.store = TimedStore(store, STORE_SECONDS)
         _made[name] += 1
-        self.roll_call = RollCall(self.store, collectives.rank, collectives.world_size, report_after)
+        self.roll_call = RollCall(self.store, group.rank, group.world_size, report_after)
         self._store_lost = False
         self._fit = 0
         self._is_stopping: Callable[[], bool] = lambda: False
         self._heard, self._leaving, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._reason_logged = False
-        if collectives.world_size == 1:
+        if group.world_size == 1:
             self._closed.set()
             return
         self.roll_call.write(self.store)
         try:  # a write alone does not notice, and a second connection would be tried until the timeout
             self.store.check(["news"])
         except RuntimeError as error:
-            raise PeerFailureError(f"rank {collectives.rank}: {_STORE_LOST}") from error
+            raise PeerFailureError(f"rank {group.rank}: {_STORE_LOST}") from error
         # A connection serves one call at a time, and the thread's lasts until the end: it needs one of its own.
         self._thread = threading.Thread(
             target=self._listen,
@@ -202,12 +201,8 @@ class AbortListener:
         self._leaving.clear()
 
     def end(self) -> None:
-        """The fit has ended on this rank."""
+        """The fit ends on this rank, or the thread that trains raises because of the failure."""
         self._is_stopping = lambda: False
-        self._leaving.set()
-
-    def noticed(self) -> None:
-        """The thread that trains raises because of the failure: nobody needs to wake it."""
         self._leaving.set()
 
     # -- telling -------------------------------------------------------------------------------------
@@ -332,7 +327,7 @@ class AbortListener:
         """Wake every rank that waits in the group, here and elsewhere, after a failure."""
         group = self._group()
         if group is not None and self.failure is not None:
-            Collectives(group).leave_behind(self.failure.text)
+            Group(group).leave_behind(self.failure.text)
             abort(group)
 
     def _reason(self) -> str:

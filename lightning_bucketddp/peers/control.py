@@ -23,7 +23,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -156,13 +155,9 @@ class Control:
         self.agreed, self.in_step, self.same_forwards = all(same[:4]), all(same[4:8]), all(same[8:])
         self._summed = summed
 
-    @cached_property
-    def _used(self) -> Tensor:
-        return self._summed[HEADER:] > 0
-
     def used_somewhere(self, slot: int) -> bool:
         """Whether any rank contributed to ``slot``."""
-        return bool(self._used[slot])
+        return bool(self._summed[HEADER + slot] > 0)
 
 
 class ControlExchange:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import CommHookError
 from lightning_bucketddp.comm.work import POLL_SECONDS
 from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT
@@ -29,7 +29,7 @@ class Peers:
     While all is well nothing is sent. When a rank has waited for a second, its :class:`Watch` calls the roll.
 
     Args:
-        collectives: The group.
+        group: The group.
         timeout: How long a rank waits for an agreement before it names the silent ranks.
         report_after: After how many seconds of waiting ranks report; 0 to leave that as it is.
 
@@ -42,10 +42,10 @@ class Peers:
         position: How far it has come.
     """
 
-    def __init__(self, collectives: Collectives, timeout: timedelta | None = None, report_after: float = 0) -> None:
-        self._listener = listen(collectives, report_after)
+    def __init__(self, group: Group, timeout: timedelta | None = None, report_after: float = 0) -> None:
+        self._listener = listen(group, report_after)
         self._roll_call = self._listener.roll_call
-        self.rank, self.world_size = collectives.rank, collectives.world_size
+        self.rank, self.world_size = group.rank, group.world_size
         self.here = Status(self.rank)
         self.position = self.here.position
         self.number = self._roll_call.enter(self.here)
@@ -228,7 +228,7 @@ class Peers:
         if failure is None:
             return
         if self._listener.failure is not None:
-            self._listener.noticed()
+            self._listener.end()  # nobody needs to wake this thread
         with self.giving_up_on_errors():
             if failure.mismatch:
                 raise RankMismatchError(f"rank {self.rank}: {failure.text}")

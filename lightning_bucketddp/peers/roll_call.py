@@ -37,15 +37,13 @@ class News:
         number: How many changes there were.
         by: The rank that made the last one.
         failures: Failures by what they concern: a wrapper, or a fit.
-        reports: How many reports of ranks that wait there were.
-        report: The last of them.
+        report: The last report of ranks that wait; empty if there was none.
         end: Whether the rank ends that may serve the store.
     """
 
     number: int = 0
     by: int = -1
     failures: dict[str, Failure] = field(default_factory=dict)
-    reports: int = 0
     report: str = ""
     end: bool = False
 
@@ -103,9 +101,9 @@ class RollCall:
             before, self.news = self.news, max(self.news, news, key=attrgetter("number"))
             if self.news is not before:
                 self._heard.append((news.number, time.monotonic()))
-        if news.reports > before.reports:
-            self.report = news.report
-            _log.warning("%s", news.report)
+        if self.news.report != before.report:
+            self.report = self.news.report
+            _log.warning("%s", self.report)
 
     def change(self, edit: Callable[[News], News | None]) -> bool:
         """Change the news, and wake all ranks.

@@ -101,7 +101,7 @@ class Watch:
             statuses = roll_call.ask(wrapper)
             if self._progress() == here and not self.closed.is_set():  # else the others came while ranks answered
                 text = report(statuses, roll_call.rank, waited)
-                roll_call.change(lambda news: replace(news, reports=news.reports + 1, report=text))
+                roll_call.change(lambda news: replace(news, report=text))
         except RuntimeError:  # this rank reports alone
             roll_call.report = report([roll_call.records()[wrapper]], roll_call.rank, waited, STORE_SILENT)
             _log.warning("%s", roll_call.report)

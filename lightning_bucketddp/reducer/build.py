@@ -76,7 +76,7 @@ class WrapperContext:
         self.changes = ParamChanges(self.params, collectives, peers, options.init_sync)
         self.joining = Joining(peers)
         self.divisor = GradientDivisor(options.gradient_divide_by, collectives, self.joining)
-        self.recorder = PassRecorder(collectives, peers)
+        self.recorder = PassRecorder(peers)
         self.control = ControlChannel(collectives, peers, self.device)
         every, on_difference = options.check_ranks_every, options.check_ranks
         self.ranks_check = None if every is None else RanksCheck(collectives, peers, every, on_difference)

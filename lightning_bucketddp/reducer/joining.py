@@ -24,13 +24,9 @@ class Joining:
         self.role = Role.ACTIVE
         self._contributed = False  # in a local pass since the last reduction
 
-    def begin(self, divide_by_active: bool) -> None:
-        """Let ranks run out of data from now on.
-
-        Args:
-            divide_by_active: Divide gradients by the number of ranks that have data.
-        """
-        self.uneven, self.divides_by_active = True, divide_by_active
+    def begin(self) -> None:
+        """Let ranks run out of data from now on."""
+        self.uneven = True
 
     def divide_by_active(self) -> None:
         """Divide gradients by the number of ranks that have data, from now on."""

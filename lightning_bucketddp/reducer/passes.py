@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
-from lightning_bucketddp.grads.engine import BackwardEnd, accumulates, reachable_leaves
+from lightning_bucketddp.grads.engine import BackwardEnd, accumulates
 from lightning_bucketddp.grads.hooks import GradientHooks
 from lightning_bucketddp.reducer.record import PassRecorder
 from lightning_bucketddp.reducer.reducer import Reducer, not_own_batch
@@ -147,15 +147,12 @@ class Passes:
         if self.reducer.state is not PassState.IDLE:
             raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
-    def _open(
-        self, origin: Origin, synchronised: bool, reachable: set[int] | None = None, role: Role | None = None
-    ) -> None:
+    def _open(self, origin: Origin, synchronised: bool, role: Role | None = None) -> None:
         """Open a pass.
 
         Args:
             origin: Who opens it.
             synchronised: Whether its gradients are reduced.
-            reachable: Ids of the parameters that will get a gradient, if that is known.
             role: What this rank does in it; its present role if None.
         """
         self._require_idle()
@@ -173,7 +170,7 @@ class Passes:
         )
         if synchronised:
             self._context.control.read_what_arrived()
-        self.reducer.open(this_pass, reachable)
+        self.reducer.open(this_pass)
 
     def _before_gradients(self) -> None:
         self.wrapped.before_gradients()
@@ -259,8 +256,7 @@ class Passes:
             queue.line_up()
         try:
             with self._finishing("backward"):
-                find_unused = self._context.options.find_unused_parameters and synchronised
-                self._open(Origin.CONTEXT, synchronised, reachable_leaves(loss) if find_unused else None)
+                self._open(Origin.CONTEXT, synchronised)
                 try:
                     yield
                 except torch.OutOfMemoryError:

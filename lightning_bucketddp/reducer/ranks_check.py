@@ -27,7 +27,6 @@ from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.peers.report import in_words
 from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant, PassResult
-from lightning_bucketddp.reducer.state import Pass
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, the integers that have its bits. Their sums wrap around."""
@@ -74,8 +73,7 @@ class RanksCheck(Participant):
     def __init__(self, collectives: Collectives, peers: Peers, every: int, on_difference: OnDifference) -> None:
         self._collectives, self._peers = collectives, peers
         self._every, self._on_difference = every, on_difference
-        self._kinds: list[list[tuple[str, nn.Parameter]]] = []
-        self._number = 0
+        self._params: list[tuple[str, nn.Parameter]] = []
         self._comparison: _Comparison | None = None
         self._warned = False
 
@@ -84,15 +82,11 @@ class RanksCheck(Participant):
 
         Those that do not hold plain values, such as sparse ones and quantised subclasses of tensors, are left out.
         """
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in zip(table.names, table.all_params, strict=True):
-            if issubclass(type(param), nn.Parameter) and param.layout is torch.strided:
-                kinds.setdefault((param.device, param.dtype), []).append((name, param))
-        self._kinds = [*kinds.values()]
-
-    def opened(self, this_pass: Pass) -> None:
-        """Note the number of the pass."""
-        self._number = this_pass.number
+        self._params = [
+            (name, param)
+            for name, param in zip(table.names, table.all_params, strict=True)
+            if issubclass(type(param), nn.Parameter) and param.layout is torch.strided
+        ]
 
     def use_reports(self, result: PassResult) -> None:
         """Look at the comparison of an earlier pass, and start one if it is due.
@@ -101,7 +95,7 @@ class RanksCheck(Participant):
             RankMismatchError: On every rank, if parameters differ and that is an error.
         """
         self.look()
-        if self._number % self._every == 0:
+        if result.this_pass.number % self._every == 0:
             self.start(result.exchange)
             if self._comparison is not None and not self._comparison.of_ranks.waits:
                 self.look()
@@ -113,7 +107,6 @@ class RanksCheck(Participant):
             RankMismatchError: As :meth:`use_reports`.
         """
         self.look()
-        self._number = self._peers.position.pass_number
         self.start()
         self.look()
 
@@ -124,15 +117,13 @@ class RanksCheck(Participant):
         Args:
             exchange: The control vector of the pass; None between passes.
         """
-        if self._warned or self._collectives.world_size == 1 or not self._kinds:
+        if self._warned or self._collectives.world_size == 1 or not self._params:
             return
-        names = [name for kind in self._kinds for name, _ in kind]
-        device = self._kinds[0][0][1].device
-        of_kinds = [torch.stack([_sum_of_bits(param) for _, param in kind]) for kind in self._kinds]
-        sums = torch.cat([of_kind.to(device, torch.int64) for of_kind in of_kinds])
+        names, device = [name for name, _ in self._params], self._params[0][1].device
+        sums = torch.stack([_sum_of_bits(param).to(device, torch.int64) for _, param in self._params])
         weights = torch.arange(1, 2 * len(names), 2, device=device) * _FACTOR
         gathered = self._gathered((sums * weights).sum())
-        self._comparison = _Comparison(self._number, names, sums, HostCopy(gathered), exchange)
+        self._comparison = _Comparison(self._peers.position.pass_number, names, sums, HostCopy(gathered), exchange)
 
     def look(self) -> None:
         """Look at the comparison that is on its way, if there is one. All ranks must call this.

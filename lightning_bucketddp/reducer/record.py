@@ -17,13 +17,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.groups import debug_level
 from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage
@@ -197,17 +196,15 @@ class PassRecorder(Participant):
     """Notes when passes open and end, and what they reduce. Logs layouts and passes.
 
     Args:
-        collectives: The group.
         peers: The other ranks.
 
     Attributes:
         last: Gives the record of the last synchronised pass that published gradients; None before the first.
     """
 
-    def __init__(self, collectives: Collectives, peers: Peers) -> None:
-        self._collectives, self._peers = collectives, peers
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._done = 0  # of the launched buckets, in launch order, this many were seen to be done
-        self._early = 0
         self.last: Callable[[], PassRecord | None] = lambda: None
         self._layouts, self._layouts_before = 0, 1
         self._local_passes = 0
@@ -223,7 +220,7 @@ class PassRecorder(Participant):
         """Count a layout, and log it if the debug level is INFO or DETAIL."""
         self._layouts += 1
         if debug_level() != "OFF":
-            logger.info("%s", _describe(layout, self._collectives.rank, self._peers.position.pass_number))
+            logger.info("%s", _describe(layout, self._peers.rank, self._peers.position.pass_number))
 
     def opened(self, this_pass: Pass) -> None:
         """Start the clock."""
@@ -242,11 +239,10 @@ class PassRecorder(Participant):
             self._done += 1
 
     def backward_ended(self, raised: bool) -> None:
-        """Note the time, and how many buckets have been launched."""
+        """Note the time, and which collectives are complete."""
         this_pass = self._opened
         if this_pass is not None and this_pass.synchronised:
             self._note_done()
-            self._early = this_pass.launched
         elif not raised:
             self._local_passes += 1
         self._backward_ended_at = time.perf_counter()
@@ -263,7 +259,7 @@ class PassRecorder(Participant):
             return
         table, storage, sparse = self._watched
         began, backward_ended, ended = self._opened_at, self._backward_ended_at, time.perf_counter()
-        layout, early = storage.layout, self._early
+        layout = storage.layout
         times = [(each.bucket.index, each.ready_at, each.launched_at, each.done_at) for each in opened.active]
         layouts, rebuilt = self._layouts, self._layouts != self._layouts_before
         control, control_nbytes, sparse_nbytes = result.control, result.exchange.nbytes, sparse.nbytes
@@ -278,14 +274,12 @@ class PassRecorder(Participant):
             everywhere = [] if control is None else [index for index in here if not used_somewhere(index)]
             return PassRecord(
                 number=number,
-                rank=self._collectives.rank,
-                world_size=self._collectives.world_size,
+                rank=self._peers.rank,
+                world_size=self._peers.world_size,
                 rebuilt=rebuilt,
                 layouts=layouts,
                 local_passes=local_passes,
-                buckets=tuple(
-                    _bucket_record(layout, index, began, at, place < early) for place, (index, *at) in enumerate(times)
-                ),
+                buckets=tuple(_bucket_record(layout, index, began, backward_ended, *at) for index, *at in times),
                 control_nbytes=control_nbytes,
                 sparse_nbytes=sparse_nbytes,
                 backward_seconds=backward_ended - began,
@@ -300,12 +294,13 @@ class PassRecorder(Participant):
             logger.info("%s", record())
 
 
-def _bucket_record(layout: Layout, index: int, began: float, at: Sequence[float], early: bool) -> BucketRecord:
-    bucket, (ready, launched, done) = layout.buckets[index], (time - began for time in at)
-    buffer, nbytes = layout.buffers[bucket.buffer], layout.bucket_nbytes(bucket)
-    ready = ready if ready > 0 else launched  # of an earlier pass
-    names = _names(layout, bucket)
-    return BucketRecord(index, names, buffer.dtype, buffer.device, nbytes, early, launched, ready, done)
+def _bucket_record(
+    layout: Layout, index: int, began: float, backward_ended: float, ready: float, launched: float, done: float
+) -> BucketRecord:
+    bucket = layout.buckets[index]
+    buffer, nbytes, early = layout.buffers[bucket.buffer], layout.bucket_nbytes(bucket), launched < backward_ended
+    times = launched - began, (ready or launched) - began, done - began
+    return BucketRecord(index, _names(layout, bucket), buffer.dtype, buffer.device, nbytes, early, *times)
 
 
 def _describe(layout: Layout, rank: int, pass_number: int) -> str:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
 
@@ -40,7 +39,7 @@ from torch import Tensor
 from lightning_bucketddp.comm.lane import Lane
 from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.wire import Pack
-from lightning_bucketddp.grads.bucket import NONE, Bucket, BucketProgress, Buckets
+from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
 from lightning_bucketddp.grads.checks import GradientError
 from lightning_bucketddp.grads.hooks import has_other_hooks
 from lightning_bucketddp.grads.slots import SlotTable
@@ -125,12 +124,11 @@ class Reducer:
                 "finish_grad_sync() first"
             )
 
-    def open(self, this_pass: Pass, reachable: set[int] | None) -> None:
+    def open(self, this_pass: Pass) -> None:
         """Open a pass that the ranks agree on.
 
         Args:
             this_pass: The pass.
-            reachable: Ids of the parameters that will get a gradient, if that is known.
 
         Raises:
             RuntimeError: If a participant refuses it.
@@ -138,7 +136,7 @@ class Reducer:
         self.storage.open()
         follow = any(participant.follows_gradients for participant in self.participants)
         this_pass.followed, this_pass.in_order = follow, self._overlap and not follow
-        self._use_buckets(this_pass, None if follow else reachable)
+        self._use_buckets(this_pass)
         self.this_pass = this_pass
         self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
         try:  # only now: the others hear of an error in a pass that is open
@@ -154,8 +152,8 @@ class Reducer:
         elif this_pass.role is Role.ACTIVE:
             this_pass.update_notify_after(0)
 
-    def _use_buckets(self, this_pass: Pass, reachable: AbstractSet[int] | None) -> None:
-        this_pass.buckets = self.buckets.begin(self.table.trainable_now(), reachable)
+    def _use_buckets(self, this_pass: Pass) -> None:
+        this_pass.buckets = self.buckets.begin(self.table.trainable_now())
         if this_pass.synchronised:
             this_pass.active = [this_pass.buckets[index] for index in self.buckets.active(this_pass.trainable)]
 
@@ -305,7 +303,7 @@ class Reducer:
             for participant in self.participants:
                 if participant.follows_gradients and (layout := participant.decide_layout(failed, poll)) is not None:
                     self.lay_out(layout)
-                    self._use_buckets(this_pass, NONE)
+                    self._use_buckets(this_pass)
         while (progress := this_pass.next_to_launch()) is not None:
             self.reduction.wait_until_ready(poll)
             self.launch(this_pass, progress, failed)

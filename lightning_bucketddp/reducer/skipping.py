@@ -11,7 +11,7 @@ import statistics
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -180,28 +180,25 @@ class StepSkips(Participant):
         self._asked = ""
 
 
+@dataclass(eq=False)
 class _Norms:
     """Judges reduced gradients, alike on every rank.
 
-    Args:
+    Attributes:
         multiple: Norms above this multiple of their median are too large; None for any norm.
         collectives: The group.
         groups: The ranks that divide the shards; None without shards.
         peers: The other ranks.
         device: The device of the gradients.
+        last: The last norms.
     """
 
-    def __init__(
-        self,
-        multiple: float | None,
-        collectives: Collectives,
-        groups: ShardGroups | None,
-        peers: Peers,
-        device: torch.device,
-    ) -> None:
-        self._multiple, self._collectives, self._groups = multiple, collectives, groups
-        self._peers, self._device = peers, device
-        self._last: deque[float] = deque(maxlen=REMEMBERED_NORMS)
+    multiple: float | None
+    collectives: Collectives
+    groups: ShardGroups | None
+    peers: Peers
+    device: torch.device
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_NORMS))
 
     def judge(self, result: PassResult, sparse: Iterable[Tensor]) -> tuple[bool, str]:
         """Say whether all gradients are finite, and if so, why their norm is too large.
@@ -213,11 +210,11 @@ class _Norms:
         total, norm = self._measure(result, sparse)
         if not math.isfinite(total):
             return False, ""
-        if self._multiple is not None:
-            median = statistics.median(self._last) if len(self._last) >= NORMS_FOR_MEDIAN else math.inf
-            if norm > self._multiple * median:
-                return True, f"the gradient norm {norm:.4g} is above {self._multiple} times its median, {median:.4g}"
-            self._last.append(norm)
+        if self.multiple is not None:
+            median = statistics.median(self.last) if len(self.last) >= NORMS_FOR_MEDIAN else math.inf
+            if norm > self.multiple * median:
+                return True, f"the gradient norm {norm:.4g} is above {self.multiple} times its median, {median:.4g}"
+            self.last.append(norm)
         return True, ""
 
     @torch.no_grad()
@@ -226,19 +223,19 @@ class _Norms:
 
         Both are summed over the ranks: shards differ, and other devices may round a norm otherwise.
         """
-        groups, ranks = self._groups, self._collectives.world_size
+        groups, ranks = self.groups, self.collectives.world_size
         flats = [progress.bucket.flat for progress in result.this_pass.active]
         own = flats if groups is None else [groups.shard(flat) for flat in flats]
         copies = ranks if groups is None else ranks // groups.shards
-        measured = torch.zeros(2, device=self._device)
+        measured = torch.zeros(2, device=self.device)
         for part, held_by in [*((part, copies) for part in own), *((values, ranks) for values in sparse)]:
             if part.numel():
                 measured[0] += torch.linalg.vector_norm(part, math.inf).to(measured)
-            if self._multiple is not None:
+            if self.multiple is not None:
                 wide = torch.promote_types(part.dtype, torch.float32)
                 measured[1] += torch.linalg.vector_norm(part, dtype=wide).to(measured).square() / held_by
-        with self._peers.waiting_for("the norm of the gradients", Phase.PASS):
-            self._collectives.all_reduce_sum(measured).wait(result.poll)
+        with self.peers.waiting_for("the norm of the gradients", Phase.PASS):
+            self.collectives.all_reduce_sum(measured).wait(result.poll)
         total, squares = measured.tolist()
         return total, math.sqrt(squares)
 

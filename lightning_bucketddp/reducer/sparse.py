@@ -188,23 +188,19 @@ class SparseGrads(Participant):
             count = _rows(grad)
             indices[:count], values[:count] = grad.indices()[0], grad.values()
         self._weigh(values)
-        if values.dtype is torch.float16:  # before the sum, which overflows at 65504
-            values.mul_(1.0 / self._collectives.world_size)
+        values.mul_(1.0 / self._collectives.world_size)  # before the sum, which overflows in fp16 at 65504
         all_indices, indices_pending = self._collectives.all_gather(indices)
         all_values, values_pending = self._collectives.all_gather(values)
         self.nbytes += all_indices.nbytes + all_values.nbytes
         indices_pending.wait(poll)
         values_pending.wait(poll)
         # Every rank adds the same numbers in the same order.
-        total = torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(
             _without_padding(all_indices, rows).unsqueeze(0),
             _without_padding(all_values, rows),
             param.shape,
             check_invariants=False,
         ).coalesce()
-        if values.dtype is not torch.float16:
-            total.values().mul_(1.0 / self._collectives.world_size)
-        return total
 
     def _weigh(self, values: Tensor) -> None:
         if self._opened is not None and self._opened.weight is not None:

@@ -66,7 +66,7 @@ class ReplicatedForward:
 def replicated_forward(
     module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None, dim: int
 ) -> ReplicatedForward | None:
-    """Make the forward that runs a module on several devices.
+    """Make the forward that runs a module on several devices, and warn of its cost in the name of the caller's caller.
 
     Args:
         module: The module.
@@ -83,43 +83,22 @@ def replicated_forward(
     """
     if device_ids is None or len(device_ids) < 2:
         return None
-    devices = [_device("device_ids", device) for device in device_ids]
-    output = devices[0] if output_device is None else _device("output_device", output_device)
+    devices = [as_device(device, "device_ids") for device in device_ids]
+    output = devices[0] if output_device is None else as_device(output_device, "output_device")
     require("dim", dim, "the number of a dimension", int)
     require_copyable(module)
     require_no_collectives(module)
-    _require_on(devices[0], module)
-    return ReplicatedForward(module, devices, output, dim)
-
-
-def warn_of_replicas(count: int, stacklevel: int = 1) -> None:
-    """Warn of the cost of several devices in one process.
-
-    Args:
-        count: How many there are.
-        stacklevel: As for ``warnings.warn``, of the caller.
-    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != devices[0]:
+            raise ValueError(
+                f"expected the whole module on {devices[0]}, the first of device_ids, found {name!r} on "
+                f"{tensor.device}; a module that is itself on several devices cannot be replicated"
+            )
     warnings.warn(
-        f"device_ids has {count} entries: {count} replicas run in threads of this process and take turns in Python. "
-        "Use this in debuggers, in notebooks and where no processes can be started; elsewhere one process per device "
-        "is faster (device_ids=[device] in each, as torchrun or a Trainer starts them)",
+        f"device_ids has {len(devices)} entries: as many replicas run in threads of this process and take turns in "
+        "Python. Use this in debuggers, in notebooks and where no processes can be started; elsewhere one process per "
+        "device is faster (device_ids=[device] in each, as torchrun or a Trainer starts them)",
         UserWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=3,
     )
-
-
-def _device(argument: str, name: Device) -> torch.device:
-    device = as_device(name, argument)
-    if device.type == "meta":
-        raise ValueError(f"expected {argument} to name devices that compute, found {name!r}")
-    return device
-
-
-def _require_on(home: torch.device, module: nn.Module) -> None:
-    for kind, tensors in (("parameter", module.named_parameters()), ("module buffer", module.named_buffers())):
-        for name, tensor in tensors:
-            if tensor.device != home:
-                raise ValueError(
-                    f"expected the whole module on {home}, the first of device_ids, found {kind} {name!r} on "
-                    f"{tensor.device}; a module that is itself on several devices cannot be replicated"
-                )
+    return ReplicatedForward(module, devices, output, dim)

@@ -1,7 +1,6 @@
 """Lightning's batch-size finder on several ranks: all of them find the same size."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,8 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.parsing import lightning_getattr
 from torch.nn import SyncBatchNorm
 from typing_extensions import override
+
+from lightning_bucketddp.trainer.replaced import replaced
 
 _CALLS = ("batch_to_device", "training_step", "backward", "validation_step", "test_step", "predict_step")
 """The strategy's calls after which the ranks ask each other whether one has run out of memory."""
@@ -45,7 +46,7 @@ class BatchSizeFinder(LightningsFinder):
         trials = _Trials(trainer, pl_module)
         self._require_possible(trainer, pl_module, trials)
         calls = {name: trials.on_all_ranks(getattr(strategy, name)) for name in _CALLS}
-        with _replaced(strategy, **calls), _replaced(pl_module, backward=trials.watched(pl_module.backward)):
+        with replaced(strategy, **calls), replaced(pl_module, backward=trials.watched(pl_module.backward)):
             super().scale_batch_size(trainer, pl_module)
 
     def _require_possible(self, trainer: Any, pl_module: pl.LightningModule, trials: "_Trials") -> None:
@@ -104,7 +105,7 @@ class _Trials:
         watched = self.watched(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            with _replaced(self.strategy, leaves_out_collectives=True):
+            with replaced(self.strategy, leaves_out_collectives=True):
                 output = watched(*args, **kwargs)
             ran_out, self._ran_out = self._ran_out, False
             ranks = [rank for rank, (failed,) in enumerate(self.everyones(ran_out)) if failed]
@@ -140,30 +141,3 @@ class _Undistributed:
         return (
             SimpleNamespace(is_distributed=False) if name == "_accelerator_connector" else getattr(self.trainer, name)
         )
-
-
-@contextmanager
-def _replaced(owner: object, **members: Any) -> Iterator[None]:
-    """Give an object other members in this context."""
-    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
-    vars(owner).update(members)
-    try:
-        yield
-    finally:
-        for name in members:
-            del vars(owner)[name]
-        vars(owner).update(before)
-
-
-def require_ours(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse Lightning's own finder.
-
-    Raises:
-        MisconfigurationException: If it is there.
-    """
-    for callback in callbacks:
-        if isinstance(callback, LightningsFinder) and not isinstance(callback, BatchSizeFinder):
-            raise MisconfigurationException(
-                "expected lightning_bucketddp.BatchSizeFinder, which all ranks take part in, among the Trainer's "
-                f"callbacks; found {type(callback).__name__}, which is Lightning's. Replace it"
-            )

@@ -5,6 +5,7 @@ checkpoint. Optimizers are read after they have been set up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim import checkpoint_places
 from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
+from lightning_bucketddp.trainer.replaced import replace_members
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 DIRECTORY_KEY = "bucketddp_directory"
@@ -34,7 +36,7 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 def _checkpoint_of(module: pl.LightningModule, wrapper: BucketDDP | None) -> ShardedCheckpoint:
     if wrapper is not None and wrapper.module is module:  # else another one has been validated since
-        return wrapper._sharded_checkpoint()
+        return wrapper._runtime.optimizers.checkpoint()
     return ShardedCheckpoint(module, Collectives(None), None, lambda optimizer: None)
 
 
@@ -77,10 +79,15 @@ def save_parts(
     parts.save(path, optimizers if resumable else (), checkpoint, overwrite=True, writer=writer)
 
 
-def start_writer(wrapper: BucketDDP, trainer: pl.Trainer) -> CheckpointWriter:
+def start_writer(wrapper: BucketDDP, trainer: pl.Trainer, until_teardown: ExitStack) -> CheckpointWriter:
     """Make a writer. ``ModelCheckpoint`` gives no other checkpoint the name of one that is being written.
 
-    All ranks must call this, and :func:`release_names` when the writer has ended.
+    All ranks must call this.
+
+    Args:
+        wrapper: The module's wrapper.
+        trainer: The Trainer.
+        until_teardown: Gives the callbacks their methods back.
 
     Raises:
         ValueError: If the last checkpoint is to be a link, which would lead to nothing while its target is written.
@@ -93,14 +100,9 @@ def start_writer(wrapper: BucketDDP, trainer: pl.Trainer) -> CheckpointWriter:
         )
     writer = CheckpointWriter(wrapper._runtime.collectives)
     for callback in callbacks:
-        vars(callback)["file_exists"] = partial(_is_taken, writer, callback.file_exists)
+        is_taken = partial(_is_taken, writer, callback.file_exists)
+        until_teardown.callback(replace_members(callback, file_exists=is_taken))
     return writer
-
-
-def release_names(trainer: pl.Trainer) -> None:
-    """Let ``ModelCheckpoint`` look for files alone."""
-    for callback in trainer.checkpoint_callbacks:
-        vars(callback).pop("file_exists", None)
 
 
 def _is_taken(writer: CheckpointWriter, exists: Callable[..., bool], filepath: Any, trainer: pl.Trainer) -> bool:

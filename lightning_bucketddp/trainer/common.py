@@ -1,4 +1,4 @@
-"""Shared by the strategies for Trainer and Fabric: registered names, forwarded calls, the process group's life."""
+"""Shared by the strategies for Trainer and Fabric: arguments, forwarded calls, the process group's life."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import atexit
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import fields
-from datetime import timedelta
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.layout.require import require
-from lightning_bucketddp.optim.swap import Swap
-from lightning_bucketddp.peers.machines import Node
+from lightning_bucketddp.peers.abort_listener import AbortListener, listen
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.runtime import require_fit_group
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_F = TypeVar("_F", bound=Callable[..., None])
 
 
 def described(strategy: object) -> str:
@@ -55,90 +48,88 @@ def forwarded(call: Callable[Concatenate[BucketDDP, _P], _R]) -> Callable[Concat
     return method
 
 
-def list_options(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Let ``help()``, ``--help`` and ``inspect.signature`` list every option of a strategy's constructor by itself.
+def divided(base: type, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a strategy's arguments into those of Lightning's class, with its defaults, and the options.
 
-    First come keyword-only arguments, then this package's options, torch DDP's and Lightning's. Calls stay the same.
-    """
-    first, *shown = inspect.signature(init).parameters.values()
-    torchs, types = inspect.signature(DistributedDataParallel).parameters, get_type_hints(Options)
-    own = [each for each in shown if each.kind is each.KEYWORD_ONLY]
-    lightnings = [each.replace(kind=each.KEYWORD_ONLY) for each in shown if each.kind is each.POSITIONAL_OR_KEYWORD]
-    options = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name])
-        for each in sorted(fields(Options), key=lambda each: each.name in torchs)
-        if all(each.name != other.name for other in lightnings)
-    ]
-    init.__signature__ = inspect.Signature([first, *own, *options, *lightnings])  # type: ignore[attr-defined]
-    init.__doc__ = Options.__doc__
-    return init
-
-
-class BucketDDPInLightning(BucketDDP):
-    """A wrapper that a strategy makes. Lightning's ``num_nodes`` says whether there are several machines.
-
-    Its default of 1 says nothing: some clusters have several nodes all the same.
+    What is one of either, as ``timeout`` is, goes to both.
 
     Args:
-        module: The module.
-        strategy: The strategy, for Trainer or Fabric.
-        options: As for :class:`BucketDDP`.
+        base: Lightning's class.
+        args: By position: Lightning's.
+        given: By name.
+
+    Raises:
+        TypeError, ValueError: If this platform does not have the start method.
     """
-
-    def __init__(self, module: Module, strategy: Any, **options: Any) -> None:
-        if strategy.num_nodes > 1:
-            self._node = Node(strategy.node_rank, strategy.num_processes)  # before ranks wrap the module
-        super().__init__(module, **options)
-        if (skips := self._passes.wrapped.context.skips) is not None:
-            precision = getattr(strategy, "precision_plugin", None) or strategy.precision  # in a Trainer, with Fabric
-            skips.scaler_skips = getattr(precision, "scaler", None) is not None
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Swap | None:
-        """As in :class:`BucketDDP`.
-
-        Raises:
-            ValueError: If steps may be skipped in the middle of LBFGS's search.
-        """
-        if self._options.skips_steps and isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "expected an optimizer with one backward per step, with skip_step_on or skip_norm_above; found LBFGS, "
-                "which moves the parameters between its backwards"
-            )
-        return super().prepare_optimizer(optimizer)
-
-
-def leave_shared_memory(module: Module, start_method: str | None) -> None:
-    """Give a module memory of its own on this rank, if the ranks were started by ``"forkserver"``.
-
-    torch puts CPU tensors that it passes to started processes into memory that these share. Every rank would change the
-    weights of all. Lightning does the same for ``"spawn"``.
-    """
-    for tensor in (*module.parameters(), *module.buffers()) if start_method == "forkserver" else ():
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            tensor.data = tensor.data.clone()
-
-
-def require_start_method(start_method: object) -> None:
-    """Require a start method that this platform has."""
+    bound = inspect.signature(base).bind(*args, **given)
+    bound.apply_defaults()
+    lightnings = bound.arguments
     available = ("popen", *torch.multiprocessing.get_all_start_methods())
     wanted = f"one of {available}, the start methods on this platform"
-    require("start_method", start_method, wanted, str, available.__contains__)
+    require("start_method", lightnings["start_method"], wanted, str, available.__contains__)
+    options = lightnings.pop("kwargs")
+    return lightnings, {**options, **{name: lightnings[name] for name in lightnings if name in Options.__match_args__}}
 
 
-@contextmanager
-def group_set_up(timeout: timedelta | None) -> Iterator[None]:
-    """A context in which Lightning sets up the default process group, unless there is one already.
+def list_options(base: type, options: type[Options]) -> Callable[[_F], _F]:
+    """Let ``help()``, ``--help`` and ``inspect.signature`` list every argument of a strategy's constructor by itself.
+
+    First come the strategy's own options, then the wrapper's, torch DDP's and Lightning's arguments. Calls stay the
+    same.
+
+    Args:
+        base: Lightning's class, which has the last of them.
+        options: The class of the strategy's options.
+    """
+    lightnings, names = inspect.signature(base).parameters, Options.__match_args__
+    torchs = names[: names.index("module_buffers")]  # with those of newer releases of torch
+    types = {**get_type_hints(options), **get_type_hints(vars(base)["__init__"])}
+    own = [each for each in inspect.signature(options).parameters.values() if each.name not in lightnings]
+    own.sort(key=lambda each: (each.name in names, each.name in torchs))
+    shown = [
+        each.replace(kind=each.KEYWORD_ONLY, annotation=types[each.name])
+        for each in (*own, *lightnings.values())
+        if each.name != "kwargs"
+    ]
+
+    def listing(init: _F) -> _F:
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        init.__signature__ = inspect.Signature([first, *shown])  # type: ignore[attr-defined]
+        init.__doc__ = Options.__doc__
+        return init
+
+    return listing
+
+
+def set_up_group(
+    set_up: Callable[[], None], options: Options, interrupted: Callable[[], bool] | None = None
+) -> AbortListener | None:
+    """Have Lightning set up the default process group, unless there is one already.
 
     A new group is destroyed when this process ends. Lightning does this for NCCL only, and a gloo process that exits
     with an open group sometimes aborts. A group of an earlier run is checked (:func:`require_fit_group`), because
     Lightning uses it before the module is wrapped.
+
+    Args:
+        set_up: Lightning's method.
+        options: The strategy's options.
+        interrupted: Whether this rank handles an exception, for a ``fit`` that begins; None for Fabric.
+
+    Returns:
+        The group's listener; None if a test mocks ``init_process_group``, so that there is no group.
     """
     is_new = not dist.is_initialized()
-    yield
-    if not is_new:
-        require_fit_group(None, timeout)
-    elif dist.is_initialized():  # not if a test mocks `init_process_group`
+    set_up()
+    if not dist.is_initialized():
+        return None
+    listener = listen(Collectives(None), options.report_after)
+    if interrupted is not None:
+        listener.begin(interrupted)  # ends the last fit, before ranks wait for one another
+    if is_new:
         atexit.register(_end_group, os.getpid())
+    else:
+        require_fit_group(None, options.timeout)
+    return listener
 
 
 def _end_group(pid: int) -> None:
@@ -147,55 +138,3 @@ def _end_group(pid: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # the Trainer's reference cycles keep gloo's threads alive, and a process may abort at exit with them
-
-
-def looks_at_loss(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may use the loss: of torch's own only LBFGS does, others are assumed to."""
-    kind = type(getattr(optimizer, "optimizer", optimizer))
-    return kind is LBFGS or not kind.__module__.startswith("torch.")
-
-
-def stepping(wrapper: BucketDDP, optimizer: Optimizer) -> AbstractContextManager[object]:
-    """A context for ``optimizer.step``: a step that raises gives the optimizer its parameters back.
-
-    It ends a step that :func:`run_closure` has left.
-    """
-    swap = wrapper.prepare_optimizer(optimizer)
-    restored = nullcontext() if swap is None else swap.restored_after()
-    return _may_be_skipped(restored) if wrapper._options.skips_steps else restored
-
-
-class StepSkippedError(Exception):
-    """Leaves ``optimizer.step(closure)``, as all ranks have dropped the gradients of the closure."""
-
-
-@contextmanager
-def _may_be_skipped(step: AbstractContextManager[object]) -> Iterator[None]:
-    with suppress(StepSkippedError), step:
-        yield
-
-
-def gradients_dropped(wrapper: BucketDDP) -> bool:
-    """Whether all ranks have dropped the gradients of the last backward, so that optimizers must not step."""
-    skips = wrapper._passes.wrapped.context.skips
-    return skips is not None and skips.skipped and not skips.left_to_scaler
-
-
-def run_closure(wrapper: BucketDDP, closure: Callable[[], Any], when_skipped: Callable[[], None] | None = None) -> Any:
-    """Run an optimizer's closure and return its loss.
-
-    Args:
-        wrapper: The wrapper.
-        closure: The closure.
-        when_skipped: Called if all ranks skip the step.
-
-    Raises:
-        StepSkippedError: If the gradients were dropped.
-    """
-    loss = closure()
-    if wrapper.step_skipped():
-        if when_skipped is not None:
-            when_skipped()
-        if gradients_dropped(wrapper):
-            raise StepSkippedError
-    return loss

@@ -1,12 +1,12 @@
 """``DDPStrategy``'s arguments for communication hooks and model averaging, as options of :class:`BucketDDP`."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_bucketddp.layout.options import Options
+from lightning_bucketddp.layout.options import Options, TrainerOptions
 
 _WITHOUT_AVERAGING = {
     "shard_optimizer": "ranks whose models differ between averages cannot share an optimizer",
@@ -16,24 +16,23 @@ _WITHOUT_AVERAGING = {
 """Options that exclude model averaging, and why."""
 
 
-def with_ddp_hook(options: Options, hook: Any, state: Any, wrapper: Callable[..., Any] | None) -> Options:
+def with_ddp_hook(options: TrainerOptions, given: Mapping[str, Any]) -> TrainerOptions:
     """Return the options with one communication hook and its state, spelled either way.
 
     Args:
         options: The options, which may have a hook and its state.
-        hook: ``ddp_comm_hook``.
-        state: ``ddp_comm_state``.
-        wrapper: ``ddp_comm_wrapper``.
+        given: The arguments of ``DDPStrategy``.
 
     Raises:
-        ValueError: If a hook or a state is spelled both ways, or a state or wrapper comes without a hook.
+        ValueError: If a hook or a state is spelled both ways, a state or wrapper comes without a hook, only the period
+            of model averaging or only its state is given, or an option excludes averaging.
     """
-    for name, alias, value in (("comm_hook", "ddp_comm_hook", hook), ("comm_hook_state", "ddp_comm_state", state)):
-        if value is not None:
+    for name, alias in (("comm_hook", "ddp_comm_hook"), ("comm_hook_state", "ddp_comm_state")):
+        if given[alias] is not None:
             if getattr(options, name) is not None:
                 raise ValueError(f"expected {name} or {alias}, found both: they mean the same. Leave one of them out")
-            options = replace(options, **{name: value})
-    if wrapper is not None:
+            options = replace(options, **{name: given[alias]})
+    if (wrapper := given["ddp_comm_wrapper"]) is not None:
         if not callable(options.comm_hook):
             raise ValueError(
                 f"expected a function as communication hook for ddp_comm_wrapper, found {options.comm_hook!r}; to wrap "
@@ -42,10 +41,11 @@ def with_ddp_hook(options: Options, hook: Any, state: Any, wrapper: Callable[...
         options = replace(options, comm_hook=wrapper(options.comm_hook))
     if options.comm_hook_state is not None and options.comm_hook is None:
         raise ValueError("expected a communication hook for the given state, found none; pass the hook too")
+    _require_averaging_possible(given["model_averaging_period"], options)
     return options
 
 
-def require_averaging_possible(period: int | None, options: Options) -> None:
+def _require_averaging_possible(period: int | None, options: Options) -> None:
     """Require that models can be averaged every ``period`` steps, if averaging was asked for.
 
     Raises:

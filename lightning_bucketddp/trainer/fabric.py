@@ -1,33 +1,25 @@
 """``Fabric(strategy="bucketddp")``: Fabric's hooks around ``BucketDDP``."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.layout.options import DEFAULT_TIMEOUT, Options
-from lightning_bucketddp.layout.registry import REGISTERED, register_names
-from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.trainer import common
-from lightning_bucketddp.trainer.common import BucketDDPInLightning, StartMethod, forwarded
+from lightning_bucketddp.trainer.common import forwarded
 from lightning_bucketddp.trainer.launchers import FabricScriptLauncher
+from lightning_bucketddp.trainer.wrapper import BucketDDPInLightning
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
-_owners: weakref.WeakKeyDictionary[BucketDDP, "BucketDDPFabricStrategy"] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[BucketDDPInLightning, "BucketDDPFabricStrategy"] = weakref.WeakKeyDictionary()
 """By wrapper, the strategy that made it. Not in the strategy, which is pickled for `spawn`."""
 
 
@@ -51,7 +43,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
         precision: The precision; set by Fabric.
         process_group_backend: E.g. ``"nccl"`` or ``"gloo"``; by device if None.
         timeout: How long collectives, and agreements through the store, wait; torch's 30 minutes by default.
-        start_method: How processes are started.
+        start_method: How processes are started: ``"popen"`` (the default) starts the script once more for each;
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` are ``torch.multiprocessing``'s.
         options: The fields of :class:`Options`, which documents them.
 
     Raises:
@@ -59,31 +52,11 @@ class BucketDDPFabricStrategy(DDPStrategy):
         ValueError: If an option is out of range, cannot be honoured or contradicts another; says which.
     """
 
-    @common.list_options
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
-        start_method: StartMethod = "popen",
-        **options: Any,
-    ) -> None:
-        self._options = Options(timeout=timeout, **options)  # raises before ranks are started
-        common.require_start_method(start_method)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+    @common.list_options(DDPStrategy, Options)
+    def __init__(self, *args: Any, **given: Any) -> None:
+        lightnings, options = common.divided(DDPStrategy, args, given)
+        self._options = Options(**options)  # raises before ranks are started
+        super().__init__(**lightnings)
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
 
     # -- wrappers ------------------------------------------------------------------------------------
@@ -124,11 +97,11 @@ class BucketDDPFabricStrategy(DDPStrategy):
             )
         return wrappers[0]
 
-    def _wrappers(self) -> list[BucketDDP]:
+    def _wrappers(self) -> list[BucketDDPInLightning]:
         """Return this strategy's open wrappers."""
         return [wrapper for wrapper, owner in list(_owners.items()) if owner is self and not wrapper.closed]
 
-    def _wrapper_behind(self, optimizer: Optimizer) -> BucketDDP | None:
+    def _wrapper_behind(self, optimizer: Optimizer) -> BucketDDPInLightning | None:
         """Return a wrapper with parameters that the optimizer steps on."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         wrappers = self._wrappers()
@@ -142,26 +115,22 @@ class BucketDDPFabricStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher = FabricScriptLauncher(
-                self._launcher.cluster_environment, self.num_processes, self.num_nodes
-            )
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = FabricScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
-        with common.group_set_up(self._timeout):
-            super().setup_environment()
-            if dist.is_initialized():  # not if a test mocks `init_process_group`
-                listen(Collectives(None), self._options.report_after)
+        common.set_up_group(super().setup_environment, self._options)
 
     @override
     def setup_module(self, module: Module) -> BucketDDP:  # type: ignore[override]
         for earlier in list(_owners):
             if earlier.module is module:  # set up again, as Fabric's `ddp` allows
                 earlier.close()
-        common.leave_shared_memory(module, self._start_method)
-        wrapper = BucketDDPInLightning(module, self, **vars(self._options))
+        wrapper = BucketDDPInLightning(module, self)
         _owners[wrapper] = self
         return wrapper
 
@@ -201,17 +170,8 @@ class BucketDDPFabricStrategy(DDPStrategy):
         wrapper = self._wrapper_behind(optimizer)
         if wrapper is None:
             return super().optimizer_step(optimizer, **kwargs)
-        if (closure := kwargs.get("closure")) is not None:
-            kwargs["closure"] = partial(self._closure, wrapper, optimizer, closure)
-        elif common.gradients_dropped(wrapper):
-            return None
-        with common.stepping(wrapper, optimizer):
-            return super().optimizer_step(optimizer, **kwargs)
-
-    def _closure(self, wrapper: BucketDDP, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        loss = common.run_closure(wrapper, closure)
-        # Line searches take the same steps everywhere.
-        return wrapper.average_loss(loss) if common.looks_at_loss(optimizer) else loss
+        closure = kwargs.pop("closure", None)
+        return wrapper.run_step(optimizer, closure, partial(super().optimizer_step, optimizer, **kwargs))
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -263,11 +223,6 @@ class BucketDDPFabricStrategy(DDPStrategy):
         return wrapper.optimizer_state_dict(optimizer) or {}
 
     __repr__ = common.described
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(strategy_registry, cls, REGISTERED)
 
 
 class _BackwardSync:

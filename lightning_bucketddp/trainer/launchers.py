@@ -47,17 +47,13 @@ class _TellsOfEndedRanks:
         for local_rank, code in enumerate(codes, 1):
             if code:
                 rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
-                if tell_end_of_rank(rank, f"has ended with {_in_words(code)}; its output tells why"):
+                how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+                if tell_end_of_rank(rank, f"has ended with {how}; its output tells why"):
                     self._told = True
                 elif not self._told:  # else the group has ended since
                     end_all()  # this rank waits in `init_process_group`
                     return True
         return all(code == 0 for code in codes)
-
-
-def _in_words(code: int) -> str:
-    """An exit code of ``subprocess`` in words."""
-    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
 
 
 class ScriptLauncher(_TellsOfEndedRanks, _SubprocessScriptLauncher):

@@ -6,8 +6,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_bucketddp.wrapper.runtime import require_fit_group
-from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, links_of, revert_sync_batchnorm
+from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
 
 class BatchNormSync(LayerSync):
@@ -22,11 +21,7 @@ class BatchNormSync(LayerSync):
 
     @override
     def apply(self, model: Module) -> Module:
-        convert_sync_batchnorm(model, timeout=self._timeout)
-        for link in links_of(model):
-            if link.collectives is not None:
-                require_fit_group(link.collectives.group, self._timeout)
-        return model
+        return convert_sync_batchnorm(model, timeout=self._timeout)
 
     @override
     def revert(self, model: Module) -> Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.reducer.participant import Participant
-from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
+from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 SLOW_FACTOR = 1.2
 SLOW_STEPS = 50

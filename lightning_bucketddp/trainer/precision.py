@@ -13,10 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.trainer.replaced import replace_members
+from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 
-def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Callable[[], None]:
+def adapt_precision(plugin: Precision, wrapper: BucketDDPInTrainer, sharded: bool) -> Callable[[], None]:
     """Give a precision plugin methods that work on a wrapped module.
 
     Args:
@@ -31,6 +32,8 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
     original = plugin.backward
 
     def backward(loss: Tensor, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if wrapper.samples is not None:
+            wrapper.samples.count(wrapper)
         if not wrapper._passes.joining.counts():
             loss = torch.zeros_like(loss, requires_grad=True)  # reaches no parameter
         with wrapper.backward_pass(loss):
@@ -48,15 +51,7 @@ def adapt_precision(plugin: Precision, wrapper: BucketDDP, sharded: bool) -> Cal
     for clip in (clip_grad_by_norm, clip_grad_by_value) if sharded else ():
         if getattr(getattr(plugin, clip.__name__), "__func__", None) is getattr(Precision, clip.__name__):
             methods[clip.__name__] = clip
-    before = {name: vars(plugin)[name] for name in methods if name in vars(plugin)}
-    vars(plugin).update(methods)
-
-    def restore() -> None:
-        for name in methods:
-            vars(plugin).pop(name, None)
-        vars(plugin).update(before)
-
-    return restore
+    return replace_members(plugin, **methods)
 
 
 def _averages_weights(module: pl.LightningModule) -> bool:

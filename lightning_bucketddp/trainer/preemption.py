@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
 from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
-from lightning_bucketddp.trainer.strategy import BucketDDPInTrainer
+from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 
 _RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
 """Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,13 @@ from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchEr
 from lightning_bucketddp.peers.machines import Node
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.record import PassRecord
-from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward, warn_of_replicas
+from lightning_bucketddp.replicas.forward import ReplicatedForward, replicated_forward
 from lightning_bucketddp.replicas.nested import move_to
 from lightning_bucketddp.wrapper.compiled import cutting_graphs, leave_untraced
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.names import add_own_name, members_of, without_prefix
 from lightning_bucketddp.wrapper.runtime import Runtime, refuse, without_group
 from lightning_bucketddp.wrapper.validation import input_device, require_valid_parameters
-
-if TYPE_CHECKING:
-    from lightning_bucketddp.optim.checkpoint import ShardedCheckpoint
 
 leave_untraced("lightning_bucketddp")
 
@@ -116,14 +113,11 @@ class BucketDDP(nn.Module, Joinable):
             if self._replicated is None:
                 self._input_device = input_device(module, device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
-            timeout = self._options.timeout if "_options" in self.__dict__ else None
-            refuse(given, timeout, error)
+            refuse(given, error)
         self._make_runtime()
         self.find_unused_parameters = self._options.find_unused_parameters
         self.static_graph = self._options.static_graph
         self.gradient_as_bucket_view = self._options.use_contiguous_buffers
-        if self._replicated is not None:
-            warn_of_replicas(len(self._replicated.devices), stacklevel=2)
 
     # -- copies and pickles --------------------------------------------------------------------------
 
@@ -156,7 +150,7 @@ class BucketDDP(nn.Module, Joinable):
 
     def _make_runtime(self) -> Runtime:
         """Make the part that belongs to this process. All ranks must call this."""
-        self._runtime = Runtime(self.module, self._options, self._may_be_frozen, self._take_over, self._node)
+        self._runtime = Runtime(self.module, self._options, self._take_over, self._node)
         _open_wrappers.add(self)
         return self._runtime
 
@@ -171,24 +165,19 @@ class BucketDDP(nn.Module, Joinable):
     # -- wrapping again ------------------------------------------------------------------------------
 
     def _take_over(self, trained: set[int]) -> None:
-        """Close the open wrappers that average gradients of some of these parameters, given by id."""
+        """Close the open wrappers that average gradients of some of these parameters, given by id.
+
+        Those inside this one then forward to the module; training forwards of the others raise.
+
+        Raises:
+            WrapError: If an optimizer steps on shards or masters of such a wrapper.
+        """
         inside = set(self.module.modules())
         for wrapper in list(_open_wrappers):
             if trained & wrapper._passes.wrapped.trains():
-                wrapper._give_way(wrapper in inside)
-
-    def _give_way(self, inside: bool) -> None:
-        """Close, as another wrapper takes the module over.
-
-        Args:
-            inside: Whether this wrapper is inside the other one. It then forwards to the module; else it raises.
-
-        Raises:
-            WrapError: If an optimizer steps on this wrapper's shards or masters.
-        """
-        self._runtime.optimizers.require_none()
-        self._replaced = not inside
-        self.close()
+                wrapper._runtime.optimizers.require_none()
+                wrapper._replaced = wrapper not in inside
+                wrapper.close()
 
     def _require_current(self) -> None:
         if self._replaced:
@@ -214,16 +203,14 @@ class BucketDDP(nn.Module, Joinable):
         if "_runtime" not in self.__dict__:  # a copy; a frozen one, such as a teacher, does not train
             trains = trains and any(param.requires_grad for param in self.parameters())
         runtime = self._runtime if trains else self.__dict__.get("_runtime")
-        if runtime is not None:  # else a copy that does not train, perhaps on this rank alone
-            runtime.forward_begins(self, trains, replicated=self._replicated is not None)
-        if runtime is None:
+        if runtime is None:  # a copy that does not train, perhaps on this rank alone
             return call(*args, **kwargs)
-        with runtime.optimizers.parts.in_forward(trains):
-            if not trains:
-                return call(*args, **kwargs)
-            with cutting_graphs(runtime.graph_cuts):
-                output = call(*args, **kwargs)
-        runtime.hook_roots(output)
+        runtime.forward_begins(self, trains, replicated=self._replicated is not None)
+        nbytes = runtime.bytes_per_graph if trains else None
+        with runtime.optimizers.parts.in_forward(trains), cutting_graphs(nbytes):
+            output = call(*args, **kwargs)
+        if trains:
+            runtime.hook_roots(output)
         return output
 
     @contextmanager
@@ -584,7 +571,7 @@ class BucketDDP(nn.Module, Joinable):
             ValueError: If an optimizer holds parameters that are not the module's.
             RuntimeError: If anything else went wrong on some rank; says where and what.
         """
-        self._sharded_checkpoint().save(Path(path), optimizers, extra, overwrite)
+        self._runtime.optimizers.checkpoint().save(Path(path), optimizers, extra, overwrite)
 
     def load_sharded(
         self, path: str | os.PathLike[str], optimizers: Sequence[Optimizer] = (), *, strict: bool = True
@@ -610,11 +597,7 @@ class BucketDDP(nn.Module, Joinable):
         """
         if self.closed:
             raise RuntimeError("expected an open BucketDDP, found one after close(); load before that")
-        return self._sharded_checkpoint().load(Path(path), optimizers, strict)
-
-    def _sharded_checkpoint(self) -> ShardedCheckpoint:
-        """The object that saves and loads the module and its optimizers in parts."""
-        return self._runtime.optimizers.checkpoint()
+        return self._runtime.optimizers.checkpoint().load(Path(path), optimizers, strict)
 
     # -- ranks with different numbers of batches ---------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Autograd sees a compiled backward as one function: all its gradients come at its end, and no bucket leaves before. So
 torch cuts the graph wherever a bucket of its own DDP is full, and compiles the pieces. Its compiler asks the running
-DDP module for the size of buckets. Here it asks :class:`GraphCuts`.
+DDP module for the size of buckets, ``bucket_bytes_cap``. Here :func:`cutting_graphs` tells it.
 
 Some names here are private, as torch has no public ones. Without them training stays right, but slower.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch._dynamo
 import torch.distributed as dist
@@ -21,19 +22,8 @@ from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
 
 
-@dataclass(frozen=True)
-class GraphCuts:
-    """The size of buckets, which torch's compiler asks the running DDP module for.
-
-    Attributes:
-        bucket_bytes_cap: Bytes of parameters, counted from the end, after which the compiler cuts a graph.
-    """
-
-    bucket_bytes_cap: int
-
-
-def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: bool) -> GraphCuts | None:
-    """Where to cut graphs; None if every bucket waits for the end of backward.
+def bytes_per_graph(options: Options, layout: Layout, world_size: int, one_machine: bool) -> int | None:
+    """How many bytes of parameters a graph has, counted from the end; None if every bucket waits for backward's end.
 
     Args:
         options: The wrapper's options.
@@ -45,18 +35,19 @@ def graph_cuts(options: Options, layout: Layout, world_size: int, one_machine: b
         return None
     caps = options.bucket_cap_bytes or (default_bucket_cap(layout.nbytes, world_size, one_machine),)
     # torch's last piece has 1 MiB, and the others may not have less.
-    return GraphCuts(max(*caps, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0)))
+    return max(*caps, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0))
 
 
 @contextmanager
-def cutting_graphs(cuts: GraphCuts | None) -> Iterator[None]:
+def cutting_graphs(nbytes: int | None) -> Iterator[None]:
     """Have the compiler cut graphs inside, unless ``torch._dynamo.config.optimize_ddp`` is False.
 
     Args:
-        cuts: Where; None to leave graphs whole.
+        nbytes: As :func:`bytes_per_graph`; None to leave graphs whole.
     """
     outside = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    DistributedDataParallel._active_ddp_module = cuts  # type: ignore[assignment]
+    stand_in: Any = None if nbytes is None else SimpleNamespace(bucket_bytes_cap=nbytes)
+    DistributedDataParallel._active_ddp_module = stand_in
     try:
         yield
     finally:

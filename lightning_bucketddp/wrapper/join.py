@@ -6,7 +6,7 @@ takes part in the same collectives without contributing anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,6 @@ from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
-
-
-def _sum(values: list[int], collectives: Collectives, device: torch.device, poll: Callable[[], None]) -> list[int]:
-    vector = torch.tensor(values, dtype=torch.int64).to(device)
-    collectives.all_reduce_sum(vector).wait(poll)
-    return vector.tolist()
 
 
 class UnevenInputs(JoinHook):
@@ -59,10 +53,15 @@ class UnevenInputs(JoinHook):
         Raises:
             PeerFailureError: If another rank has failed.
         """
+        mine = [value if rank == self._collectives.rank else 0 for rank in range(self._collectives.world_size)]
+        return self._sum(mine, "what ranks tell each other", Phase.RUNS)
+
+    def _sum(self, values: list[int], what: str, phase: Phase) -> list[int]:
         peers = self._passes.peers
-        with peers.waiting_for("what ranks tell each other"):
-            mine = [value if rank == self._collectives.rank else 0 for rank in range(self._collectives.world_size)]
-            return _sum(mine, self._collectives, self._device, peers.poll)
+        with peers.waiting_for(what, phase):
+            vector = torch.tensor(values, dtype=torch.int64).to(self._device)
+            self._collectives.all_reduce_sum(vector).wait(peers.poll)
+            return vector.tolist()
 
     def _exchange(self, has_data: bool, reduces: bool, sends: bool) -> bool:
         """Tell the other ranks what this one is about to do, and synchronise module buffers if that is due.
@@ -75,10 +74,9 @@ class UnevenInputs(JoinHook):
         Returns:
             Whether backward will be a synchronised pass on some rank.
         """
-        ranks, peers = range(self._collectives.world_size), self._passes.peers
+        ranks = range(self._collectives.world_size)
         mine = [int(has_data and rank == self._collectives.rank) for rank in ranks] + [int(reduces), int(sends)]
-        with peers.waiting_for("what ranks with data are about to do", Phase.EXCHANGE):
-            *having, reducing, sending = _sum(mine, self._collectives, self._device, peers.poll)
+        *having, reducing, sending = self._sum(mine, "what ranks with data are about to do", Phase.EXCHANGE)
         if sending:
             self._module_buffers.synchronise([rank for rank in ranks if having[rank]])
         return reducing > 0
@@ -99,21 +97,21 @@ class UnevenInputs(JoinHook):
         self.active = None if len(active) == self._collectives.world_size else tuple(active)
         self._passes.joining.join(self._collectives.rank not in active)
 
-    def divide_by_active(self) -> None:
+    def divide_by_active(self, why: str = "where gradients are divided by the ranks that have data") -> None:
         """Divide gradients by the number of ranks that have data, from now on.
+
+        Args:
+            why: For the error.
 
         Raises:
             ValueError: If gradients are not divided by the world size to begin with.
         """
-        self._require_plain_mean("where gradients are divided by the ranks that have data")
-        self._passes.joining.divide_by_active()
-
-    def _require_plain_mean(self, where: str) -> None:
         if self._options.rescales:
             raise ValueError(
-                f'expected gradient_divide_by="world_size" {where}, found '
+                f'expected gradient_divide_by="world_size" {why}, found '
                 f"gradient_divide_by={self._options.gradient_divide_by!r}; leave one of the two out"
             )
+        self._passes.joining.divide_by_active()
 
     # -- torch's join ----------------------------------------------------------------------------------
 
@@ -142,8 +140,8 @@ class UnevenInputs(JoinHook):
             divide_by_active: Whether gradients are divided by the number of ranks that have data.
         """
         if divide_by_active:
-            self._require_plain_mean("where divide_by_initial_world_size=False")
-        self._passes.joining.begin(divide_by_active)
+            self.divide_by_active("where divide_by_initial_world_size=False")
+        self._passes.joining.begin()
 
     def meet(self, wrapper: Joinable, trains: bool) -> None:
         """Tell ranks without data of a forward, and synchronise module buffers if that is due.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -35,7 +35,6 @@ class ModuleParams:
     Args:
         module: The module.
         options: The wrapper's options.
-        may_be_frozen: Whether all parameters may be frozen, to be unfrozen later.
 
     Attributes:
         module: The module.
@@ -45,9 +44,8 @@ class ModuleParams:
         optimizers: The optimizers that the wrapper knows.
     """
 
-    def __init__(self, module: nn.Module, options: Options, may_be_frozen: bool = False) -> None:
+    def __init__(self, module: nn.Module, options: Options) -> None:
         self.module, self._options = module, options
-        self._may_be_frozen = may_be_frozen
         self.sparse: frozenset[str] = frozenset()
         self.changes = 0
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -144,34 +142,26 @@ class ModuleParams:
             WrapError: If a parameter cannot be wrapped.
             ValueError: If an option names a parameter that does not exist.
         """
-        require_valid_parameters(self.module, self._may_be_frozen)
-        for what, tensor in self._sent():
+        require_valid_parameters(self.module)
+        options = self._options
+        sent: dict[str, Tensor] = {f"parameter {name!r}": param for name, param in self.named if options.init_sync}
+        if options.module_buffers != "off" or (options.init_sync and options.init_sync_module_buffers):
+            sent |= {f"module buffer {name!r}": buffer for name, (*_, buffer) in self._buffers.items()}
+        for what, tensor in sent.items():
             require_may_be_sent(what, tensor)
             require_distinct_elements(what, tensor)
-        if self._options.shard_optimizer:
+        if options.shard_optimizer:
             require_own_memory([*self.named, *self.named_buffers().items()])
         if not self.changes:
-            self._options.require_patterns_match([name for name, _ in self.named])
-        self._find_sparse()
+            options.require_patterns_match([name for name, _ in self.named])
+        declared, names = options.sparse_parameters, {name for name, _ in self.named}
+        still = [name for name in declared if name in names] if self.changes else declared
+        self.sparse = find_sparse(self.module, still)
         for name, param in self.named:
-            dtype = self._options.grad_dtype_of(name, param.dtype)
-            if name not in self.sparse and self._options.grad_dtype is not None and param.grad_dtype is not dtype:
+            dtype = options.grad_dtype_of(name, param.dtype)
+            if name not in self.sparse and options.grad_dtype is not None and param.grad_dtype is not dtype:
                 self._own_grad_dtypes.append((param, param.grad_dtype))
                 _set_grad_dtype(param, dtype)
-
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and module buffers that rank 0 sends, with their names in words."""
-        options = self._options
-        if options.init_sync:
-            yield from ((f"parameter {name!r}", param) for name, param in self.named)
-        if options.module_buffers != "off" or (options.init_sync and options.init_sync_module_buffers):
-            yield from ((f"module buffer {name!r}", buffer) for name, (*_, buffer) in self._buffers.items())
-
-    def _find_sparse(self) -> None:
-        declared, names = self._options.sparse_parameters, {name for name, _ in self.named}
-        self.sparse = find_sparse(
-            self.module, [name for name in declared if name in names] if self.changes else declared
-        )
 
     def restore_grad_dtypes(self) -> None:
         """Give parameters the ``grad_dtype`` that they had before."""
@@ -223,10 +213,6 @@ class ModuleParams:
         before = {id(self.module), *map(id, self._members_before)}
         if self._options.shard_optimizer:
             self._late += self._require_same_shards(trained())
-            self._look_up_buffers(self._look_up(), before)
-            self.changes += 1
-            self._find_sparse()
-            return
         for optimizer in self.optimizers:
             params = (param for group in optimizer.param_groups for param in group["params"])
             if held := [replaced[id(param)] for param in params if id(param) in replaced]:
@@ -245,7 +231,6 @@ class ModuleParams:
         Raises:
             WrapError: If trained parameters were removed, replaced or re-typed, or parameters to train were added.
         """
-        require_valid_parameters(self.module, self._may_be_frozen)
         now = {id(param): (name, param) for name, param in named_parameters(self.module)}
         known = {id(param): (name, dtype) for (name, param), dtype in zip(self.named, self._dtypes, strict=True)}
         late = {id(param) for param in self._late}

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
-from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.gloo import collectives_of
+from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
+from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import choose_hook
 from lightning_bucketddp.comm.lane import wait_for_device
 from lightning_bucketddp.comm.shard_groups import require_divides
@@ -35,7 +35,7 @@ from lightning_bucketddp.reducer.build import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
 from lightning_bucketddp.reducer.wrapped import Wrapped
 from lightning_bucketddp.replicas.nested import tensors_in
-from lightning_bucketddp.wrapper.compiled import frames_are_compiled, graph_cuts
+from lightning_bucketddp.wrapper.compiled import bytes_per_graph, frames_are_compiled
 from lightning_bucketddp.wrapper.join import UnevenInputs
 from lightning_bucketddp.wrapper.module_buffers import ModuleBuffers
 from lightning_bucketddp.wrapper.module_params import ModuleParams
@@ -51,7 +51,6 @@ class Runtime:
     Args:
         module: The module.
         options: The wrapper's options.
-        may_be_frozen: Whether all parameters may be frozen at first.
         take_over: Takes the ids of parameters, and closes the open wrappers that average gradients of some of them.
         node: This rank's node, where whoever made the ranks says that there are several nodes.
 
@@ -62,21 +61,16 @@ class Runtime:
         module_buffers: Synchronises module buffers.
         uneven: Keeps ranks with and without data in step.
         optimizers: Prepares optimizers for masters and shards.
-        graph_cuts: Where compiled graphs are cut; None to leave them whole.
+        bytes_per_graph: How many bytes of parameters a compiled graph has; None to leave graphs whole.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        options: Options,
-        may_be_frozen: bool,
-        take_over: Callable[[set[int]], None],
-        node: Node | None = None,
+        self, module: nn.Module, options: Options, take_over: Callable[[set[int]], None], node: Node | None = None
     ) -> None:
         group, device = group_of(options.process_group, options.device_mesh), next(module.parameters()).device
         self.collectives = collectives = collectives_of(group, device)
         peers = Peers(collectives, options.timeout, options.report_after)
-        self.params = params = ModuleParams(module, options, may_be_frozen)
+        self.params = params = ModuleParams(module, options)
         release = ExitStack()  # calls the last callback first
         release.callback(params.restore_grad_dtypes)
         with _agreeing(_AGREED, peers) as entries:
@@ -106,14 +100,15 @@ class Runtime:
         self.module_buffers = ModuleBuffers(params, collectives, peers, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
-        self.graph_cuts = graph_cuts(options, self.passes.reducer.storage.layout, collectives.world_size, one_machine)
+        layout = self.passes.reducer.storage.layout
+        self.bytes_per_graph = bytes_per_graph(options, layout, collectives.world_size, one_machine)
         if (handle := self.optimizers.prepare_at_first_step()) is not None:
             release.callback(handle.remove)
         self._leaf_hooks: list[RemovableHandle] = []
         release.callback(_remove, self._leaf_hooks)
         self._release = weakref.finalize(self, release.close)  # a wrapper that is dropped leaves nothing behind
         self._release.atexit = False
-        collectives.end_parts_with(self)
+        end_parts_with(self, collectives)
         self._device = device
 
     def close(self) -> None:
@@ -139,8 +134,8 @@ class Runtime:
             replicated: Whether several threads run the module.
         """
         parts = self.optimizers.parts
-        if parts.gathering and self._uses_without_waiting(replicated):
-            parts.wait()
+        if parts.gathering and (replicated or frames_are_compiled() or reads_past_python(self.params.module)):
+            parts.wait()  # else forward would use parameters without waiting, or wait in several threads at once
         joining = wrapper._join_config.enable and self.passes.joining.uneven
         if joining:
             self.uneven.meet(wrapper, trains)
@@ -152,10 +147,6 @@ class Runtime:
         if self.module_buffers.due and not joining:
             self.module_buffers.synchronise(self.uneven.active)
         self.module_buffers.forward_begins(self.passes.synchronise)
-
-    def _uses_without_waiting(self, replicated: bool) -> bool:
-        """Whether forward may use parameters without waiting for each, or wait in several threads at the same time."""
-        return replicated or frames_are_compiled() or reads_past_python(self.params.module)
 
     def hook_roots(self, output: object) -> None:
         """Let the reducer know when backward reaches one of the output's tensors."""
@@ -224,11 +215,13 @@ def without_group(options: Options, runtime: Runtime | None) -> Options:
     return replace(options, process_group=None, device_mesh=None, comm_hook_state=None if in_state else state)
 
 
-def refuse(given: Mapping[str, Any], timeout: timedelta | None, problem: Exception) -> NoReturn:
+def refuse(given: Mapping[str, Any], problem: Exception) -> NoReturn:
     """Tell the other ranks of an error that this rank found before it made a :class:`Runtime`, and raise the error."""
-    with suppress(Exception):  # the group may be the problem
+    timeout = given.get("timeout")  # may be the problem, as the group may
+    in_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    with suppress(Exception):
         group = group_of(given.get("process_group"), given.get("device_mesh"))
-        Peers(Collectives(group), timeout).require_same(_AGREED, [], problem)
+        Peers(Group(group), timeout if in_time else None).require_same(_AGREED, [], problem)
     raise problem
 
 
@@ -241,9 +234,9 @@ def require_fit_group(process_group: dist.ProcessGroup | None, timeout: timedelt
         RuntimeError: On a rank that left collectives behind.
         PeerFailureError: On the other ranks.
     """
-    collectives = Collectives(process_group)
-    with _agreeing("the process group", Peers(collectives, timeout)):
-        collectives.require_nothing_left_behind()
+    group = Group(process_group)
+    with _agreeing("the process group", Peers(group, timeout)):
+        group.require_nothing_left_behind()
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -1,8 +1,8 @@
 """BatchNorm over the batches of all ranks together, on every backend. On accelerators torch's own layer does the work.
 
-On the CPU each rank sends the mean of a channel, the sum of squared deviations from it, and a count. Every rank
-combines them in the same order (Chan, Golub and LeVeque 1979), so running statistics have the same bits on all ranks.
-Backward gathers two sums in the same way.
+On the CPU each rank sends a count and, for each channel, the sum of its values and of their squares. Every rank adds
+them up in the same order, so running statistics have the same bits on all ranks. Backward sends the gradients of these
+sums in the same way.
 
 These collectives have a process group of their own. Buckets are launched whenever they are ready: in one group the two
 kinds of collectives would come in a different order on each rank.
@@ -18,7 +18,6 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -74,13 +73,13 @@ class StatisticsLink(Participant):
     def leave(self) -> None:
         """Note that the module is not wrapped, or no longer."""
         self.peers, self.counts = None, lambda: True
-        self._forwards: list[tuple[int, int]] = []  # layer and channels of forwards since the last backward
+        self._forwards: list[tuple[int, int]] = []  # layer and length of the sums, of forwards since the last backward
         self._reached = False  # whether backward has come to a layer
 
-    def note_forward(self, layer: int, channels: int) -> None:
+    def note_forward(self, layer: int, length: int) -> None:
         """Note a forward that backward may come to."""
         if self.peers is not None:
-            self._forwards.append((layer, channels))
+            self._forwards.append((layer, length))
 
     def backward_ended(self, raised: bool) -> None:
         """Send zeros for all layers if backward came to none of them: a loss that reaches no layer counts as zero.
@@ -92,8 +91,8 @@ class StatisticsLink(Participant):
         """
         forwards, self._forwards = self._forwards, []
         if not (raised or self._reached):
-            for layer, channels in reversed(forwards):
-                self.exchange(torch.zeros(2, channels), 0, layer, backward=True)
+            for layer, length in reversed(forwards):
+                self.sum(torch.zeros(length, dtype=torch.float64), layer, backward=True)
         self._reached = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsLink:
@@ -102,17 +101,16 @@ class StatisticsLink(Participant):
     def __reduce__(self) -> tuple[type[StatisticsLink], tuple[()]]:
         return StatisticsLink, ()
 
-    def exchange(self, values: Tensor, count: int, layer: int, backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Gather the ranks' values for a layer.
+    def sum(self, values: Tensor, layer: int, backward: bool = False) -> Tensor:
+        """Add up the ranks' values for a layer.
 
         Args:
-            values: Two numbers per channel.
-            count: How many values of each channel they stand for.
+            values: A number, and two per channel, in fp64 on the CPU.
             layer: The layer's number.
             backward: Whether this is its backward.
 
         Returns:
-            The ranks' numbers, ``(world size, 2, channels)``, and their counts, ``(world size, 1)``, in fp64.
+            As many numbers, with the same bits on every rank.
 
         Raises:
             PeerFailureError: If another rank failed.
@@ -131,9 +129,9 @@ class StatisticsLink(Participant):
             return everyone
 
         first_tag = 0 if peers is None else peers.number << 32  # tells layers of two wrappers apart
-        mine = torch.zeros(max(values.numel() + 2, _FIRST_MESSAGE), dtype=torch.float64)
-        mine[0], mine[1] = first_tag + 2 * layer + backward, count
-        mine[2 : values.numel() + 2] = values.flatten()
+        end = values.numel() + 1
+        mine = values.new_zeros(max(end, _FIRST_MESSAGE))
+        mine[0], mine[1:end] = first_tag + 2 * layer + backward, values
         everyone = gather(mine[:_FIRST_MESSAGE])
         if not bool((everyone[:, 0] == mine[0]).all()):
             raise RankMismatchError(
@@ -141,9 +139,23 @@ class StatisticsLink(Participant):
                 f"{'backward' if backward else 'forward'} of {self._names[layer]!r}. Look for a branch that depends on "
                 "the rank or on its data: every rank must reach these layers in the same order"
             )
-        if mine.numel() > _FIRST_MESSAGE:
+        if end > _FIRST_MESSAGE:
             everyone = torch.cat((everyone, gather(mine[_FIRST_MESSAGE:])), 1)
-        return everyone[:, 2 : values.numel() + 2].view(-1, 2, values.shape[-1]), everyone[:, 1:2]
+        return everyone[:, 1:end].sum(0)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over the ranks. Their gradients are sums over the ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, link: StatisticsLink, layer: int) -> Tensor:
+        ctx.link, ctx.layer = link, layer
+        return link.sum(values, layer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.link.sum(grad, ctx.layer, backward=True), None, None
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -184,14 +196,29 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if input.device.type != "cpu":
             return super().forward(input)
         self._check_input_dim(input)
-        mean, var, count = _statistics_of_all_ranks(input.detach(), self._link, self._number)
+        x, link = input.to(torch.promote_types(input.dtype, torch.float32)), self._link
+        dims, shape = [0, *range(2, x.dim())], (1, -1, *(1 for _ in x.shape[2:]))
+        size, total = x.numel() // x.shape[1], x.sum(dims, dtype=torch.float64)
+        near = (total.detach() / max(size, 1)).to(x.dtype)
+        centred = x - near.view(shape)  # near zero: its squares lose nothing in fp32
+        squares = centred.square().sum(dims, dtype=torch.float64) + near * (2 * total - size * near.double())
+        mine = torch.cat((total.new_tensor([size]), total, squares))
+        if mine.requires_grad:
+            link.note_forward(self._number, mine.numel())
+        mine = mine if link.counts() else torch.zeros_like(mine)
+        sums: Tensor = _SumOverRanks.apply(mine, link, self._number)
+        count = int(sums[0])
+        if count < 2:
+            raise ValueError(
+                f"expected more than 1 value per channel in training, found {count} in all ranks' batches together"
+            )
+        mean, mean_square = (sums[1:] / count).view(2, -1)
+        var = (mean_square - mean.square()).clamp(min=0)
         self._track(mean, var * (count / (count - 1)))
-        if torch.is_grad_enabled() and input.requires_grad:
-            self._link.note_forward(self._number, input.shape[1])
-            inverse_std = (var + self.eps).rsqrt()
-            input = _ThroughStatistics.apply(input, mean, inverse_std, count, self._link, self._number)
-        weight, bias = (None if value is None else value.to(mean.dtype) for value in (self.weight, self.bias))
-        return F.batch_norm(input, mean, var, weight, bias, eps=self.eps)
+        factor, offset = (var + self.eps).rsqrt().to(x.dtype), (near - mean).to(x.dtype)
+        factor = factor if self.weight is None else factor * self.weight
+        offset = offset * factor if self.bias is None else offset * factor + self.bias
+        return torch.addcmul(offset.view(shape), centred, factor.view(shape)).to(input.dtype)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased_var: Tensor) -> None:
@@ -293,55 +320,3 @@ def _synchronised(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
 def _new_layer(original: type[_BatchNorm]) -> SyncBatchNorm:
     cls: type[SyncBatchNorm] = _synchronised(original)  # type: ignore[arg-type]
     return cls.__new__(cls)
-
-
-def _statistics_of_all_ranks(x: Tensor, link: StatisticsLink, layer: int) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance per channel, in fp32 or more, and the number of values per channel, over all ranks."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mine = torch.zeros(2, x.shape[1], dtype=torch.float64)
-    count = x.numel() // x.shape[1] if link.counts() else 0
-    if count:
-        var, mean = torch.var_mean(x.to(dtype), _all_but_channels(x), correction=0)
-        mine[0], mine[1] = mean, var * count
-    everyone, counts = link.exchange(mine, count, layer)
-    means, deviations = everyone.unbind(1)
-    total = int(counts.sum())
-    if total < 2:
-        raise ValueError(
-            f"expected more than 1 value per channel in training, found {total} in the batches of all ranks together"
-        )
-    mean = (means * counts).sum(0) / total
-    var = (deviations + counts * (means - mean).square()).sum(0) / total
-    return mean.to(dtype), var.to(dtype), total
-
-
-class _ThroughStatistics(torch.autograd.Function):
-    """The identity before a normalisation by given statistics.
-
-    Its backward subtracts the part of the gradient that flows through mean and variance, which depend on all ranks'
-    inputs. With ``n`` the normalised input and means over all ranks: ``grad - mean(grad) - n * mean(grad * n)``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, inverse_std: Tensor, count: int, link: StatisticsLink, layer: int
-    ) -> Tensor:
-        ctx.save_for_backward(x, mean, inverse_std)
-        ctx.count, ctx.link, ctx.layer = count, link, layer
-        return x.detach()  # keeps strides; those of a view of one sample confuse torch's batch_norm (2.13)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, inverse_std = ctx.saved_tensors
-        shape, dims = (1, -1, *(1 for _ in x.shape[2:])), _all_but_channels(x)
-        normalised, grad = (x - mean.view(shape)).mul_(inverse_std.view(shape)), grad.to(mean.dtype)
-        sums = torch.stack((grad.sum(dims), (grad * normalised).sum(dims)))
-        everyone, _ = ctx.link.exchange(sums, 0, ctx.layer, backward=True)
-        mean_grad, mean_product = (everyone.sum(0) / ctx.count).to(mean.dtype).view(2, *shape)
-        grad_x = normalised.mul_(-mean_product).add_(grad).sub_(mean_grad)
-        return grad_x.to(x.dtype), None, None, None, None, None
-
-
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]

@@ -31,7 +31,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def require_valid_parameters(module: nn.Module, may_be_frozen: bool = False) -> None:
+def require_valid_parameters(module: nn.Module, may_be_frozen: bool = True) -> None:
     """Require that the module can be wrapped.
 
     Args:
@@ -167,21 +167,14 @@ def input_device(
     """
     if not device_ids and output_device is None:
         return None
-    params = named_parameters(module)
-    devices = sorted({str(param.device) for _, param in params})
-    if devices == ["cpu"] or len(devices) > 1:
+    devices = {param.device for _, param in named_parameters(module)}
+    own = next(iter(devices))
+    named = [torch.device(own.type, each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
+    if len(devices) > 1 or own.type == "cpu" or named != [own]:
         raise ValueError(
-            "expected no device_ids and no output_device for a module on the CPU or on several devices, found "
-            f"device_ids={device_ids}, output_device={output_device} and parameters on {devices}; leave both out, or "
-            'name a device for each replica in this process, as device_ids=["cpu", "cpu"]'
-        )
-    own = params[0][1].device
-    named = [
-        torch.device(own.type, device) if isinstance(device, int) else torch.device(device)
-        for device in device_ids or ()
-    ]
-    if named != [own]:
-        raise ValueError(
-            f"expected device_ids to be None or to name the device of the parameters, {own}, found {device_ids}"
+            "expected no device_ids and no output_device, or device_ids with the one accelerator that the parameters "
+            f"are on, found device_ids={device_ids}, output_device={output_device} and parameters on "
+            f"{sorted(map(str, devices))}; leave both out, or name a device for each replica in this process, as "
+            'device_ids=["cpu", "cpu"]'
         )
     return own

@@ -25,7 +25,14 @@ def names(ranks: WorkerPool) -> list[str]:
     return ranks.run(shim.names_of_tests)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in table.TESTS if name not in table.FAILS_WITH_TORCH | table.EXCLUDED])
+SLOW = {"test_ddp_uneven_inputs"}
+"""Trains each of its models several times. ``tests/wrapper/test_join.py`` tests the same on small ones."""
+REQUIRED = [name for name in table.TESTS if name not in table.FAILS_WITH_TORCH | table.EXCLUDED]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in REQUIRED]
+)
 def test_passes_with_bucketddp(ranks: WorkerPool, names: list[str], name: str, request: pytest.FixtureRequest) -> None:
     if THIS_TORCH != table.TORCH and name not in names:
         pytest.skip(f"torch {THIS_TORCH} has no such test; the table is that of {table.TORCH}")

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp import BucketDDP, declare_whole_parameter
-from tests.lightning_models import data, ours, trainer
+from tests.lightning_models import data, ddp, ours, trainer
 from tests.optim.common import TINY, assert_equal, stepped, values
 from tests.pool import RunRanks, on_ranks
 from tests.reference import drift, everyones, seeded
@@ -226,12 +234,57 @@ class OnlyMatrices(pl.LightningModule):
         return Muon(self.parameters(), lr=0.02)
 
 
+class CountsAddmm(TorchDispatchMode):
+    """Counts the multiplications of matrices that Muon alone makes here: ten for each that it orthogonalises."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function is torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
 @on_ranks(2)
-def test_a_trainer_trains_with_muon_as_without_shards() -> None:
+def test_each_rank_orthogonalises_its_matrices_where_with_ddp_each_rank_does_all() -> None:
     found = []
-    for shard in (False, True):
+    for strategy, matrices in ((ddp(), 2), (ours(shard_optimizer=True), 1)):
         torch.manual_seed(0)
-        module = OnlyMatrices()
-        trainer(ours(shard_optimizer=shard), max_epochs=2).fit(module, data())
+        module, runs = OnlyMatrices(), trainer(strategy, max_epochs=2)
+        with CountsAddmm() as counts:
+            runs.fit(module, data())
+        assert counts.calls == 12 * 10 * matrices
+        assert len(runs.optimizers[0].state) == matrices
         found.append(values(module))
     assert_equal(found[1], found[0])
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_other_ways_to_shard_muon() -> None:
+    """What ``docs/sharded.md`` says of them."""
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    sizes = (8, 24, 12, 6)
+
+    def stepped_with(wrap: Callable[[nn.Module], nn.Module], make: Callable[..., Optimizer]) -> Any:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(*each, bias=False) for each in pairwise(sizes)])
+        wrapped = wrap(module)
+        optimizer = make(wrapped.parameters(), lr=0.02)
+        wrapped(inputs).square().mean().backward()
+        with CommDebugMode() as communication:
+            optimizer.step()
+        full = [param.full_tensor() if isinstance(param, DTensor) else param for param in module.parameters()]
+        return [param.detach() for param in full], optimizer, communication.get_total_counts()
+
+    expected, _, _ = stepped_with(DistributedDataParallel, Muon)
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=Muon)
+    found, optimizer, _ = stepped_with(DistributedDataParallel, zero)
+    assert_equal(found, expected)
+    assert 0 < len(optimizer.optim.state) < 3
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        stepped_with(partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")), Muon)
+    mesh = init_device_mesh("cpu", (2,))
+    found, _, communications = stepped_with(partial(fully_shard, mesh=mesh), Muon)
+    assert communications == 43
+    assert not all(map(torch.equal, found, expected)), "products of bf16 matrices are rounded elsewhere"
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)

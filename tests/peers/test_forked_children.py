@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_bucketddp import BucketDDP
+from lightning_bucketddp import BucketDDP, Options
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers.abort_listener import listen, tell_failure
 from lightning_bucketddp.peers.end_signals import end_signals
@@ -45,8 +45,7 @@ def leave() -> None:
 
 @on_ranks(2, fresh=True)
 def test_its_end_is_not_the_ranks() -> None:
-    with common.group_set_up(None):
-        pass
+    common.set_up_group(lambda: None, Options())
     model, listener = BucketDDP(Mlp()), listen(Collectives(None))
     dist.barrier()
     if dist.get_rank() == 1:

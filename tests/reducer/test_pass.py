@@ -19,7 +19,7 @@ import lightning_bucketddp
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.grads.buffers import GradBuffers
 from tests.inside import views_of
-from tests.models import Branches, Checkpointed, ConvBatchNorm, Mlp, OutOfOrder, batch
+from tests.models import Branches, ConvBatchNorm, Mlp, OutOfOrder, batch
 from tests.pool import on_ranks
 from tests.reference import (
     TINY,
@@ -40,30 +40,6 @@ from tests.reference import (
 PACKAGE = str(Path(lightning_bucketddp.__file__).parent)
 WAYS = [({}, 5), ({"wire_dtype": torch.bfloat16}, 6), ({"shard_optimizer": True}, 6), ({"comm_hook": "fp16"}, 6)]
 """Options, and how many frames of the package are allowed."""
-
-
-@on_ranks(2)
-def test_find_unused_parameters_keeps_the_overlap() -> None:
-    """Rank 1's first loss shows nothing of the graph; re-entrant checkpoints hide what is inside."""
-    rank = dist.get_rank()
-
-    def loss(net: nn.Module, step: int) -> Tensor:
-        if step:
-            return mse(step)(net)
-        # `spare` is then not among the parameters never seen.
-        value = torch.zeros((), requires_grad=True) if rank else mse(step)(net)
-        return value + inner(net).spare(batch(step, rank)[0]).sum()
-
-    for reentrant in (False, True):
-        plain = seeded(partial(Checkpointed, use_reentrant=reentrant))
-        plain.spare = nn.Linear(8, 8)
-        twins = Twins(plain, bucket_cap_mb=0.0001, find_unused_parameters=True)
-        for step in range(4):
-            twins.step(partial(loss, step=step), guarded=True)
-        layout = twins.ours.layout
-        assert layout.slots[layout.buckets[0].slots[0]].spec.name.startswith("spare"), "the first bucket is unused"
-        assert twins.ours.last_pass().early_launches == (0 if reentrant else 7)
-        twins.ours.close()
 
 
 class Identity(torch.autograd.Function):

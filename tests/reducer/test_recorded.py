@@ -27,7 +27,7 @@ def open_pass(count: int) -> tuple[Reducer, Pass]:
         table, buckets, storage, Mock(), Mock(), True, [], Mock(message=""), Mock(), Mock(), threading.RLock()
     )
     this_pass = Pass(0, True, table.trainable_now(), Origin.ROOT, Role.ACTIVE, Contribution.OWN)
-    reducer.open(this_pass, None)
+    reducer.open(this_pass)
     return reducer, this_pass
 
 

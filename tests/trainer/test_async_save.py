@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -31,7 +32,7 @@ from lightning_bucketddp.trainer.preemption import PreemptionCheckpoint
 from tests import lightning_models
 from tests.fixtures.checkpoints import At
 from tests.fixtures.checkpoints import held as values_of
-from tests.lightning_models import Regression, close_to, data, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, trainer
 from tests.pool import RunRanks, on_ranks
 from tests.reference import logged, raises_soon
 
@@ -262,6 +263,47 @@ def test_a_thread_that_fails_wakes_those_that_wait_for_it() -> None:
     with raises_soon(RuntimeError, match=r"^saving to one failed on rank 0, 1: "):
         writer.settle()
     writer.end()
+
+
+LEFT = {"ddp": set(), "bucketddp": {"step=1"}}
+"""Checkpoints that are left when the second one could not be written."""
+
+
+def break_off(kind: str, fault: str, folder: Path) -> None:
+    """Break each checkpoint but the first while it is written, after training has gone on."""
+
+    def write(*given: Any, **options: Any) -> Any:
+        path = given[2] if kind == "ddp" else given[0].checkpoint_id
+        if "step=1" not in str(path):
+            assert passed.wait(30), "training waits"
+            if fault == "the job is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FULL
+        return original(*given, **options)
+
+    def note(runs: pl.Trainer) -> None:
+        if runs.global_step == 2:
+            passed.set()
+
+    passed = threading.Event()
+    writes, name = (TorchCheckpointIO, "save_checkpoint") if kind == "ddp" else (FileSystemWriter, "write_data")
+    original = getattr(writes, name)
+    strategy, plugins = (ddp(), [AsyncCheckpointIO()]) if kind == "ddp" else (ours(shard_optimizer=True), None)
+    callbacks = [At("on_train_batch_start", note), saving(folder, save_top_k=1)]
+    with patch.object(writes, name, write), pytest.raises((OSError, RuntimeError)):
+        fits(callbacks, strategy, plugins=plugins).fit(Logging(), data())
+    os._exit(0)  # with "ddp" the other rank still waits for this one
+
+
+@pytest.mark.parametrize("fault", ["the job is killed", "the disk is full"])
+@pytest.mark.parametrize("kind", LEFT)
+def test_the_checkpoint_before_stays_until_the_next_is_there(
+    run_ranks: RunRanks, kind: str, fault: str, tmp_path: Path
+) -> None:
+    run_ranks(2, break_off, kind, fault, tmp_path, may_exit=[0, 1], fresh=True)
+    there = {path.stem for path in tmp_path.glob("*.ckpt")}
+    assert there == LEFT[kind]
+    assert kind == "ddp" or complete(tmp_path) == there
 
 
 def die(folder: Path) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -257,7 +258,7 @@ def test_what_ranks_cannot_agree_on_is_refused() -> None:
 
     by_hand = ByHand()
     by_hand.batch_size = 2
-    with pytest.raises(MisconfigurationException, match=r"expected lightning_bucketddp.Batch.*found BatchSizeFinder"):
+    with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
         fit(by_hand, LightningsFinder())
     with pytest.raises(MisconfigurationException, match="expected automatic optimisation and no SyncBatchNorm"):
         fit(by_hand, BatchSizeFinder())
@@ -265,5 +266,8 @@ def test_what_ranks_cannot_agree_on_is_refused() -> None:
         fit(Hungry((9, 9), "training_step"), BatchSizeFinder(), sync_batchnorm=True)
     with pytest.raises(MisconfigurationException, match=r"datasets of one length.*found \[\[3, 96\], \[3, 97\]\]"):
         fit(Unlike((9, 9), "training_step"), BatchSizeFinder())
-    with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
-        trainer(ddp(), callbacks=[BatchSizeFinder()]).fit(Hungry((9, 9), "training_step"))
+    for finder in (LightningsFinder(), BatchSizeFinder()):
+        with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
+            trainer(ddp(), callbacks=[finder]).fit(Hungry((9, 9), "training_step"))
+    with pytest.raises(ValueError, match="not supported with distributed strategies"):
+        Tuner(trainer(ddp())).scale_batch_size(Hungry((9, 9), "training_step"))

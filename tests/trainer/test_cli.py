@@ -11,8 +11,9 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, Options, __version__, check
+from lightning_bucketddp import BucketDDPStrategy, BucketDPStrategy, __version__, check
 from lightning_bucketddp.cli import main
+from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.layout.registry import REGISTERED
 from tests.trainer.cli_models import Model
 
@@ -38,24 +39,25 @@ def test_versions_and_names_are_printed(capsys: pytest.CaptureFixture[str]) -> N
     for package in ("lightning", "pytorch-lightning"):
         assert found[package] == (check.version_of(package) or "not installed")
     assert "gloo" in found["backends"]
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.split() == ["lightning_bucketddp", __version__]
-    assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m lightning_bucketddp")
+    shows = {"--version": f"lightning_bucketddp {__version__}", "--help": "usage: python -m lightning_bucketddp "}
+    for option, expected in shows.items():
+        with pytest.raises(SystemExit, match="0"):
+            main([option])
+        assert capsys.readouterr().out.startswith(expected)
 
 
 @pytest.mark.parametrize("arguments", [["fit", "--model", "x"], [__file__], ["-m", "tests.trainer.launch_script"]])
 def test_what_is_no_command_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
     errors = capsys.readouterr().err
-    assert f"expected check, or no argument, found {arguments[0]!r}" in errors
-    assert "put `import lightning_bucketddp` into your script, which registers the strategies" in errors
+    assert arguments[0] in errors
     assert "usage: python -m lightning_bucketddp" in errors
 
 
 def test_check_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "main", lambda arguments: 1 if arguments == ["--quick"] else 0)
-    assert [main(["check", "--quick"]), main(["check"])] == [1, 0]
+    monkeypatch.setattr(check, "main", lambda *given: 1 if given == (True, "found.json") else 0)
+    assert [main(["check", "--quick", "--output=found.json"]), main(["check"])] == [1, 0]
 
 
 def cli(*arguments: str) -> LightningCLI:
@@ -89,12 +91,11 @@ def test_options_by_class_path_survive_yaml(tmp_path: Path) -> None:
     assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["class_path"] == CLASS
     second = cli(f"--config={saved}")
     assert second.parser.dump(second.config) == saved.read_text()
-    expected = Options(**{name: value for name, (_, value) in OPTIONS.items()})
+    own = {"uneven_inputs": "world_size", "exact_evaluation": True, "logged_keys": "any"}
+    expected = TrainerOptions(**{name: value for name, (_, value) in OPTIONS.items()}, **own)
     for strategy in (first.trainer.strategy, second.trainer.strategy):
         assert strategy._options == expected
         assert strategy._timeout == strategy._options.timeout == expected.timeout
-        found = (strategy._uneven_inputs, strategy._exact_evaluation, strategy._logged_keys)
-        assert found == ("world_size", True, "any")
 
 
 @pytest.mark.parametrize("option", ["grad_dtype=float33", "module_buffers=maybe", "nothing=1"])

@@ -124,7 +124,7 @@ def two_models() -> tuple[Fabric, list[nn.Module], list[Tensor]]:
 @on_ranks(2, fresh=True)
 def test_right_where_ddp_hangs_raises_or_drifts() -> None:
     rank, inputs = dist.get_rank(), batch(0, 0)[0]
-    with patch("lightning_bucketddp.trainer.fabric.listen") as listens:
+    with patch("lightning_bucketddp.trainer.common.listen") as listens:
         start_fabric(report_after=7)
     assert listens.call_args.args[1] == 7, "else nobody hears of an error before setup()"
     fabric, models, losses = two_models()

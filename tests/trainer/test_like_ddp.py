@@ -80,7 +80,6 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_instance_gets_and_keeps_accelerator_and_plugins() -> None:
-    BucketDDPStrategy.register_strategies(StrategyRegistry)  # again: no error
     strategy, checkpoint_io = BucketDDPStrategy(process_group_backend="own"), TorchCheckpointIO()
     runs = made(strategy, num_nodes=3, plugins=[checkpoint_io], precision="bf16-mixed")
     assert runs.strategy is strategy

@@ -1,5 +1,6 @@
 """``self.log(sync_dist=True)``: ranks agree on keys, and the values are ``ddp``'s wherever these are right."""
 
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -66,6 +67,7 @@ OTHER = {
     "validation": ("validation_step", "ab", "ac", {}, "on_epoch"),
     "test": ("test_step", "ab", "a", {}, "on_epoch"),
 }
+WITH_THREE = ("step", "epoch, fewer", "validation")
 
 
 @on_ranks(2, 3, fresh=True)
@@ -73,6 +75,8 @@ def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks() -> Non
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     most = "rank 0" if last == 1 else "ranks 0 to 1"
     for name, (hook, keys, keys_there, options, when) in OTHER.items():
+        if last == 2 and name not in WITH_THREE:
+            continue
         runs, model = trainer(ours()), Differs(hook, keys_there if rank == last else keys, **options)
         with case(name), raises_soon(RankMismatchError) as caught:
             runs.test(model, data(1)) if hook == "test_step" else runs.fit(model, data(2), data(1))
@@ -86,7 +90,14 @@ def test_other_keys_are_an_error_on_all_ranks_that_names_keys_and_ranks() -> Non
         assert "'a'" not in said
 
 
-@on_ranks(2, fresh=True, timeout=60)
+@on_ranks(2)
+def test_ddp_averages_values_of_different_keys() -> None:
+    model = Differs("validation_step", "ab" if dist.get_rank() == 0 else "ac")
+    (found,) = trainer(ddp()).validate(model, data(1), verbose=False)
+    assert found == {"a": 1.5, "b" if dist.get_rank() == 0 else "c": 1.5}
+
+
+@on_ranks(2, 3, fresh=True, timeout=60)
 def test_a_rank_that_logs_nothing_in_a_step_is_an_error_on_all_ranks() -> None:
     assert_nothing_is_an_error("training_step")
 
@@ -98,16 +109,18 @@ def test_a_rank_that_logs_nothing_is_an_error_on_all_ranks(hook: str) -> None:
 
 
 def assert_nothing_is_an_error(hook: str) -> None:
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     runs = trainer(ours(timeout=timedelta(seconds=30)), max_epochs=2)
     with raises_soon(RankMismatchError, match=f"^rank {rank}: ") as caught:
-        runs.fit(Differs(hook, "ab" if rank == 0 else ""), data(2), data(1))
+        runs.fit(Differs(hook, "ab" if rank < last else ""), data(2), data(1))
     assert_names_the_key(str(caught.value), hook)
 
 
 def assert_names_the_key(said: str, hook: str) -> None:
-    assert f"rank 0 wants to agree on the keys of self.log(sync_dist=True): 'a' of {hook} (" in said, said
-    assert "rank 1 " in said, said
+    """With three ranks either of those that log may be the one that is named, and what the last one does varies."""
+    words = rf"rank [01] wants to agree on the keys of self.log\(sync_dist=True\): 'a' of {hook} \("
+    assert re.search(words, said), said
+    assert re.search("rank [12] (is|has|waits) ", said), said
 
 
 @on_ranks(2, fresh=True, timeout=60)

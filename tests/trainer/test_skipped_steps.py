@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_bucketddp import GradientError, PeerFailureError, RankMismatchError
-from tests.lightning_models import Regression, close_to, data, ours, scaler, start_fabric, trainer
+from tests.lightning_models import Regression, close_to, data, ddp, ours, scaler, start_fabric, trainer
 from tests.models import Mlp
 from tests.pool import on_ranks
 from tests.reducer.test_skipping import OutOfMemory, warns_of
@@ -120,7 +120,15 @@ def test_optimizer_and_scheduler_leave_a_step_out(
     if "with_scaler" in options:  # it lowers its scale as it does by itself
         assert runs.precision_plugin.scaler.get_scale() == (2.0 if left_to_scaler else 8.0)
     assert model.skipped == [batch % 6 == (window + 1) * accumulate - 1 for batch in range(12)]
-    assert "lr_scheduler_step" not in vars(model)
+    assert "update_lr_schedulers" not in vars(runs.fit_loop.epoch_loop)
+
+
+@on_ranks(2)
+def test_with_ddp_one_nan_reaches_all_weights_on_all_ranks() -> None:
+    model = Sometimes("NaN", at=3)
+    model.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+    trainer(ddp()).fit(model, data())
+    assert all(param.isnan().all() for param in model.parameters())
 
 
 @on_ranks(3)

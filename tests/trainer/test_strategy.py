@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
 from lightning_bucketddp.layout.plan import MIB
-from lightning_bucketddp.trainer.common import leave_shared_memory
+from lightning_bucketddp.trainer.wrapper import BucketDDPInLightning, leave_shared_memory
 from tests.lightning_models import PoolEnvironment, Regression, close_to, data, ddp, ours, start_fabric, trainer
 from tests.models import Mlp, batch
 from tests.pool import case, on_ranks
@@ -39,8 +40,10 @@ def names(function: Any) -> list[str]:
 def test_everything_that_ddp_takes_is_an_argument() -> None:
     options = {each.name for each in fields(Options)}
     for strategy, theirs in ((BucketDDPStrategy, DDPStrategy), (BucketDDPFabricStrategy, FabricDDPStrategy)):
-        by_position = strategy.__init__.__code__.co_varnames[1:]  # `inspect.signature` lists them last
-        assert list(by_position[: len(names(theirs))]) == names(theirs)
+        assert names(strategy)[-len(names(theirs)) :] == names(theirs)
+        by_position = [None, [torch.device("cpu")], environment := LightningEnvironment()]
+        made = strategy(*by_position, start_method="spawn")
+        assert (made.parallel_devices, made.cluster_environment) == (by_position[1], environment)
     for wrapper in (DistributedDataParallel, BucketDDP):
         assert set(names(wrapper)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options
 
@@ -58,7 +61,7 @@ OPTIONS: dict[str, Any] = {
 
 def wrapped(**options: Any) -> BucketDDP:
     strategy = BucketDDPStrategy(parallel_devices=[torch.device("cpu")], **options)
-    return strategy._setup_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16())
+    return BucketDDPInLightning(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16(), strategy)
 
 
 @on_ranks(1)

@@ -57,7 +57,7 @@ def wrap(setting: str, module: nn.Module, **options: Any) -> tuple[BucketDDP, li
     sent: list[object] = []
     if setting == SENDING:
         collectives = net._runtime.collectives
-        for name in ("reduce", "reduce_scatter", "sum", "_one"):
+        for name in ("reduce", "reduce_scatter", "sum", "_work"):
             start = getattr(collectives, name)
             setattr(collectives, name, lambda *args, start=start: (sent.append(args), start(*args))[1])
         collectives._nothing_to_do = lambda tensor: tensor.numel() == 0
@@ -157,7 +157,8 @@ def test_several_replicas_in_one_process(setting: str, several: bool) -> None:
     devices = [*all_devices, torch.device("cpu")][: max(2, len(all_devices))] if several else [DEVICE, DEVICE]
     for index, model in enumerate(models[: 3 if several else 5]):
         copied = not several and (index % 2 == 0) == (setting == SENDING)
-        assert alike(setting, built(model), copied=copied, device_ids=devices) > 0 or "reentrant" in model
+        launched_early = alike(setting, built(model), copied=copied, device_ids=devices)
+        assert launched_early > 0 or several or "reentrant" in model  # several devices: one thread of autograd each
 
 
 @on_ranks(1, cases=("32-true", "16-mixed", "bf16-mixed"))

@@ -250,6 +250,20 @@ class Surrounded(nn.Module):
         return self.net(x.to(self.net.get_parameter(next(name for name, _ in self.net.named_parameters())).dtype))
 
 
+@on_ranks(2)
+def test_an_optimizer_with_shards_that_holds_an_old_frozen_parameter_is_named() -> None:
+    module = Surrounded()
+    ours = BucketDDP(module, shard_optimizer=True)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for step in range(2):
+        if step == 1:
+            module.head = nn.Linear(4, 4).requires_grad_(False)
+        with pytest.warns(UserWarning, match=STALE["plain"][2]) if step == 1 else nullcontext():
+            ours(inputs_of(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def move_into_a_sequential(module: Any) -> None:
     module.net = nn.Sequential(module.net, nn.Identity())
 

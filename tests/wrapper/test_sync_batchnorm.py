@@ -176,7 +176,7 @@ def test_a_loss_that_reaches_no_layer_counts_as_zero() -> None:
                 run_backward(model, loss, guarded=True)
             loss = constant
         run_backward(model, loss, guarded=True)
-        assert_grads(model.module, grads(plain), rtol=1e-4, atol=1e-5)
+        assert_grads(model.module, grads(plain), rtol=1e-4, atol=5e-5)
 
 
 def fails_on_rank_1(where: str) -> None:

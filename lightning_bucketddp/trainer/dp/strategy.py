@@ -12,7 +12,6 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_bucketddp.layout.registry import DP_NAMES, register_names
 from lightning_bucketddp.replicas.module_copies import require_copyable, require_no_collectives
 from lightning_bucketddp.replicas.replicas import Replicas
 from lightning_bucketddp.trainer.common import described
@@ -51,6 +50,8 @@ class BucketDPStrategy(ParallelStrategy):
         ValueError: If there are several nodes or processes, or an option of the Trainer cannot be honoured.
     """
 
+    num_nodes = 1  # the Trainer's
+
     def __init__(self, *args: Any, scatter_batch: ScatterBatch | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._scatter_batch = scatter_batch
@@ -59,11 +60,6 @@ class BucketDPStrategy(ParallelStrategy):
 
     __repr__ = described
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_names(strategy_registry, cls, DP_NAMES)
-
     # -- one rank ------------------------------------------------------------------------------------
 
     @property
@@ -71,19 +67,6 @@ class BucketDPStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[0]
-
-    @property
-    def num_nodes(self) -> int:
-        """One."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, count: int) -> None:
-        if count != 1:
-            raise ValueError(
-                f'expected one node with strategy="bucketdp", which has one process, found num_nodes={count}; use '
-                'strategy="bucketddp" for several nodes'
-            )
 
     @property
     @override
@@ -106,10 +89,11 @@ class BucketDPStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.world_size > 1:
+        if self.num_nodes > 1 or self.world_size > 1:
             raise ValueError(
-                f'expected one process with strategy="bucketdp", found {self.world_size} in '
-                f'{type(self.cluster_environment).__name__}; start one, or use strategy="bucketddp"'
+                f'expected one node and one process with strategy="bucketdp", found num_nodes={self.num_nodes} and '
+                f"{self.world_size} processes in {type(self.cluster_environment).__name__}; start one, or use "
+                'strategy="bucketddp"'
             )
         super().setup_environment()
 
@@ -127,7 +111,15 @@ class BucketDPStrategy(ParallelStrategy):
                 'strategy="bucketddp"'
             )
         if trainer.num_devices > 1:
-            _require_replicable(trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING)
+            module = trainer.lightning_module
+            require_copyable(module)
+            if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+                raise ValueError(
+                    'expected automatic optimisation with strategy="bucketdp", whose replicas would each step the '
+                    f"optimizers, found automatic_optimization=False in {type(module).__name__}; use "
+                    'Trainer(strategy="bucketddp_notebook"), which starts a process per device'
+                )
+            require_no_collectives(module)
         super().setup(trainer)
 
     @override
@@ -162,14 +154,3 @@ class BucketDPStrategy(ParallelStrategy):
             if self._steps is None:
                 self._steps = ReplicaSteps(module, Replicas(module, devices, share=self._share))
             return self._steps.run(hook, divide(batch, devices, self._scatter_batch), *args)
-
-
-def _require_replicable(module: pl.LightningModule, fitting: bool) -> None:
-    require_copyable(module)
-    if fitting and not module.automatic_optimization:
-        raise ValueError(
-            'expected automatic optimisation with strategy="bucketdp", whose replicas would each step the optimizers, '
-            f"found automatic_optimization=False in {type(module).__name__}; use "
-            'Trainer(strategy="bucketddp_notebook"), which starts a process per device'
-        )
-    require_no_collectives(module)

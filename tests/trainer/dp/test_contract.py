@@ -284,8 +284,8 @@ class Started(Plain):
     ("model", "options", "message"),
     [
         (lambda: Manual(update), {}, r'found automatic_optimization=False in Manual; .*strategy="bucketddp_notebook"'),
-        (Started, {"num_nodes": 2}, r"expected one node with strategy=\"bucketdp\".*found num_nodes=2"),
-        (Started, {"plugins": [OfTwo()]}, "expected one process .* found 2 in OfTwo"),
+        (Started, {"num_nodes": 2}, r"expected one node and one process with strategy=\"bucketdp\".*found num_nodes=2"),
+        (Started, {"plugins": [OfTwo()]}, "expected one node and one process .* and 2 processes in OfTwo"),
         (Started, {"sync_batchnorm": True}, r"expected Trainer\(sync_batchnorm=False\)"),
         (lambda: Started(nn.Sequential(nn.SyncBatchNorm(8))), {}, r"found SyncBatchNorm 'net\.0'"),
         (lambda: Started(torch.compile(nn.Linear(8, 1), backend="eager")), {}, "found that submodule 'net' is"),

@@ -1,0 +1,33 @@
+"""Groups that are made of a group's ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.groups import Group
+from tests.pool import on_ranks
+
+
+@on_ranks(2, fresh=True)
+def test_what_is_left_behind_in_a_part_is_left_behind_in_the_group() -> None:
+    whole = Collectives(None)
+    part = whole.split([range(2)])
+    inner = part.split([range(2)])
+    whole.require_nothing_left_behind()
+    inner.leave_behind("rank 1 raised KeyError")
+    with pytest.raises(RuntimeError, match=r"without unfinished collectives.*rank 1 raised KeyError"):
+        Group(None).require_nothing_left_behind()
+    whole.end_parts()
+    part.all_reduce_sum(torch.ones(1)).wait()  # has not been destroyed
+    dist.destroy_process_group(part.group)
+
+
+@on_ranks(2, fresh=True)
+def test_parts_end_with_the_group_that_they_are_made_of() -> None:
+    whole = Collectives(None)
+    part = whole.split([range(2)])
+    part.all_reduce_sum(torch.ones(1)).wait()  # no rank connects any more
+    whole.end_parts()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(part.group)
