@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> ParamSpec:
     return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, device)
 
+
+TRANSFORMERS = {
+    "GPT-2": 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
+    "GPT-2 XL": 48 * [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)],
+    "Llama 3 8B": 32 * [(4096, 4096), *2 * [(1024, 4096)], (4096, 4096), *2 * [(14336, 4096)], (4096, 14336)],
+}
+"""The shapes of their layers' matrices."""
 
 Problem = tuple[list[ParamSpec], list[int], list[int], list[int], int]
 
@@ -174,6 +182,15 @@ def test_no_shard_divides_what_must_stay_whole(problem: Problem, shards: int, da
         parts = [parts[slot].stop - parts[slot].start for parts in owned]
         assert sum(parts) == spec.numel
         assert slot not in whole or max(parts) == spec.numel
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("shapes", TRANSFORMERS.values(), ids=TRANSFORMERS)
+def test_padding_of_whole_matrices_is_a_ninth_in_transformers(shapes: list[tuple[int, int]], ranks: int) -> None:
+    specs = [spec(str(number), shape) for number, shape in enumerate(shapes)]
+    order = range(len(specs))
+    layout = plan(specs, order, multiple=16 * ranks, world_size=ranks, one_machine=True, whole=order, shards=ranks)
+    assert 1 <= sum(bucket.numel for bucket in layout.buckets) / sum(spec.numel for spec in specs) < 1.12
 
 
 def test_whole_matrices_are_divided_by_the_work_that_they_are() -> None:
