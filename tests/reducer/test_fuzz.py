@@ -326,4 +326,6 @@ def test_gradients_are_what_one_process_works_out(
     first, *others = run_ranks(world_size, run_case, seed, sharded, timeout=200)
     for rank, digests in enumerate(others, start=1):
         assert digests == first, f"ranks 0 and {rank} differ; {RERUN}{seed}"
-    assert first, f"nothing was reduced; {RERUN}{seed}"
+    rounds = draw_case(seed, world_size, sharded).rounds
+    reduces = any(synchronised(item, backward) for item in rounds for backward in item.backwards)
+    assert first or not reduces, f"nothing was reduced; {RERUN}{seed}"
