@@ -102,14 +102,10 @@ class Sharded(Storage):
             return
         self.require_memory()
         self._inner.open()
-        self.shards.stash(self._take_published())
-
-    def _take_published(self) -> set[int]:
-        """Leave only local gradients in ``.grad``, and remember the slots of published ones."""
         self._accumulating = {slot for slot in range(len(self._sharded)) if self.is_sharded(slot)}
-        for slot in self._accumulating:
+        for slot in self._accumulating:  # what local passes have added stays
             self._table.params[slot].grad = self._inner.views[slot] if slot in self._table.pending else None
-        return self._accumulating
+        self.shards.stash(self._accumulating)
 
     def require_untouched(self, slot: int) -> None:
         """Require that autograd added nothing to a published gradient.

@@ -43,6 +43,15 @@ def layers(ours: BucketDDP) -> list[str]:
     return list(dict.fromkeys(slot.spec.name.split(".")[0] for slot in slots))
 
 
+def assert_stays_as_planned(ours: BucketDDP, optimizer: SGD) -> None:
+    for step in range(2):
+        one_pass(ours, step)
+        stepped(optimizer)
+    assert layers(ours) == ["first", "middle", "last"]
+    ours.wait_for_parameters()
+    assert drift(ours.module) == 0
+
+
 @on_ranks(2)
 def test_the_first_pass_decides_before_it_sends_gradients() -> None:
     ours, optimizer = begin()
@@ -65,12 +74,7 @@ def test_a_first_pass_that_fails_on_all_ranks_leaves_shards_as_they_were_planned
     ours, optimizer = begin()
     with pytest.raises(ArithmeticError):
         one_pass(ours, fail=True, guarded=guarded)
-    for step in range(2):
-        one_pass(ours, step)
-        stepped(optimizer)
-    assert layers(ours) == ["first", "middle", "last"]
-    ours.wait_for_parameters()
-    assert drift(ours.module) == 0
+    assert_stays_as_planned(ours, optimizer)
 
 
 @on_ranks(2)
@@ -83,12 +87,7 @@ def test_state_that_one_rank_has_loaded_keeps_the_shards_of_all() -> None:
     ours.prepare_optimizer(optimizer)
     if dist.get_rank() == 1:
         ours.load_optimizer_state_dict(optimizer, state)
-    for step in range(2):
-        one_pass(ours, step)
-        stepped(optimizer)
-    assert layers(ours) == ["first", "middle", "last"]
-    ours.wait_for_parameters()
-    assert drift(ours.module) == 0
+    assert_stays_as_planned(ours, optimizer)
 
 
 @on_ranks(2, cases=(True, False))
