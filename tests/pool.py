@@ -223,7 +223,8 @@ def _serve(rank: int, world_size: int, address: str) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         job = None
-        gc.collect()  # groups in reference cycles, each of which has threads
+        for _ in range(2):  # groups in cycles, each of which has threads; wrappers, whose finalizers let more go
+            gc.collect()
         connection.send_bytes(pickle.dumps(answer))
 
 
