@@ -64,16 +64,11 @@ class GradientHooks:
         listener: Notified of gradients in an open pass.
         open_pass: Called with the first parameter that gets a gradient while no pass is open.
         streams: The streams on which accelerators make gradients.
-
-    Attributes:
-        listener: The same.
-        removed: Whether the hooks were removed.
     """
 
     def __init__(
         self, table: SlotTable, listener: Listener, open_pass: Callable[[Tensor], None], streams: Streams
     ) -> None:
-        self.listener, self.removed = listener, False
         self._handles = []
         self._refs = []  # with them torch refuses to swap a parameter's content, as hooks would go with it
 
@@ -102,7 +97,6 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove all hooks for good."""
-        self.removed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -105,7 +105,7 @@ class Optimizers(Participant):
                     "each its own, or close() the other"
                 )
             if needs_whole_parameters(optimizer):
-                self._passes.keep_whole(params_of(optimizer))
+                self._passes.wrapped.keep_whole(params_of(optimizer))
             self._known.add(optimizer)
             self._sharded[optimizer] = Swap(optimizer, self._params, self._with_masters)
         return self._sharded[optimizer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.engine import BackwardEnd, accumulates
-from lightning_bucketddp.grads.hooks import GradientHooks
-from lightning_bucketddp.reducer.record import PassRecorder
+from lightning_bucketddp.reducer.context import WrapperContext
+from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.reducer import Reducer, not_own_batch
 from lightning_bucketddp.reducer.state import Origin, Pass, PassState, Role
 from lightning_bucketddp.reducer.wrapped import Wrapped
@@ -23,39 +23,25 @@ class Passes:
     """Opens and ends the passes of a module.
 
     Args:
-        wrapped: The module's parameters, and their reducer.
+        context: The parts that stay.
+        hook: The communication hook, if there is one; agreed between the ranks.
+        others: Further participants.
 
     Attributes:
-        wrapped: The same.
+        wrapped: The module's parameters, and their reducer.
         peers: The other ranks.
         joining: Whether ranks may run out of data, and whether this one has.
         synchronise: False inside ``no_sync``; :meth:`set_synchronise` changes it.
     """
 
-    def __init__(self, wrapped: Wrapped) -> None:
-        self.wrapped, self._context = wrapped, wrapped.context
-        self.peers, self.joining = wrapped.context.peers, wrapped.context.joining
+    def __init__(self, context: WrapperContext, hook: CommHook | None, others: Sequence[Participant]) -> None:
+        self._context, self.peers, self.joining = context, context.peers, context.joining
+        self.wrapped = Wrapped(context, hook, others, self.open_by_gradient)
         self.synchronise = True
         self._root_synchronises = True
         self._left_to_finish = 0  # the number of passes when gradients were last left to finish_reduction(), or by it
         self._end_queued = False
         self._guarded = False  # inside backward_pass(), whose caller sees an exception itself
-        self._hooks = self._hook()
-
-    def _hook(self) -> GradientHooks:
-        reducer = self.reducer
-        return GradientHooks(reducer.table, reducer, self.open_by_gradient, self._context.streams)
-
-    def _follow_reducer(self) -> None:
-        """Move the hooks to the reducer of the present parameters."""
-        if self._hooks.listener is not self.reducer and not self._hooks.removed:
-            self._hooks.remove()
-            self._hooks = self._hook()
-
-    @property
-    def recorder(self) -> PassRecorder:
-        """Records passes."""
-        return self._context.recorder
 
     @property
     def reducer(self) -> Reducer:
@@ -66,11 +52,6 @@ class Passes:
     def reduces(self) -> bool:
         """Whether passes are reduced, unless a root decides otherwise."""
         return self.synchronise or self._context.options.scatter_every_pass
-
-    def close(self) -> None:
-        """Remove the hooks and make gradients plain tensors again. Sends nothing; safe in any state."""
-        self._hooks.remove()
-        self.wrapped.close()
 
     def set_synchronise(self, synchronise: bool) -> None:
         """Say whether gradients of the passes that follow are reduced."""
@@ -97,55 +78,12 @@ class Passes:
         if not self.reduces and reducer.state is PassState.IDLE:
             self.wrapped.note_trainable()
 
-    def keep_whole(self, params: Iterable[Tensor]) -> None:
-        """Cut shards between these parameters from now on. All ranks must call this alike, between passes."""
-        self._require_idle()
-        self.wrapped.keep_whole(params)
-
     def count(self, number: int | Tensor, what: Literal["tokens", "samples"]) -> None:
         """Add to the number of tokens, or of samples, by which gradients are divided."""
-        self.require_usable()  # settling a broken pass later would drop this count
+        self.wrapped.require_usable()  # finishing a broken pass later would drop this count
         self._context.divisor.count(number if self.joining.counts() else 0, what)
 
-    def zero_gradients(self) -> None:
-        """Set all gradients to zero, in place."""
-        self.require_usable()
-        if self.reducer.state is not PassState.IDLE:
-            raise RuntimeError(
-                "expected zero_grad_buffer() between passes, found one under way; call finish_grad_sync() first"
-            )
-        self.wrapped.zero_gradients()
-
-    def register_comm_hook(self, make_hook: Callable[[], CommHook]) -> None:
-        """Let a hook reduce the buckets from the next pass on. All ranks must call this at the same point.
-
-        Args:
-            make_hook: Gives the hook, or raises; errors as for :meth:`Wrapped.register_comm_hook`.
-        """
-        self.require_usable()
-        self.wrapped.register_comm_hook(make_hook)
-        self._follow_reducer()
-
     # -- opening -------------------------------------------------------------------------------------
-
-    def require_usable(self) -> None:
-        """Settle a broken pass.
-
-        Raises:
-            PeerFailureError: If the ranks cannot go on together.
-            RuntimeError: If the wrapper is closed.
-        """
-        if self.reducer.state is PassState.BROKEN:
-            self.reducer.finish_broken_pass("left backward with an exception")
-        self.peers.require_usable()
-        if self.reducer.state is PassState.CLOSED:
-            raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
-
-    def _require_idle(self) -> None:
-        self.require_usable()
-        self.reducer.require_not_by_hand()
-        if self.reducer.state is not PassState.IDLE:
-            raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
     def _open(self, origin: Origin, synchronised: bool, role: Role | None = None) -> None:
         """Open a pass.
@@ -155,11 +93,10 @@ class Passes:
             synchronised: Whether its gradients are reduced.
             role: What this rank does in it; its present role if None.
         """
-        self._require_idle()
+        self.wrapped.require_idle()
         if origin is not Origin.GRADIENT:
-            self._before_gradients()
+            self.wrapped.before_gradients()
         trainable = self.wrapped.agree(synchronised)
-        self._follow_reducer()
         this_pass = Pass(
             self.peers.position.pass_number,
             synchronised,
@@ -171,10 +108,6 @@ class Passes:
         if synchronised:
             self._context.control.read_what_arrived()
         self.reducer.open(this_pass)
-
-    def _before_gradients(self) -> None:
-        self.wrapped.before_gradients()
-        self._follow_reducer()
 
     def open_by_gradient(self, param: Tensor) -> None:
         """Open the pass in which the first gradient has been accumulated, and record it.
@@ -200,7 +133,6 @@ class Passes:
             raise RuntimeError(not_own_batch(self.peers.rank, table.names[index]))
         if not self._end_queued:
             self.wrapped.take_in_changed()
-            self._follow_reducer()
             if id(param) not in self.reducer.table.index_of:
                 return
             self._root_synchronises = self.reduces
@@ -226,14 +158,14 @@ class Passes:
             synchronised: What the forward decided.
         """
         with self._context.lock:
-            if self._end_queued or self.reducer.by_hand() or self._hooks.removed:
+            if self._end_queued or self.reducer.by_hand() or self.reducer.state is PassState.CLOSED:
                 return
-            self.require_usable()  # settles a broken pass before gradients of this one come
+            self.wrapped.require_usable()  # finishes a broken pass before gradients of this one come
             self._root_synchronises = synchronised
             self._queue_end()
             if self.reducer.state is not PassState.IDLE:
                 return
-            self._before_gradients()
+            self.wrapped.before_gradients()
             if synchronised and self._context.options.find_unused_parameters and accumulates():
                 self._open(Origin.ROOT, synchronised)
 
@@ -249,7 +181,7 @@ class Passes:
             RankMismatchError: If the ranks disagree on what is trainable.
         """
         synchronised, queue = self.reduces, self._context.queue
-        self._require_idle()
+        self.wrapped.require_idle()
         root = loss.register_hook(partial(self.on_root, synchronised)) if loss.requires_grad else None
         self._guarded = True
         if synchronised:
@@ -346,7 +278,7 @@ class Passes:
         Raises:
             RuntimeError: If the ranks cannot go on together.
         """
-        self._require_idle()
+        self.wrapped.require_idle()
         if self.joining.uneven:
             raise RuntimeError(
                 f"rank {self.reducer.peers.rank}: expected gradients to be reduced in backward inside join(), found "
@@ -368,7 +300,7 @@ class Passes:
         if not self.reducer.by_hand():
             if self.peers.position.pass_number > self._left_to_finish:
                 self._left_to_finish = self.peers.position.pass_number
-                self.require_usable()
+                self.wrapped.require_usable()
                 return
             self.start_reduction()
         with self._finishing("a reduction"):
@@ -379,7 +311,7 @@ class Passes:
         """Take part in a synchronised pass as a joined rank, and contribute nothing."""
         self.wrapped.forget_gradients()
         self.joining.forget()
-        self._require_idle()
+        self.wrapped.require_idle()
         with self._finishing("a reduction"):
             self._open(Origin.CONTEXT, synchronised=True, role=Role.JOINED)
             self._end_pass()

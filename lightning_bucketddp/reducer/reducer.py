@@ -27,7 +27,6 @@ launched early or in the finish, as its gradients happen to be ready, but always
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +36,6 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.lane import Lane
-from lightning_bucketddp.comm.queue import WrapperQueue
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
 from lightning_bucketddp.grads.checks import GradientError
@@ -46,9 +44,10 @@ from lightning_bucketddp.grads.slots import SlotTable
 from lightning_bucketddp.grads.storage import Storage, Taken
 from lightning_bucketddp.layout.plan import Layout
 from lightning_bucketddp.peers.agreement import PeerFailureError
-from lightning_bucketddp.peers.control import ControlChannel, ControlExchange, Report
-from lightning_bucketddp.peers.peers import GivingUp, Peers
+from lightning_bucketddp.peers.control import ControlExchange, Report
+from lightning_bucketddp.peers.peers import GivingUp
 from lightning_bucketddp.peers.status import Phase
+from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.participant import Participant, PassResult
 from lightning_bucketddp.reducer.reductions import Reduction
 from lightning_bucketddp.reducer.state import TRANSITIONS, Contribution, Origin, Pass, PassState, Role
@@ -69,12 +68,8 @@ class Reducer:
         storage: The memory of gradients.
         reduction: Reduces a bucket.
         lane: Runs reductions.
-        overlap: Whether buckets may be launched during backward.
         participants: The features that take part in passes; the same on every rank, in the order of their collectives.
-        peers: The other ranks.
-        control: Sends and reads the control vector.
-        queue: Which of several wrappers on one group may launch.
-        lock: Guards hooks, which autograd calls from several threads.
+        context: The parts of the wrapper that stay when parameters change.
 
     Attributes:
         this_pass: The pass that is open; None if there is none.
@@ -87,17 +82,12 @@ class Reducer:
         storage: Storage,
         reduction: Reduction,
         lane: Lane,
-        overlap: bool,
         participants: Sequence[Participant],
-        peers: Peers,
-        control: ControlChannel,
-        queue: WrapperQueue,
-        lock: threading.RLock,
+        context: WrapperContext,
     ) -> None:
         self.table, self.buckets, self.storage = table, buckets, storage
-        self.reduction, self.lane, self._overlap = reduction, lane, overlap
-        self.participants = participants
-        self.peers, self._control, self._queue, self._lock = peers, control, queue, lock
+        self.reduction, self.lane, self.participants = reduction, lane, participants
+        self._context, self.peers = context, context.peers
         self._state = PassState.IDLE
         self.this_pass: Pass | None = None
         self._unfinished: Pass | None = None  # a pass that failed here; its reductions may be under way
@@ -134,9 +124,8 @@ class Reducer:
             RuntimeError: If a participant refuses it.
         """
         self.storage.open()
-        follow = any(participant.follows_gradients for participant in self.participants)
-        this_pass.followed, this_pass.in_order = follow, self._overlap and not follow
-        self._use_buckets(this_pass)
+        this_pass.followed = any(participant.follows_gradients for participant in self.participants)
+        this_pass.use(self.buckets, self.table.trainable_now())
         self.this_pass = this_pass
         self._enter(PassState.SYNCHRONISED if this_pass.synchronised else PassState.LOCAL)
         try:  # only now: the others hear of an error in a pass that is open
@@ -151,11 +140,6 @@ class Reducer:
             self.table.pending.update(slot for slot, param in params if param.grad is not None)
         elif this_pass.role is Role.ACTIVE:
             this_pass.update_notify_after(0)
-
-    def _use_buckets(self, this_pass: Pass) -> None:
-        this_pass.buckets = self.buckets.begin(self.table.trainable_now())
-        if this_pass.synchronised:
-            this_pass.active = [this_pass.buckets[index] for index in self.buckets.active(this_pass.trainable)]
 
     def lay_out(self, layout: Layout) -> None:
         """Move to another layout; gradients move along. Sends nothing. All ranks must call this at the same point."""
@@ -177,7 +161,7 @@ class Reducer:
         Raises:
             RuntimeError: If the bucket of a gradient has been launched.
         """
-        with self._lock:
+        with self._context.lock:
             this_pass = self.this_pass
             if this_pass is None:
                 return  # another thread has ended it
@@ -185,9 +169,9 @@ class Reducer:
                 self.peers.require_usable()
             watched = has_other_hooks(param)  # they run after this one, and must find the gradient
             full = self._mark_recorded(this_pass)
-            if full and not watched and self.state is PassState.SYNCHRONISED and self._queue.is_first():
+            if full and not watched and self.state is PassState.SYNCHRONISED and self._context.queue.is_first():
                 with _Launching(self.peers):
-                    while (progress := self._next_full(this_pass)) is not None:
+                    while (progress := this_pass.next_full()) is not None and self.reduction.ready_for_next():
                         self.launch(this_pass, progress)
             for progress in full:
                 waits_for_end = progress.bucket.flat_with_control is not None
@@ -244,13 +228,6 @@ class Reducer:
             participant.ready(key)
         return None
 
-    def _next_full(self, this_pass: Pass) -> BucketProgress | None:
-        """The bucket to launch next, if it is full and may be launched during backward."""
-        progress = this_pass.next_to_launch()
-        if progress is None or progress.missing or progress.bucket.held_back or not self.reduction.ready_for_next():
-            return None
-        return progress
-
     def launch(self, this_pass: Pass, progress: BucketProgress, failed: bool = False) -> None:
         """Start the reduction of a bucket. In a pass that failed here its content does not matter."""
         bucket, with_control = progress.bucket, progress.bucket.flat_with_control
@@ -260,34 +237,19 @@ class Reducer:
         else:
             for participant in self.participants:
                 participant.before_launch(bucket)
-            taken = self.storage.take(bucket)
+            own = partial(_pack, self.storage, bucket, self.storage.take(bucket), this_pass.weight)
             # Means of earlier passes, which others have too, must not count again.
-            zeros = partial(_pack_zeros, bucket)
-            pack = zeros if this_pass.contributes_zeros else partial(self._pack, bucket, taken, this_pass.weight)
+            pack = partial(_pack_zeros, bucket) if this_pass.contributes_zeros else own
         if with_control is not None:
             report = self._report(this_pass, failed)
             used = self.table.pending_slots()
-            this_pass.exchange = self._control.put_behind(bucket.flat, with_control, report, used)
+            this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, used)
         with bucket.label(self.reduction.name):
             stages = self.reduction.stages(bucket, pack, progress is this_pass.active[-1])
             progress.work = self.lane.run(stages, common=with_control is not None)
         self.reduction.launched(progress.work)
         progress.launched, progress.launched_at = True, time.perf_counter()
         this_pass.launched += 1
-
-    def _pack(
-        self,
-        bucket: Bucket,
-        taken: Taken,
-        weight: int | None,
-        scale: float | None = None,
-        memory: Tensor | None = None,
-    ) -> None:
-        with bucket.label("pack"):
-            if weight is not None and taken.grads:
-                torch._foreach_mul_([grad.detach() for grad in taken.grads], weight)
-            self.storage.pack(bucket, taken, scale, memory)
-        taken.grads.clear()  # the stages, which hold this until the last one is over, keep no gradient in memory
 
     # -- ending --------------------------------------------------------------------------------------
 
@@ -303,7 +265,7 @@ class Reducer:
             for participant in self.participants:
                 if participant.follows_gradients and (layout := participant.decide_layout(failed, poll)) is not None:
                     self.lay_out(layout)
-                    self._use_buckets(this_pass)
+                    this_pass.use(self.buckets, self.table.trainable_now())
         while (progress := this_pass.next_to_launch()) is not None:
             self.reduction.wait_until_ready(poll)
             self.launch(this_pass, progress, failed)
@@ -313,7 +275,8 @@ class Reducer:
         this_pass = self.this_pass
         if this_pass is not None:
             self._mark_recorded(this_pass)
-            self._tell_ended(raised=False)
+            for participant in self.participants:
+                participant.backward_ended(raised=False)
         if self.state is PassState.SYNCHRONISED:
             self.finish()
             return
@@ -331,11 +294,11 @@ class Reducer:
         if this_pass.exchange is None:
             with _Launching(peers):
                 report = self._report(this_pass)
-        with peers.waiting_for(self._describe_awaited, Phase.PASS):
+        with peers.waiting_for(partial(_describe_awaited, this_pass, self.table), Phase.PASS):
             exchange = self._wait_for_all(this_pass, report, peers.poll)
         unused = self.buckets.unused(this_pass.trainable)
         needed = bool(unused) or any(participant.reads_control for participant in self.participants)
-        control = self._control.read(exchange, needed)
+        control = self._context.control.read(exchange, needed)
         result = PassResult(this_pass, exchange, control, peers.poll)
         for participant in self.participants:
             participant.use_reports(result)
@@ -363,7 +326,7 @@ class Reducer:
         if this_pass.exchange is None:
             assert report is not None
             self.reduction.wait_until_ready(poll)
-            this_pass.exchange = self._control.send(report, len(self.table), self.table.pending_slots())
+            this_pass.exchange = self._context.control.send(report, len(self.table), self.table.pending_slots())
         for progress in this_pass.awaiting():
             with progress.bucket.label("wait"):
                 progress.work.wait(poll)
@@ -393,7 +356,8 @@ class Reducer:
         if this_pass is not None:
             with suppress(RuntimeError):  # a gradient that came too late changes nothing now
                 self._mark_recorded(this_pass)
-        self._tell_ended(raised=True)
+        for participant in self.participants:
+            participant.backward_ended(raised=True)
         if self.state is PassState.FAILED:
             self._enter(PassState.FAILED)
         elif self.state in (PassState.IDLE, PassState.LOCAL):
@@ -421,11 +385,18 @@ class Reducer:
         if this_pass is None or self.state not in (PassState.SYNCHRONISED, PassState.BROKEN):
             return
         self.peers.publish_failure(cause, for_good=False)
-        if this_pass.exchange is not None:  # the others have this rank's report: too late for another
-            self._give_up(cause)
-            return
-        if self.state is PassState.SYNCHRONISED:  # else broke() has dropped it
-            self._drop(this_pass)
+        if this_pass.exchange is None:  # else the others have this rank's report: too late for another
+            if self.state is PassState.SYNCHRONISED:  # else broke() has dropped it
+                self._drop(this_pass)
+            if self._all_failed(this_pass):
+                self.reduction.forget()
+                self._end()
+                return
+        self.peers.give_up(self.peers.cannot_complete(f"rank {self.peers.rank} {cause}"), cause)
+        self._enter(PassState.FAILED)
+
+    def _all_failed(self, this_pass: Pass) -> bool:
+        """Take part in what the pass still sends; return whether all ranks failed in it."""
         deadline = time.monotonic() + SETTLE_SECONDS
 
         def raise_when_late() -> None:
@@ -436,22 +407,9 @@ class Reducer:
             self._launch_rest(this_pass, raise_when_late, failed=True)
             report = self._report(this_pass, failed=True)
             exchange = self._wait_for_all(this_pass, report, raise_when_late)
-            all_failed = exchange.read().failed_ranks == self.peers.world_size
+            return exchange.read().failed_ranks == self.peers.world_size
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
-            all_failed = False
-        if all_failed:
-            self.reduction.forget()
-            self._end()
-        else:
-            self._give_up(cause)
-
-    def _give_up(self, cause: str) -> None:
-        self.peers.give_up(self.peers.cannot_complete(f"rank {self.peers.rank} {cause}"), cause)
-        self._enter(PassState.FAILED)
-
-    def _tell_ended(self, raised: bool) -> None:
-        for participant in self.participants:
-            participant.backward_ended(raised)
+            return False
 
     def _drop(self, this_pass: Pass) -> None:
         active = [progress.bucket for progress in this_pass.active]
@@ -464,13 +422,12 @@ class Reducer:
         """Let one more feature take part in passes, from the next one on."""
         self.participants = [*self.participants, participant]
 
-    def under_way(self) -> bool:
-        """Whether some reductions have been started and not been waited for."""
-        this_pass = self.this_pass or self._unfinished
-        return this_pass is not None and this_pass.under_way()
-
     def close(self) -> None:
         """Make gradients plain tensors again. Sends nothing; safe in any state."""
+        this_pass = self.this_pass or self._unfinished
+        if this_pass is not None and this_pass.under_way():
+            reason = self.peers.give_up_reason or "it was closed in the middle of a pass"
+            self._context.collectives.leave_behind(reason)
         self.storage.release()
         self._enter(PassState.CLOSED)
 
@@ -486,18 +443,11 @@ class Reducer:
 
     def _report(self, this_pass: Pass, failed: bool = False) -> Report:
         joined = this_pass.contribution is not Contribution.OWN
-        report = self._control.report(this_pass.trainable, failed, joined)
+        report = self._context.control.report(this_pass.trainable, failed, joined)
         if not failed:
             for participant in self.participants:
                 participant.report(report)
         return report
-
-    def _describe_awaited(self) -> str:
-        bucket = None if self.this_pass is None else self.this_pass.awaited
-        if bucket is None:
-            return "the control vector"
-        names = [self.table.specs[slot].name for slot in bucket.slots]
-        return f"the gradients of {names[0]!r} to {names[-1]!r} (bucket {bucket.index}, {len(names)} parameter(s))"
 
 
 class _Launching(GivingUp):
@@ -509,12 +459,35 @@ class _Launching(GivingUp):
         super().__exit__(kind, error, traceback)
 
 
+def _pack(
+    storage: Storage,
+    bucket: Bucket,
+    taken: Taken,
+    weight: int | None,
+    scale: float | None = None,
+    memory: Tensor | None = None,
+) -> None:
+    with bucket.label("pack"):
+        if weight is not None and taken.grads:
+            torch._foreach_mul_([grad.detach() for grad in taken.grads], weight)
+        storage.pack(bucket, taken, scale, memory)
+    taken.grads.clear()  # the stages, which hold this until the last one is over, keep no gradient in memory
+
+
 def _leave(scale: float | None = None, memory: Tensor | None = None) -> None:
     return
 
 
 def _pack_zeros(bucket: Bucket, scale: float | None = None, memory: Tensor | None = None) -> None:
     (bucket.flat if memory is None else memory).zero_()
+
+
+def _describe_awaited(this_pass: Pass, table: SlotTable) -> str:
+    bucket = this_pass.awaited
+    if bucket is None:
+        return "the control vector"
+    names = [table.specs[slot].name for slot in bucket.slots]
+    return f"the gradients of {names[0]!r} to {names[-1]!r} (bucket {bucket.index}, {len(names)} parameter(s))"
 
 
 def not_own_batch(rank: int, name: str) -> str:

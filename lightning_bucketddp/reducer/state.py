@@ -10,7 +10,7 @@ from operator import is_
 
 from torch import Tensor
 
-from lightning_bucketddp.grads.bucket import Bucket, BucketProgress
+from lightning_bucketddp.grads.bucket import Bucket, BucketProgress, Buckets
 from lightning_bucketddp.grads.slots import REQUIRES_GRAD, SlotTable, TrainableSet
 from lightning_bucketddp.peers.control import ControlExchange
 
@@ -129,9 +129,26 @@ class Pass:
         """Whether recorded gradients are marked several at a time, as buckets become full."""
         return self.in_order or not self.synchronised
 
+    def use(self, buckets: Buckets, trainable: TrainableSet) -> None:
+        """Expect gradients in these buckets, and reduce the active ones.
+
+        Args:
+            buckets: The buckets.
+            trainable: The parameters that may get a gradient now.
+        """
+        self.in_order = buckets.overlap and not self.followed
+        self.buckets = buckets.begin(trainable)
+        if self.synchronised:
+            self.active = [self.buckets[index] for index in buckets.active(self.trainable)]
+
     def next_to_launch(self) -> BucketProgress | None:
         """The bucket to launch next; None if all were launched."""
         return self.active[self.launched] if self.launched < len(self.active) else None
+
+    def next_full(self) -> BucketProgress | None:
+        """The bucket to launch next, if it is full and need not wait for the end of backward."""
+        progress = self.next_to_launch()
+        return None if progress is None or progress.missing or progress.bucket.held_back else progress
 
     def awaiting(self) -> Iterator[BucketProgress]:
         """Yield each active bucket to a caller that waits for it, and note it in ``awaited``."""

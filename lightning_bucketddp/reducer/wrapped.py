@@ -10,7 +10,8 @@ from lightning_bucketddp.comm.hooks import CommHook
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.slots import TrainableSet
 from lightning_bucketddp.peers.agreement import Entry
-from lightning_bucketddp.reducer.build import WrapperContext, build_reducer
+from lightning_bucketddp.reducer.build import build_reducer
+from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.reducer import Reducer
 from lightning_bucketddp.reducer.state import PassState
@@ -23,16 +24,23 @@ class Wrapped:
         context: The parts that stay.
         hook: The communication hook, if there is one; agreed between the ranks.
         others: Further participants.
+        open_pass: Called with the first parameter that gets a gradient while no pass is open.
 
     Attributes:
         context: The parts that stay.
         built: The reducer of the present parameters, and its parts.
     """
 
-    def __init__(self, context: WrapperContext, hook: CommHook | None, others: Sequence[Participant]) -> None:
-        self.context, self._hook, self._others = context, hook, others
+    def __init__(
+        self,
+        context: WrapperContext,
+        hook: CommHook | None,
+        others: Sequence[Participant],
+        open_pass: Callable[[Tensor], None],
+    ) -> None:
+        self.context, self._hook, self._others, self._open_pass = context, hook, others, open_pass
         self._cleared_before = -1  # the pass before which all gradients were set to zero
-        self.built = build_reducer(context, hook, others)
+        self.built = build_reducer(context, hook, others, open_pass)
 
     @property
     def reducer(self) -> Reducer:
@@ -50,12 +58,30 @@ class Wrapped:
         self.reducer.add_participant(participant)
 
     def close(self) -> None:
-        """Make gradients plain tensors again. Sends nothing; safe in any state."""
-        reducer, peers = self.reducer, self.context.peers
-        if reducer.under_way():
-            self.context.collectives.leave_behind(peers.give_up_reason or "it was closed in the middle of a pass")
-        reducer.close()
+        """Remove the hooks, and make gradients plain tensors again. Sends nothing; safe in any state."""
+        self.built.hooks.remove()
+        self.reducer.close()
         self.context.queue.leave()
+
+    def require_usable(self) -> None:
+        """Finish a broken pass.
+
+        Raises:
+            PeerFailureError: If the ranks cannot go on together.
+            RuntimeError: If the wrapper is closed.
+        """
+        if self.reducer.state is PassState.BROKEN:
+            self.reducer.finish_broken_pass("left backward with an exception")
+        self.context.peers.require_usable()
+        if self.reducer.state is PassState.CLOSED:
+            raise RuntimeError("expected an open BucketDDP, found one after close(); wrap the module again")
+
+    def require_idle(self) -> None:
+        """Refuse what has its place between passes. Errors also as for :meth:`require_usable`."""
+        self.require_usable()
+        self.reducer.require_not_by_hand()
+        if self.reducer.state is not PassState.IDLE:
+            raise RuntimeError("expected one pass at a time, found another one open; backward_pass() cannot be nested")
 
     # -- parameters ----------------------------------------------------------------------------------
 
@@ -86,7 +112,8 @@ class Wrapped:
         accumulated = old.table.pending_indices()
         old.reduction.forget()
         old.storage.release()
-        self.built = build_reducer(self.context, self._hook, self._others)
+        self.built.hooks.remove()
+        self.built = build_reducer(self.context, self._hook, self._others, self._open_pass)
         table = self.reducer.table
         for index, param in enumerate(table.all_params):
             before = old.table.index_of.get(id(param))
@@ -147,11 +174,14 @@ class Wrapped:
         return since
 
     def keep_whole(self, params: Iterable[Tensor]) -> None:
-        """Have shards cut between these parameters, and never inside of one. All ranks must call this alike.
+        """Have shards cut between these parameters, and never inside of one.
+
+        All ranks must call this alike, between passes.
 
         Raises:
             RuntimeError: If shards lie in these parameters already, and stay.
         """
+        self.require_idle()
         index_of = self.reducer.table.index_of
         self.built.planner.keep_whole({index_of[id(param)] for param in params if id(param) in index_of})
         if self.built.planner.due:
@@ -179,6 +209,11 @@ class Wrapped:
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero in place; gradients that are sparse or have no slot, to None."""
+        self.require_usable()
+        if self.reducer.state is not PassState.IDLE:
+            raise RuntimeError(
+                "expected zero_grad_buffer() between passes, found one under way; call finish_grad_sync() first"
+            )
         table = self.reducer.table
         for key in table.pending:
             if key < 0:
@@ -202,6 +237,7 @@ class Wrapped:
             ValueError: If gradients travel in a wire dtype.
             RankMismatchError: If ranks register different hooks, or if this is not called on all of them.
         """
+        self.require_usable()
         peers = self.context.peers
         problem: Exception | None = None
         entries: list[Entry] = []

@@ -284,7 +284,7 @@ class BucketDDP(nn.Module, Joinable):
             RuntimeError: If there is a hook already, or a pass is under way.
             RankMismatchError: If ranks register different hooks.
         """
-        self._passes.register_comm_hook(lambda: CommHook(hook, state, self._runtime.collectives.leave_behind))
+        self._passes.wrapped.register_comm_hook(lambda: CommHook(hook, state, self._runtime.collectives.leave_behind))
         self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
 
     def begin_step(self) -> None:
@@ -655,7 +655,7 @@ class BucketDDP(nn.Module, Joinable):
 
         Unlike after ``zero_grad(set_to_none=True)`` optimizers see zeros for parameters that get no gradient.
         """
-        self._passes.zero_gradients()
+        self._passes.wrapped.zero_gradients()
 
     def start_grad_sync(self) -> None:
         """Start to reduce every gradient that is there, for example after local passes.
@@ -766,7 +766,7 @@ class BucketDDP(nn.Module, Joinable):
         Returns:
             None before the first one. A pass that was dropped, all ranks having raised, leaves no record.
         """
-        return self._passes.recorder.last() if "_runtime" in self.__dict__ else None
+        return self._passes.wrapped.context.recorder.last() if "_runtime" in self.__dict__ else None
 
     def _set_static_graph(self) -> None:
         """Do nothing: static graphs need no special treatment here. Some libraries call torch DDP's method."""

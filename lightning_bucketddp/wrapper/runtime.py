@@ -31,9 +31,8 @@ from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.end_signals import end_signals
 from lightning_bucketddp.peers.machines import Node, on_one_machine
 from lightning_bucketddp.peers.peers import Peers
-from lightning_bucketddp.reducer.build import WrapperContext
+from lightning_bucketddp.reducer.context import WrapperContext
 from lightning_bucketddp.reducer.passes import Passes
-from lightning_bucketddp.reducer.wrapped import Wrapped
 from lightning_bucketddp.replicas.nested import tensors_in
 from lightning_bucketddp.wrapper.compiled import bytes_per_graph, frames_are_compiled
 from lightning_bucketddp.wrapper.join import UnevenInputs
@@ -92,11 +91,11 @@ class Runtime:
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
         context = WrapperContext(params, collectives, peers, options, one_machine)
-        self.passes = Passes(Wrapped(context, hook, links))
+        self.passes = Passes(context, hook, links)
         for link in links:
             link.join(peers, self.passes.joining.counts)
             release.callback(link.leave)
-        release.callback(self.passes.close)
+        release.callback(self.passes.wrapped.close)
         self.module_buffers = ModuleBuffers(params, collectives, peers, options)
         self.uneven = UnevenInputs(params, self.passes, self.module_buffers, collectives, options)
         self.optimizers = Optimizers(module, params.optimizers, self.passes, collectives, options)
@@ -142,7 +141,7 @@ class Runtime:
         if not trains:
             return
         self.optimizers.restore()
-        self.passes.require_usable()
+        self.passes.wrapped.require_usable()
         self.passes.note_forward()
         if self.module_buffers.due and not joining:
             self.module_buffers.synchronise(self.uneven.active)
@@ -161,7 +160,7 @@ class Runtime:
 
     def broadcast_params(self) -> None:
         """Give every rank the parameters of the group's rank 0."""
-        self.passes.require_usable()
+        self.passes.wrapped.require_usable()
         params = [param for _, param in named_parameters(self.params.module)]
         with self.passes.peers.waiting_for("the parameters"):
             broadcast_tensors(params, self.collectives, self.passes.peers.poll)
