@@ -33,6 +33,7 @@ from lightning_bucketddp.trainer.sigterm import quieten_sigterm
 from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_countable_batches
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer, hold_schedulers
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
+from lightning_bucketddp.wrapper.validation import require_no_sync_batchnorm
 
 
 class BucketDDPStrategy(EachSampleOnce):
@@ -151,6 +152,8 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
+        if self._options.uneven_inputs and self.root_device.type != "cpu":  # there the layers are torch's own
+            require_no_sync_batchnorm(self.model, "uneven_inputs on an accelerator", "has no batch left")
         self._ended = None
         self._trainable_at_setup = finetuning.trainable_state(self.model)
         self.model = wrapper = BucketDDPInTrainer(self.model, self)

@@ -75,7 +75,7 @@ class Runtime:
         with _agreeing(_AGREED, peers) as entries:
             require_divides(options.shard_group_size, collectives.world_size)
             if "oom" in options.skip_step_on:
-                require_no_sync_batchnorm(module)
+                require_no_sync_batchnorm(module, "skip_step_on that has 'oom'", "ran out of memory")
             collectives.require_nothing_left_behind()
             hook = choose_hook(options, collectives)
             take_over({id(param) for _, param in params.named if param.requires_grad})

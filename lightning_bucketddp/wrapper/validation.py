@@ -143,8 +143,13 @@ def require_own_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def require_no_sync_batchnorm(module: nn.Module) -> None:
-    """Require that no layer has collectives of its own, which a rank that runs out of memory would miss.
+def require_no_sync_batchnorm(module: nn.Module, found: str, absent: str) -> None:
+    """Require that no layer has collectives of its own, which a rank may miss.
+
+    Args:
+        module: The module.
+        found: What was asked for.
+        absent: Which rank misses them, as the end of a sentence about "one that".
 
     Raises:
         ValueError: If a ``SyncBatchNorm`` has.
@@ -152,8 +157,8 @@ def require_no_sync_batchnorm(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise ValueError(
-                f"expected no SyncBatchNorm with skip_step_on that has 'oom', found {name!r}: in its collectives the "
-                "other ranks would wait for one that ran out of memory. Leave one of the two out"
+                f"expected no SyncBatchNorm with {found}, found {name!r}: in its collectives the other ranks would "
+                f"wait for one that {absent}. Leave one of the two out"
             )
 
 

@@ -12,9 +12,10 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPFabricStrategy
-from tests.lightning_models import Citizen, PoolEnvironment, data, ours, trainer
+from tests.lightning_models import Citizen, PoolEnvironment, Regression, data, ours, trainer
 from tests.models import Mlp, batch
 from tests.pool import ROOT, RunRanks, on_ranks
 
@@ -130,3 +131,11 @@ def test_the_digits_example_trains_on_two_devices() -> None:
     assert "strategy bucketddp, 2 ranks on sim" in ended.stdout
     assert "every rank holds the same model" in ended.stdout
     assert ended.stderr.count("0 pair(s) of accesses that nothing orders") == 2, ended.stderr[-3000:]
+
+
+@on_ranks(2)
+def test_uneven_inputs_with_synchronised_batch_norm_are_refused() -> None:
+    """Torch's layer, which accelerators use, would wait for a rank that has no batch left. Without it ranks may."""
+    own = DataLoader(data(4).dataset if dist.get_rank() else [], 4)
+    with pytest.raises(ValueError, match=r"with uneven_inputs on an accelerator, found 'net\.norm'.*no batch left"):
+        trainer(ours(uneven_inputs="world_size"), accelerator="sim", sync_batchnorm=True).fit(Regression("norm"), own)
