@@ -126,7 +126,7 @@ def worker(rank: int, folder: Path) -> None:
             measured.steps.setdefault(peer.name, []).append(median(times[WARM_UP:]))
             if passes:
                 counted = passes[WARM_UP:]
-                both = [it.backward_seconds for it in counted], [it.exposed_seconds for it in counted]
+                both = [record.backward_seconds for record in counted], [record.exposed_seconds for record in counted]
                 measured.passes.setdefault(peer.name, []).append((median(both[0]), median(both[1])))
             gc.collect()  # not in the next peer's turn
             dist.barrier()
@@ -284,14 +284,14 @@ def main() -> None:
     if arguments.quick or (arguments.only and not arguments.save_as):
         return
     (first, of_first), *others = found.items()
-    cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(it)} for case, it in found.items()]
+    cases = [{"case": asdict(case), "ratio": case.ratio, **asdict(measured)} for case, measured in found.items()]
     stem = save(
         arguments.save_as or "link",
         {"note": arguments.note, "cases": cases},
         "\n".join(lines),
         drawn_reference(first, of_first),
     )
-    if drawn := {case: it for case, it in others if case.sizes == EVEN}:
+    if drawn := {case: measured for case, measured in others if case.sizes == EVEN}:
         drawn_sweep(drawn).savefig(stem.with_name(f"{stem.name}-sweep.png"), bbox_inches="tight")
     print(stem)
 

@@ -182,8 +182,8 @@ def drawn_reference(case: Case, measured: Measured) -> Any:
 def drawn_sweep(found: Mapping[Case, Measured]) -> Any:
     """Step time relative to ddp's over the rate and over the ratio, as far as there are several."""
     pyplot = plots()
-    rates = {case.rate: it for case, it in found.items() if _is(case.ratio, 1.0)}
-    ratios = {case.ratio: it for case, it in found.items() if _is(case.rate, REFERENCE_RATE)}
+    rates = {case.rate: measured for case, measured in found.items() if _is(case.ratio, 1.0)}
+    ratios = {case.ratio: measured for case, measured in found.items() if _is(case.rate, REFERENCE_RATE)}
     over_ratio = f"time of backward / of an all-reduce, at {REFERENCE_RATE:g} Gbit/s"
     drawn = [(rates, "rate of the link in Gbit/s, at ratio 1"), (ratios, over_ratio)]
     drawn = [(by_x, label) for by_x, label in drawn if len(by_x) > 1] or drawn

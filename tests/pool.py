@@ -252,7 +252,7 @@ def named_cases(cases: Mapping[str, Any] | Iterable[Any]) -> dict[str, list[Any]
 def words_for(value: Any) -> str:
     """A value in words fit for a test's name; empty if it has none."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={words_for(it)}" for key, it in value.items())
+        return ", ".join(f"{key}={words_for(option)}" for key, option in value.items())
     if isinstance(value, list | tuple | set):
         return " ".join(filter(None, map(words_for, value)))
     words = str(getattr(value, "__name__", value))

@@ -115,7 +115,7 @@ def test_finetune_vision_sends_what_is_trained(run_ranks: RunRanks) -> None:
     frozen, training = epochs[:4], epochs[4:]
     assert {state for state, *_ in frozen} == {"frozen"}
     assert {state for state, *_ in training} == {"training"}
-    assert min(float(it[1]) for it in training) < float(frozen[-1][1]), "the loss"
+    assert min(float(epoch[1]) for epoch in training) < float(frozen[-1][1]), "the loss"
     differences = [float(found) for found in re.findall(rf"{DIFFERENCE} +(\S+)", output)]
     assert float(training[-1][2]) > 0.85
     assert differences == [0, 0]

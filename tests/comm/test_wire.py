@@ -65,8 +65,8 @@ def test_sums_and_gathers_are_right_at_once_and_in_rounds(short: int) -> None:
     world, rank = collectives.world_size, collectives.rank
     with patch.object(gloo, "SHORT_BYTES", short), noted("all_to_all_single") as at_once:
         for dtype, shape in itertools.product([*DTYPES, torch.int64], [(), (5,), (3, 7)]):
-            generators = [torch.Generator().manual_seed(it) for it in range(world)]
-            values = [(torch.randn(shape, generator=it) * 9).to(dtype) for it in generators]
+            generators = [torch.Generator().manual_seed(seed) for seed in range(world)]
+            values = [(torch.randn(shape, generator=generator) * 9).to(dtype) for generator in generators]
             total, gathered = values[rank].clone(), values[rank].flatten().repeat(world)
             collectives.all_reduce_sum(total).wait()
             collectives.all_gather_shards(gathered).wait()

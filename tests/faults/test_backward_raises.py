@@ -90,7 +90,7 @@ def test_one_rank_that_raises_is_an_error_on_all(way: str, guarded: bool, step: 
     else:
         assert f"rank {rank}: pass {step} cannot be completed: rank 1" in said
         words = {"plain": ["ArithmeticError", "no gradient today"] if guarded else ["first."]}.get(way, [])
-        assert all(it in said for it in words)
+        assert all(word in said for word in words)
 
 
 IN_THE_SECOND_PASS = {
@@ -111,7 +111,7 @@ def test_a_rank_that_waits_hears_of_a_failure(what: str, words: list[str]) -> No
             backward(ours, 0, guarded=True)
         with pytest.raises(PeerFailureError) as error:
             backward(ours, 1)
-        assert all(it in str(error.value) for it in words), error.value
+        assert all(word in str(error.value) for word in words), error.value
     elif what == "dies":
         os._exit(1)
     elif what == "publishes":

@@ -72,7 +72,7 @@ def test_a_rank_that_does_something_else_is_named(how: str, words: list[str]) ->
     ours, optimizer = begin(Fragile(), **options)
     with raises_soon(PeerFailureError, RankMismatchError) as error:
         run_steps(ours, optimizer, how if dist.get_rank() == 1 else "")
-    assert all(it in str(error.value) for it in words), error.value
+    assert all(word in str(error.value) for word in words), error.value
     with pytest.raises((PeerFailureError, RankMismatchError)):  # for good
         train(ours, optimizer, 9)
 

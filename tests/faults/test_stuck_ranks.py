@@ -111,7 +111,7 @@ def test_all_ranks_log_where_a_rank_is_that_does_not_come() -> None:
     close_to(stuck, undisturbed)
     found = [[at for at, text in enumerate(said) if tells(text, patterns)] for patterns in EXPECTED]
     assert all(found), [text[:300] for text in said]
-    assert sorted(it[0] for it in found) == [it[0] for it in found], "in this order"
+    assert sorted(positions[0] for positions in found) == [positions[0] for positions in found], "in this order"
 
 
 @on_ranks(2)

@@ -103,8 +103,8 @@ def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> Non
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
     for device, expected in [("cuda:0", [4, *[24] * 6, 8, 4]), ("cpu", [*[24] * 6, 16])]:
-        on_device = [replace(it, device=device) for it in specs]
-        assert all(mib(plan(on_device, range(40), world_size=it, one_machine=True)) == expected for it in (2, 8))
+        on_device = [replace(param_spec, device=device) for param_spec in specs]
+        assert all(mib(plan(on_device, range(40), world_size=world, one_machine=True)) == expected for world in (2, 8))
     for total, expected in [(320, [10, 10, 20, 25, 25, 25, 25]), (32, [4, 4, 4, 4, 6, 8, 8])]:
         assert [default_bucket_cap(total * MIB, n, False) // MIB for n in (1, 2, 4, 8, 64, 256, 4096)] == expected
 

@@ -47,11 +47,11 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(mine: Any, theirs: Any, where: str = "") -> None:
-    found, expected = (dict(tree_leaves_with_path(it)) for it in (mine, theirs))
+    found, expected = (dict(tree_leaves_with_path(tree)) for tree in (mine, theirs))
     assert found.keys() == expected.keys(), where
-    for path, it in expected.items():
-        same = found[path].dtype is it.dtype and torch.equal(found[path], it) if isinstance(it, Tensor) else None
-        assert found[path] == it if same is None else same, f"{where}{path}: {found[path]} {it}"
+    for path, leaf in expected.items():
+        same = found[path].dtype is leaf.dtype and torch.equal(found[path], leaf) if isinstance(leaf, Tensor) else None
+        assert found[path] == leaf if same is None else same, f"{where}{path}: {found[path]} {leaf}"
 
 
 def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], what: str = "", tolerance: float = 1e-5) -> None:

@@ -249,10 +249,10 @@ def refused(folder: str) -> None:
 
 def test_shared_writing_is_read_by_torch_and_misfits_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     states = run_ranks(3, save_wide, str(tmp_path))[0]
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["late", "parts"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "parts"]
     most = 1.05 * sum(param.nbytes for param in Wide().parameters())  # a third of parameters and two moments
     for folder in ("parts", "late"):  # the latter from a wrapper that was closed
-        sizes = {it.name: it.stat().st_size for it in (tmp_path / folder).iterdir() if it.suffix == ".distcp"}
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / folder).iterdir() if path.suffix == ".distcp"}
         assert sorted(sizes) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
         assert max(sizes.values()) < most
         dcp_to_torch_save(tmp_path / folder, tmp_path / "one.pt")
@@ -314,11 +314,11 @@ def test_a_save_that_is_killed_leaves_a_checkpoint(run_ranks: RunRanks, tmp_path
         path = tmp_path / str(at) / name
         path.parent.mkdir()
         ended = run_ranks(1, save_and_die, str(path), at, fresh=True, may_exit=[0])[0]
-        listed = {it.name for it in path.parent.iterdir()}
+        listed = {entry.name for entry in path.parent.iterdir()}
         if name == "last.ckpt" and not ended:  # ckpt_path="last" finds one that is complete
-            lasts = [it for it in path.parent.iterdir() if it.suffix == ".ckpt" and it.stem.startswith("last")]
+            lasts = [ckpt for ckpt in path.parent.iterdir() if ckpt.suffix == ".ckpt" and ckpt.stem.startswith("last")]
             assert lasts
-            assert all((it / ".metadata").is_file() for it in lasts), listed
+            assert all((ckpt / ".metadata").is_file() for ckpt in lasts), listed
         value, after, count = run_ranks(1, load_and_save, str(path))[0]
         assert (value in (1, 2), after, count) == (True, 3, 1), (at, listed, value)
         left.append((path.name in listed, value))
@@ -373,6 +373,8 @@ def go_on(kind: str) -> None:
     torch.testing.assert_close(weights, dict(expected["next"]), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((it, 2) for it in KINDS), ("directory.ckpt", 1), ("sharded.ckpt", 1)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("directory.ckpt", 1), ("sharded.ckpt", 1)]
+)
 def test_training_goes_on_from_a_checkpoint_of_0_1_0(run_ranks: RunRanks, kind: str, ranks: int) -> None:
     run_ranks(ranks, go_on, kind)

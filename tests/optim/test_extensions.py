@@ -41,7 +41,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> str:
     folders = [*include_paths(), sysconfig.get_paths()["include"]]
     libraries = Path(torch.__file__).parent / "lib"
     command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC"]
-    command += [str(SOURCE), "-o", str(library), *(f"-I{it}" for it in folders)]
+    command += [str(SOURCE), "-o", str(library), *(f"-I{folder}" for folder in folders)]
     command += [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if built.returncode:
@@ -113,7 +113,7 @@ def test_extensions_read_the_new_values(extension: str) -> None:
     for name, scale in scales_of(extension).items():
         plain, module = seeded(partial(fused_model, in_python)), seeded(partial(fused_model, scale))
         ours = BucketDDP(module, shard_optimizer=True, bucket_cap_mb=0.0001)
-        optimizers = [torch.optim.SGD(it.parameters(), lr=0.05) for it in (plain, ours)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, ours)]
         with gathers_put_off(), case(name):
             for step in range(4):
                 both((plain, ours), inputs_of(step))
@@ -162,5 +162,5 @@ def test_copies_that_are_made_on_the_way_wait_for_nothing() -> None:
     assert len(_global_forward_pre_hooks) == 1
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
     expected = module(inputs_of(1))
-    for it in copies:
-        torch.testing.assert_close(it(inputs_of(1)), expected)
+    for copied in copies:
+        torch.testing.assert_close(copied(inputs_of(1)), expected)

@@ -160,7 +160,8 @@ def test_conversions_that_change_nothing_leave_sharded_gradients() -> None:
         assert_full(ours, plain)
         optimizer.step()  # parameters are on their way then
     grad = ours.module.head.weight.grad
-    for convert_really in (Tensor.double, Tensor.half, lambda it: it.to("meta"), lambda it: it.to(torch.int64)):
+    conversions = (Tensor.double, Tensor.half, lambda tensor: tensor.to("meta"), lambda tensor: tensor.to(torch.int64))
+    for convert_really in conversions:
         with pytest.raises(RuntimeError, match=r"'head.weight' is sharded.*full_grad"):
             convert_really(grad)
     with pytest.raises(RuntimeError, match="is sharded"):

@@ -185,7 +185,7 @@ def test_training_goes_on_from_a_checkpoint(
         saved = torch.load(path, weights_only=True)
         (state,) = saved["optimizer_states"]
         shapes = {value.shape for value in saved["state_dict"].values()}
-        assert {it["exp_avg"].shape for it in state["state"].values()} <= shapes
+        assert {param_state["exp_avg"].shape for param_state in state["state"].values()} <= shapes
         assert not low or len(state["master_params"]) == len(state["state"])
 
 

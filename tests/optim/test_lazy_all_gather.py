@@ -75,7 +75,7 @@ class Twins:
         self.plain = Zoo()
         self.module = copy.deepcopy(self.plain)
         self.ours = BucketDDP(self.module, shard_optimizer=True, bucket_cap_mb=0.002)
-        self.optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (self.plain, self.ours)]
+        self.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.plain, self.ours)]
         self.steps = 0
 
     def step(self) -> None:
@@ -183,7 +183,7 @@ def test_code_that_is_not_asked_waits_for_everything_before() -> None:
         assert reads_past_python(module) == (kind != "outside")
         ours: Any = BucketDDP(module, shard_optimizer=True)
         called = torch.compile(ours, backend="eager") if kind == "outside" else ours
-        optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (plain, ours)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, ours)]
         with gathers_put_off(), case(kind):
             for number in range(4):
                 both((plain, called), inputs_of(number)[:, :4])

@@ -45,8 +45,8 @@ def test_ranks_exchange_answers_and_clear_up(ranks: MakeRanks) -> None:
     three = ranks(3)
     for topic in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
-            said = [pool.submit(it.exchange, topic, f"{topic} of {it.rank}") for it in three]
-            assert [it.result(timeout=20) for it in said] == [[f"{topic} of {rank}" for rank in range(3)]] * 3
+            said = [pool.submit(peer.exchange, topic, f"{topic} of {peer.rank}") for peer in three]
+            assert [future.result(timeout=20) for future in said] == [[f"{topic} of {rank}" for rank in range(3)]] * 3
     assert not any(three[0]._listener.store.check([f"1/1/first/{key}"]) for key in (0, 1, 2, "said"))
 
 

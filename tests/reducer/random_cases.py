@@ -213,7 +213,7 @@ def draw_case(seed: int, world_size: int, sharded: bool = False) -> Case:
 
 def shardable(case: Case) -> Case:
     """Leaves out what sharded optimizers refuse, and changes of a rank's own gradients."""
-    options = {name: it for name, it in case.options.items() if not any(name in way for way in OTHER_WAYS)}
+    options = {name: value for name, value in case.options.items() if not any(name in way for way in OTHER_WAYS)}
     stages = tuple(replace(stage, checkpoint=stage.checkpoint and "plain") for stage in case.stages)
     rounds = tuple(
         replace(step, nudge=False, backwards=tuple(replace(backward, guarded=True) for backward in step.backwards))

@@ -313,9 +313,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seed, count = (metafunc.config.getoption(f"--fuzz-{name}") for name in ("seed", "cases"))
     if "seed" in metafunc.fixturenames:
         given = [
-            pytest.param(world_size, it, sharded, marks=[pytest.mark.slow] * ((world_size, seeds, sharded) in SLOW))
+            pytest.param(
+                world_size, case_seed, sharded, marks=[pytest.mark.slow] * ((world_size, seeds, sharded) in SLOW)
+            )
             for world_size, seeds, sharded in CASES + SLOW
-            for it in ([seed] if seed is not None else range(count) if count else seeds)
+            for case_seed in ([seed] if seed is not None else range(count) if count else seeds)
         ]
         metafunc.parametrize(("world_size", "seed", "sharded"), given)
 

@@ -163,8 +163,8 @@ def test_gradients_on_the_wire_have_no_memory_but_their_buckets(options: dict[st
     alive: list[list[bool]] = []
 
     def look(_: Tensor) -> None:
-        with_hooks = [it for it in params[1:] if it.grad is None]
-        alive.append([not made[it].expired() for it in with_hooks])
+        with_hooks = [param for param in params[1:] if param.grad is None]
+        alive.append([not made[param].expired() for param in with_hooks])
 
     for param in params[1:]:
         param.register_hook(lambda grad, of=param: made.update({of: StorageWeakRef(grad.untyped_storage())}))
@@ -183,7 +183,7 @@ def test_gradients_behind_a_bucket_that_waits_exist_once() -> None:
     views, get = [], ours.module.get_parameter
 
     def look(_: Tensor) -> None:
-        views.append({name for name, it in views_of(ours).items() if get(name).grad is it})
+        views.append({name for name, view in views_of(ours).items() if get(name).grad is view})
 
     get("stem.weight").register_hook(look)  # the last one
     for take in ("both", "both", "left"):  # the first bucket is one of the other branch
@@ -252,7 +252,7 @@ def test_a_gradient_in_another_memory_format_counts() -> None:
     for step in range(3):
         twins.backward(lambda net, at=step: net(batch(at, dist.get_rank())[0]).square().mean())
         twins.check()
-        for plain, ours in zip(*(it.parameters() for it in twins.modules), strict=True):
+        for plain, ours in zip(*(module.parameters() for module in twins.modules), strict=True):
             plain.grad = ours.grad.clone()
         twins.ours.module.to(memory_format=torch.contiguous_format if step % 2 else torch.channels_last)
 

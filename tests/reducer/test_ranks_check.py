@@ -71,7 +71,7 @@ def warns_of(*expected: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield
-    texts = [str(it.message) for it in found]
+    texts = [str(warning.message) for warning in found]
     assert len(texts) == len(expected), texts
     assert all(part in text for text, part in zip(texts, expected, strict=True)), texts
 

@@ -108,7 +108,7 @@ def test_the_record_names_unused_parameters() -> None:
         record = ours.last_pass()
         assert record.unused_here == ("idle", f"{unused}.weight", f"{unused}.bias")
         assert record.unused_everywhere == ("idle",)
-    at_launch = {name: it.ready_at == it.launched_at for it in record.buckets for name in it.parameters}
+    at_launch = {name: bucket.ready_at == bucket.launched_at for bucket in record.buckets for name in bucket.parameters}
     assert [at_launch[f"{name}.weight"] for name in (used, unused)] == [False, True], "when a bucket lacks gradients"
     ours.module.idle.requires_grad_(False)
     taking(3)(ours).backward()
@@ -149,9 +149,10 @@ def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], coll
     output.square().mean().backward()
     handle.remove()
     record = ours.last_pass()
-    for it in record.buckets:
-        assert 0 < it.ready_at <= it.launched_at <= it.done_at <= record.backward_seconds + record.exposed_seconds
-    assert [it.ready_at for it in record.buckets] == sorted(it.ready_at for it in record.buckets)
+    end = record.backward_seconds + record.exposed_seconds
+    for bucket in record.buckets:
+        assert 0 < bucket.ready_at <= bucket.launched_at <= bucket.done_at <= end
+    assert [bucket.ready_at for bucket in record.buckets] == sorted(bucket.ready_at for bucket in record.buckets)
     assert record.buckets[0].done_at <= record.backward_seconds, "it was seen during backward"
     assert record.buckets[0].ready_at + 0.05 <= record.buckets[-1].ready_at
 
@@ -164,8 +165,8 @@ def test_a_bucket_is_ready_then_launched_then_done(options: dict[str, Any], coll
         backward(ours, 4)
     names = [event.name for event in profiled.events() if event.name.startswith("bucketddp: ")]
     assert sorted(names) == sorted(
-        f"bucketddp: bucket {it.index}, {what}, {size_text(it.nbytes)}"
-        for it in ours.last_pass().buckets
+        f"bucketddp: bucket {bucket.index}, {what}, {size_text(bucket.nbytes)}"
+        for bucket in ours.last_pass().buckets
         for what in ("pack", collective, "wait")
     )
 
@@ -183,26 +184,26 @@ def test_the_table_the_trace_and_the_plot_show_all_buckets(tmp_path: Path) -> No
     path = tmp_path / f"{dist.get_rank()}.json"
     record.to_chrome_trace(path)
     events = json.loads(path.read_text())["traceEvents"]
-    spans = {it["name"]: it for it in events if it["ph"] == "X"}
+    spans = {event["name"]: event for event in events if event["ph"] == "X"}
     assert len(spans) == len(record.buckets) + 2 > 4
-    assert {it["pid"] for it in events} == {record.rank}
+    assert {event["pid"] for event in events} == {record.rank}
     assert spans["backward"]["dur"] == spans["exposed communication"]["ts"] == record.backward_seconds * 1e6
-    for row, it in enumerate(record.buckets, 1):
-        found = spans[f"bucket {it.index}, {size_text(it.nbytes)}"]
-        assert (found["tid"], found["ts"]) == (row, it.launched_at * 1e6)
-        assert found["ts"] + found["dur"] == pytest.approx(it.done_at * 1e6)
-        assert found["args"]["parameters"] == list(it.parameters)
-        assert [at["ts"] for at in events if at["ph"] == "i" and at["tid"] == row] == [it.ready_at * 1e6]
-    names = {it["tid"]: it["args"]["name"] for it in events if it["name"] == "thread_name"}
-    assert names == {0: "pass", **{row: f"bucket {it.index}" for row, it in enumerate(record.buckets, 1)}}
+    for row, bucket in enumerate(record.buckets, 1):
+        found = spans[f"bucket {bucket.index}, {size_text(bucket.nbytes)}"]
+        assert (found["tid"], found["ts"]) == (row, bucket.launched_at * 1e6)
+        assert found["ts"] + found["dur"] == pytest.approx(bucket.done_at * 1e6)
+        assert found["args"]["parameters"] == list(bucket.parameters)
+        assert [at["ts"] for at in events if at["ph"] == "i" and at["tid"] == row] == [bucket.ready_at * 1e6]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {0: "pass", **{row: f"bucket {bucket.index}" for row, bucket in enumerate(record.buckets, 1)}}
 
     path = path.with_suffix(".svg")
     record.plot(path)
     texts = re.findall("<!-- (.+) -->", path.read_text())  # beside each text, which is drawn as curves
-    buckets = [f"bucket {it.index}, {size_text(it.nbytes)}" for it in record.buckets]
-    assert [it for it in texts if it.startswith("bucket ")] == buckets
+    buckets = [f"bucket {bucket.index}, {size_text(bucket.nbytes)}" for bucket in record.buckets]
+    assert [text for text in texts if text.startswith("bucket ")] == buckets
     assert {"end of backward", "gradients published", "launched to done"} <= set(texts)
-    assert any(it.startswith(f"Pass 2, rank {record.rank}: backward") for it in texts)
+    assert any(text.startswith(f"Pass 2, rank {record.rank}: backward") for text in texts)
     dataclasses.replace(record, buckets=()).plot(path)  # all gradients are sparse
 
 

@@ -54,7 +54,7 @@ def test_two_processes_with_two_devices_train_as_one(name: str, share: bool) -> 
     """Training on four samples per rank, two per device; one process has all eight."""
     module, alone = build(name), build(name)
     sizes, net = counting_forwards(module), replicated(module, share)
-    optimizers = [torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9) for it in (module, alone)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (module, alone)]
     # bf16 is added up in another order
     tolerance = {"rtol": 3e-2, "atol": 1e-3} if name == "mixed_dtypes" else {"rtol": 1e-5, "atol": 1e-6}
     for step in range(4):
@@ -147,7 +147,7 @@ def test_gradients_of_replicas_are_added_up_in_fp32(share: bool) -> None:
     for param in plain.parameters():
         param.grad_dtype = torch.float32
     net = replicated(module, share, grad_dtype=torch.float32, master_params=False)
-    inputs, target = (it.bfloat16() for it in batch(0, 0))
+    inputs, target = (tensor.bfloat16() for tensor in batch(0, 0))
     loss_of(net(inputs), target).backward()
     for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
         (loss_of(plain(part), goal) / 2).backward()

@@ -129,7 +129,7 @@ def test_copies_last_as_long_as_a_graph_needs_them() -> None:
         x, y = batch(number, 0, 6)
         modules = replicas.refresh()
         assert modules == first
-        assert not any(it() is not None for it in copies), "kept beside the present ones"
+        assert not any(ref() is not None for ref in copies), "kept beside the present ones"
         copies = [weakref.ref(param) for replica in modules for param in replica.parameters()]
         losses.append(loss_of(gather(parallel_apply(modules, list(x.chunk(3))), "cpu"), y))
         losses[-1].backward()  # graphs whose backward has run keep no values
@@ -145,15 +145,15 @@ def test_copies_last_as_long_as_a_graph_needs_them() -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "replaced parameter": lambda it: setattr(it.head, "weight", nn.Parameter(torch.full_like(it.head.weight, 0.3))),
-    "other strides": lambda it: setattr(it.layers[0].weight, "data", it.layers[0].weight.data.t().contiguous().t()),
-    "added layer": lambda it: it.layers.append(nn.Linear(16, 16)),
-    "shared layer": lambda it: it.layers.__setitem__(1, it.layers[2]),
-    "parametrization": lambda it: nn.utils.parametrizations.weight_norm(it.layers[1]),
-    "added buffer": lambda it: it.layers[1].register_buffer("extra", torch.ones(2)),
-    "frozen": lambda it: it.layers.requires_grad_(False),
-    "double": lambda it: it.double(),
-    "removed bias": lambda it: it.layers[1].register_parameter("bias", None),
+    "replaced parameter": lambda mlp: setattr(mlp.head, "weight", nn.Parameter(torch.full_like(mlp.head.weight, 0.3))),
+    "other strides": lambda mlp: setattr(mlp.layers[0].weight, "data", mlp.layers[0].weight.data.t().contiguous().t()),
+    "added layer": lambda mlp: mlp.layers.append(nn.Linear(16, 16)),
+    "shared layer": lambda mlp: mlp.layers.__setitem__(1, mlp.layers[2]),
+    "parametrization": lambda mlp: nn.utils.parametrizations.weight_norm(mlp.layers[1]),
+    "added buffer": lambda mlp: mlp.layers[1].register_buffer("extra", torch.ones(2)),
+    "frozen": lambda mlp: mlp.layers.requires_grad_(False),
+    "double": lambda mlp: mlp.double(),
+    "removed bias": lambda mlp: mlp.layers[1].register_parameter("bias", None),
 }
 
 
@@ -165,11 +165,11 @@ def test_changes_of_the_module_between_steps_are_followed(share: bool) -> None:
         compare(partial(call, replicas), module, *batch(0, 0, 6))
         CHANGES[change](module)
         for _ in range(2):
-            compare(partial(call, replicas), module, *(it.to(module.head.bias.dtype) for it in batch(0, 0, 6)))
+            compare(partial(call, replicas), module, *(tensor.to(module.head.bias.dtype) for tensor in batch(0, 0, 6)))
             step(module)
-        assert {it.layers[0].weight.requires_grad for it in replicas.refresh()} == {change != "frozen"}
+        assert {replica.layers[0].weight.requires_grad for replica in replicas.refresh()} == {change != "frozen"}
         module.requires_grad_()
-        assert all(param.requires_grad for it in replicas.refresh() for param in it.parameters())
+        assert all(param.requires_grad for replica in replicas.refresh() for param in replica.parameters())
 
 
 class Referring(nn.Module):
@@ -207,7 +207,7 @@ def test_references_to_the_module_lead_to_the_replicas_own() -> None:
     replicas = Replicas(module, THREE, COPIED)
     for number in range(2):
         modules: list[Any] = replicas.refresh()
-        assert not any(it.calls or it._forward_hooks for it in (module, *modules)), "a forward's are gone"
+        assert not any(net.calls or net._forward_hooks for net in (module, *modules)), "a forward's are gone"
         parallel_apply(modules, list(torch.ones(3, 1, 4)))
         for replica in modules:
             assert replica.stages["x"][0] is replica.layer
@@ -266,7 +266,7 @@ def test_data_parallel_gives_the_modules_output_and_gradients() -> None:
     columns, seen = Columns(), []
     assert_same(data_parallel(columns, None, THREE), torch.ones(2, 1))
     assert_same(data_parallel(columns, torch.ones(4, 5), THREE, dim=1), columns(torch.ones(4, 5)))
-    columns.register_forward_pre_hook(lambda it, args: seen.extend([it.weight.device.type, args[0].device.type]))
+    columns.register_forward_pre_hook(lambda net, args: seen.extend([net.weight.device.type, args[0].device.type]))
     output = data_parallel(columns, torch.ones(4, 2), ["meta"])  # the module itself goes there, and its inputs
     assert [*seen, output.device.type] == ["meta"] * 3
     if not torch.accelerator.is_available():

@@ -46,8 +46,8 @@ def test_containers_are_rebuilt_around_the_chunks() -> None:
     x = torch.arange(4.0)
     parts = scatter(nested(lambda number: x + number), ["cpu", "cpu"])
     for found, expected in zip((*parts, gather(parts, "cpu")), (x[:2], x[2:], x), strict=True):
-        assert str(found) == str(nested(lambda number, it=expected: it + number))
-        assert [type(it) for it in found] == [Tensor, list, OrderedDict, Pair, Frozen, tuple, dict]
+        assert str(found) == str(nested(lambda number, tensor=expected: tensor + number))
+        assert [type(value) for value in found] == [Tensor, list, OrderedDict, Pair, Frozen, tuple, dict]
 
 
 def test_what_cannot_be_split_goes_to_every_device() -> None:

@@ -62,7 +62,7 @@ class Roles:
         if operation == "all_to_all_single" and dtype in (torch.int64, torch.uint8):  # a copy for each rank
             operation, numel = "all_reduce" if dtype is torch.int64 else "all_gather", numel // group.size()
         if operation == "all_reduce" and dtype is torch.int64:
-            slots = [(at, len(it.layout.slots)) for at, it in self._open()]
+            slots = [(at, len(wrapper.layout.slots)) for at, wrapper in self._open()]
             ended = [at for at, count in slots if numel in (HEADER + count, 3 * count + 3)]
             if ended:
                 self._begin_anew(ended, label)
@@ -73,7 +73,7 @@ class Roles:
         elif operation != "broadcast" and (bucket := self._bucket(operation, group, label, dtype, numel)):
             return bucket
         if operation in ("broadcast", "all_reduce") and numel > 1:  # a single number may be anything
-            for module in [it for ref in self.modules if (it := ref()) is not None]:
+            for module in [alive for ref in self.modules if (alive := ref()) is not None]:
                 params, buffers = (_numel_of(found, dtype) for found in (module.parameters(), module.buffers()))
                 for role, count in [("parameters", params), ("module buffers", buffers)]:
                     if numel == count:
@@ -83,7 +83,8 @@ class Roles:
         return ""
 
     def _open(self) -> list[tuple[int, BucketDDP]]:
-        return [(at, it) for at, ref in enumerate(self.wrappers) if (it := ref()) is not None and not it.closed]
+        wrappers = enumerate(ref() for ref in self.wrappers)
+        return [(at, wrapper) for at, wrapper in wrappers if wrapper is not None and not wrapper.closed]
 
     def _bucket(self, operation: str, group: dist.ProcessGroup, label: str, dtype: torch.dtype, numel: int) -> str:
         """The bucket of this size that follows the one before, or the first of this size."""

@@ -210,7 +210,7 @@ def test_a_resume_says_what_it_does_about_frozen_parameters(tmp_path: Any) -> No
         model = Tuned(step_all)
         with logged("lightning.pytorch") as said, warnings.catch_warnings(record=True, action="always") as caught:
             trainer(ours(), max_epochs=3, callbacks=[after]).fit(model, ckpt_path=path)
-        texts = [text for text in [*said, *(str(it.message) for it in caught)] if "parameter" in text]
+        texts = [text for text in [*said, *(str(warning.message) for warning in caught)] if "parameter" in text]
         words = words if dist.get_rank() == 0 else []
         assert [text.startswith(word) for text, word in zip(texts, words, strict=True)] == [True] * len(words), texts
         assert model.backbone.conv1.weight.requires_grad == (at == 0)

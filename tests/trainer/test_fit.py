@@ -89,7 +89,7 @@ def test_the_loss_may_depend_on_the_rank_or_be_none(kind: str, accumulate: int, 
     assert drift(model) == 0
     assert runs.global_step == 6 // accumulate
     assert torch.equal(model.net.idle, initial.net.idle)
-    told = [text.partition(". ")[0] for text in (str(it.message) for it in caught) if "returned None" in text]
+    told = [text.partition(". ")[0] for text in (str(warning.message) for warning in caught) if "returned None" in text]
     assert told == [f"rank {dist.get_rank()}: `training_step` returned None"] * ("silent" in kind)
 
 

@@ -92,9 +92,9 @@ def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], 
         warnings.simplefilter("always")
         runs = trainer(ours(**options), callbacks=[CommunicationMonitor(5)], max_epochs=2, **settings)
         runs.fit(module, data(10), data(1))
-    named = [str(it.message) for it in caught if "is slower than the others" in str(it.message)]
-    assert [it.split(" is slower")[0] for it in named] == [f"rank {slow}"] * (dist.get_rank() == 0)
-    assert all("in the last 10 steps it took 60." in it for it in named)
+    named = [str(warning.message) for warning in caught if "is slower than the others" in str(warning.message)]
+    assert [text.split(" is slower")[0] for text in named] == [f"rank {slow}"] * (dist.get_rank() == 0)
+    assert all("in the last 10 steps it took 60." in text for text in named)
     found = of_monitor(memory)
     assert [step for step, _ in found] == [4, 9, 14, 19]
     assert [step for step, metrics in memory.logged if "loss" in metrics] == [4, 9, 14, 19]
@@ -102,7 +102,7 @@ def test_a_slow_rank_is_logged_and_named_once(slow: int, model: dict[str, Any], 
         assert {name.partition("/")[0] for name in metrics} == {"CommunicationMonitor"}
         values = {name.partition("/")[2]: value for name, value in metrics.items()}
         assert values["slowest_rank"] == slow
-        least, median, most = (values[f"waited_ms_{it}"] for it in ("min", "median", "max"))
+        least, median, most = (values[f"waited_ms_{suffix}"] for suffix in ("min", "median", "max"))
         assert 0 < least <= median < 1
         assert most == pytest.approx(STEP_MS, abs=1), "neither validation nor other waits count"
         assert 0 < values["exposed_ms"] < 1

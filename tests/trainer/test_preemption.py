@@ -347,7 +347,7 @@ def test_other_ends_say_what_happened(how: str, tmp_path: Path) -> None:
             fits.fit(model, loader())
         said = f"handled {came}"
     except (Exception, SIGTERMException) as error:
-        said = f"{type(error).__name__}: {error} {[str(it.message) for it in warned]}"
+        said = f"{type(error).__name__}: {error} {[str(warning.message) for warning in warned]}"
         if how == "warning":
             fits.fit(Preempted(), loader())  # the same Trainer trains again
     assert re.match(ENDS[how].get(dist.get_rank(), ""), said, re.DOTALL), said

@@ -109,7 +109,7 @@ def alike(
             inputs, targets = (torch.cat(parts) for parts in zip(*everyone, strict=True))
             loss_of(plain(inputs), targets).backward()
         else:
-            losses = [loss_of(plain(*args), it) for args, (_, it) in zip(given, everyone, strict=True)]
+            losses = [loss_of(plain(*args), target) for args, (_, target) in zip(given, everyone, strict=True)]
             torch.stack(losses).mean().backward()
         if not local:
             for name, param in net.module.named_parameters():

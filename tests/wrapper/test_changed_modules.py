@@ -151,8 +151,8 @@ def test_a_rank_may_make_module_buffers_for_itself(mode: str, longest: int) -> N
         optimizer.zero_grad()
         ours(batch(length, dist.get_rank())[0], length).square().mean().backward()
         optimizer.step()
-        tables = [ours.module.table, *(it.table for it in ours.module.tables.values())]
-        assert all(torch.equal(it, torch.arange(float(len(it)))) for it in tables)
+        tables = [ours.module.table, *(module.table for module in ours.module.tables.values())]
+        assert all(torch.equal(table, torch.arange(float(len(table)))) for table in tables)
         if step == 2:  # is taken in
             ours.module.layers.append(nn.BatchNorm1d(4))
     ours.synchronise_module_buffers()
@@ -311,7 +311,9 @@ def test_shards_and_masters_stay_where_nothing_that_is_trained_changes(change: s
     plain = Surrounded().to(dtype)
     module = copy.deepcopy(plain)
     ours, reference = BucketDDP(module, bucket_cap_mb=TINY, **options), BucketDDP(plain, bucket_cap_mb=TINY, **MASTERS)
-    optimizers = [torch.optim.AdamW([p for p in it.parameters() if p.requires_grad], lr=0.01) for it in (module, plain)]
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01) for model in (module, plain)
+    ]
     for step in range(4):
         if step == 2:
             do(module)

@@ -43,7 +43,7 @@ def test_uneven_inputs_end_as_with_torch_ddp() -> None:
 def test_uneven_inputs_accumulate_as_in_one_process(by_initial: bool) -> None:
     alone, ours = pair(Branches, TINY)
     rank, takes = dist.get_rank(), ["left", "right", "none"]
-    optimizer, full = (torch.optim.SGD(it.parameters(), lr=0.05, momentum=0.9) for it in (ours, alone))
+    optimizer, full = (torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (ours, alone))
     with ours.join(divide_by_initial_world_size=by_initial):
         for step in range(BATCHES[rank]):
             with local_if(ours, step % 2 == 0):

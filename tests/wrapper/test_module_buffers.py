@@ -126,7 +126,7 @@ NOT_SENT: dict[str, list[Any]] = {
 }
 
 
-@on_ranks(2, cases={f"{kind} on {where}": [*it, where] for kind, it in NOT_SENT.items() for where in ("all", 0, 1)})
+@on_ranks(2, cases={f"{kind} on {where}": [*args, where] for kind, args in NOT_SENT.items() for where in ("all", 0, 1)})
 def test_what_cannot_be_sent_is_named_on_all_ranks(make: Callable[[], Tensor], words: str, where: int | str) -> None:
     rank, module = dist.get_rank(), nn.Sequential(nn.Linear(8, 4))
     here = where in ("all", rank)

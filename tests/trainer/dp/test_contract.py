@@ -176,8 +176,8 @@ def update(module: Any, x: Tensor, and_then: str = "") -> None:
         (update, Overall(), r"found 'metric', a Overall: .*; set full_state_update=False in a class of your own"),
         (update, MetricCollection([MaxMetric()]), r"found 'metric\.MaxMetric', a MaxMetric"),
         (update, MinMaxMetric(MeanMetric()), "found 'metric', a MinMaxMetric: it is made of other metrics"),
-        (lambda *it: update(*it, "compute"), MeanMetric(), r"expected validation_step to update, call or log the metr"),
-        (lambda *it: update(*it, "reset"), MeanMetric(), r"expected validation_step to update, call or log the metric"),
+        (lambda *args: update(*args, "compute"), MeanMetric(), r"expected validation_step to update, call or log the"),
+        (lambda *args: update(*args, "reset"), MeanMetric(), r"expected validation_step to update, call or log the"),
     ],
 )
 def test_values_and_metrics_that_cannot_be_merged_are_named(use: Any, metric: Any, message: str) -> None:
