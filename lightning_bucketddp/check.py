@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import __version__
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator, wait_for_device
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 
 STEPS = 3
@@ -185,12 +186,12 @@ class Peer:
 
     def seconds(self, steps: int) -> float:
         """Seconds of a step, the mean of some."""
-        _synchronize(self.device)
+        wait_for_device(self.device)
         begin = time.perf_counter()
         for _ in range(steps):
             self.run_passes()
             self.step()
-        _synchronize(self.device)
+        wait_for_device(self.device)
         return (time.perf_counter() - begin) / steps
 
 
@@ -202,14 +203,9 @@ def _host(tensor: Tensor | None) -> Tensor:
 def _memory(device: torch.device, call: str) -> Any:
     """What one of torch's calls about an accelerator's memory returns; None where there is no such thing."""
     try:
-        return None if device.type == "cpu" else getattr(torch.accelerator, call)(device)
+        return getattr(torch.accelerator, call)(device) if is_accelerator(device) else None
     except RuntimeError:
         return None
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bucketddp.comm import wire
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.groups import Group, end_part, part_of
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
@@ -264,4 +265,4 @@ class Collectives(Group):
         return self.world_size == 1 or tensor.numel() == 0
 
     def _work(self, stages: Stages, tensor: Tensor) -> Work:
-        return DirectWork(next(stages, None), stages, tensor.device.type == "cpu", self.leave_behind)
+        return DirectWork(next(stages, None), stages, not is_accelerator(tensor.device), self.leave_behind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_bucketddp.comm.devices import is_accelerator
+
 
 class HostCopy:
     """A copy on the host. On an accelerator the host goes on, and waits when it reads.
@@ -17,7 +19,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.waits = tensor.device.type != "cpu"
+        self.waits = is_accelerator(tensor.device)
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.waits)
         self._copy.copy_(tensor, non_blocking=True)
         self._event: torch.Event | None = None

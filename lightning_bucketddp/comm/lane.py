@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.work import DirectWork, FutureHandle, Stage, Stages, Work, stay_awake, wait_for
 
 
@@ -55,7 +56,7 @@ def lane_for(collectives: Collectives, device: torch.device, collectives_each: i
         collectives_each: How many collectives a reduction starts, one after the other.
         starts_here: Whether the thread that trains starts the first ones.
     """
-    if device.type != "cpu":
+    if is_accelerator(device):
         return StreamLane(device)
     if collectives.world_size > 1 and (collectives_each > 1 or not starts_here):
         return ThreadLane(collectives.leave_behind, starts_here)
@@ -71,7 +72,7 @@ def separate_stages(first: Collectives, second: Collectives | None, device: torc
         device: The gradients' device.
         one_machine: Whether the ranks share one machine.
     """
-    if device.type != "cpu":
+    if is_accelerator(device):
         return
     if not one_machine and first.world_size > 1:
         first.of_stage[0] = first.split([range(first.world_size)])
@@ -136,12 +137,6 @@ class _StreamWork(Work):
             # The current stream of the gradients' device waits: backward may end in another device's thread.
             self._event.wait(torch.accelerator.current_stream(self._device))
             self._event = None
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Let the host wait until an accelerator has finished. Nobody waits for a CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 class Streams:

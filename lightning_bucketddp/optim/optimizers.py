@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import has_foreach
 from lightning_bucketddp.grads.sharded import Sharded
 from lightning_bucketddp.grads.sharded_grad import ShardedGrad
 from lightning_bucketddp.layout.options import Options
@@ -200,7 +201,7 @@ class Optimizers(Participant):
         """Whether torch is to change all gradients at once: by itself it does not with sharded ones."""
         if self._params is None:
             return None
-        return next(self._module.parameters()).device.type != "mps"  # torch refuses it there
+        return has_foreach(next(self._module.parameters()).device)
 
     def clip_grad_value(self, clip_value: float, params: Iterable[Tensor] | None) -> None:
         """Clamp gradients to ``[-clip_value, clip_value]``."""

@@ -11,6 +11,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.comm.devices import has_addresses
 from lightning_bucketddp.layout.plan import Layout
 
 
@@ -20,7 +21,7 @@ def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
     ``torch.save``, ``pickle`` and ``deepcopy`` of a view write all of its storage: a state dict of one parameter would
     hold the whole bucket.
     """
-    if flat.device.type not in ("cpu", "cuda"):  # elsewhere a pointer need not be an address
+    if not has_addresses(flat.device):
         return flat[start:stop]
     size = flat.element_size()
     memory = flat.untyped_storage()[start * size : stop * size]  # shares the memory, and keeps it alive

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.grads.planner import LayoutPlanner
 from lightning_bucketddp.grads.sharded import Sharded
@@ -168,7 +169,7 @@ class ShardedParams(Parts):
         with self._peers.waiting_for(what, Phase.UPDATE):
             work.wait(self._peers.poll)
         device = self._buffers.flats[index].device
-        if device.type == "cpu":  # the host has waited, and with it everybody
+        if not is_accelerator(device):  # the host has waited, and with it everybody
             return None
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))

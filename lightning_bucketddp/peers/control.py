@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.comm.work import Work
 from lightning_bucketddp.peers.agreement import PeerFailureError, RankMismatchError
@@ -112,9 +113,9 @@ def _fill(vector: Tensor, report: Report, used: Collection[int]) -> None:
     if vector.is_cpu:
         write(vector, report, used)
     else:
-        on_host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-        write(on_host, report, used)
-        vector.copy_(on_host, non_blocking=True)
+        pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        write(pinned, report, used)
+        vector.copy_(pinned, non_blocking=True)
     if report.tokens_on_device is not None:
         vector[_TOKENS] += torch.stack(_limbs(report.tokens_on_device.to(vector.device), _TOKEN_BITS))
 
@@ -221,7 +222,7 @@ class ControlChannel:
 
     def __init__(self, collectives: Collectives, peers: Peers, device: torch.device) -> None:
         self._collectives, self._peers, self._device = collectives, peers, device
-        self.last: deque[ControlExchange] = deque(maxlen=1 if device.type == "cpu" else 2)
+        self.last: deque[ControlExchange] = deque(maxlen=2 if is_accelerator(device) else 1)
         self._unread: deque[ControlExchange] = deque()
         self._warned_of_forwards = False
 

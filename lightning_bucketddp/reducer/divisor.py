@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator, widest_float
 from lightning_bucketddp.layout.options import DivideBy
 from lightning_bucketddp.peers.control import ControlExchange, Report
 from lightning_bucketddp.reducer.joining import Joining
@@ -63,13 +64,13 @@ class GradientDivisor(Participant):
                 f'expected gradient_divide_by="{what}" where count_{what}() is called, found '
                 f"gradient_divide_by={self._divide_by!r}; leave out the call, or change the option"
             )
-        if isinstance(number, Tensor) and number.device.type != "cpu" and what == "tokens":
+        if isinstance(number, Tensor) and is_accelerator(number.device) and what == "tokens":
             self._counted = _sum(self._counted, number.detach().to(torch.int64, copy=True).reshape(()))
             return
-        on_host = number.item() if isinstance(number, Tensor) else number
-        if not (on_host >= 0 and on_host % 1 == 0):  # NaN and Inf are neither
-            raise ValueError(f"expected a whole number of {what} from 0, found {on_host}")
-        self._counted = _sum(self._counted, int(on_host))
+        known = number.item() if isinstance(number, Tensor) else number
+        if not (known >= 0 and known % 1 == 0):  # NaN and Inf are neither
+            raise ValueError(f"expected a whole number of {what} from 0, found {known}")
+        self._counted = _sum(self._counted, int(known))
 
     def note_uncleared_grads(self, uncleared: str | None, cleared: bool) -> None:
         """Take note of ``.grad`` before backward.
@@ -147,7 +148,7 @@ class GradientDivisor(Participant):
     def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         if self._divide_by in ("tokens", "samples"):
             tokens = exchange.tokens()  # not in torch's default dtype, which may be of low precision
-            return self._world_size / tokens.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
+            return self._world_size / tokens.to(widest_float(tokens.device))
         if isinstance(self._divide_by, int):
             return self._world_size / self._divide_by
         if self._joining.divides_by_active and (joined := exchange.read().joined_ranks):

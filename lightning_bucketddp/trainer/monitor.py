@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
@@ -60,7 +61,7 @@ class PassTimes(Participant):
         self._launched = None
 
     def _now(self) -> float | torch.Event:
-        if self._device.type == "cpu":
+        if not is_accelerator(self._device):
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
@@ -91,7 +92,7 @@ class PassTimes(Participant):
         exposed = sum(_seconds(began, ended) for _, began, ended in self.passes)
         under_way = sum(_seconds(launched, ended) for launched, _, ended in self.passes)
         self.step_ended()  # once more: an accelerator has caught up only now
-        waited = self._waited if self._device.type == "cpu" else exposed
+        waited = exposed if is_accelerator(self._device) else self._waited
         mine = torch.tensor([self._own, waited, exposed, under_way], device=self._device)
         with self._peers.waiting_for("the times of all ranks"):
             gathered, work = self._collectives.all_gather(mine)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
@@ -152,7 +153,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
-        if self._options.uneven_inputs and self.root_device.type != "cpu":  # there the layers are torch's own
+        if self._options.uneven_inputs and is_accelerator(self.root_device):  # there the layers are torch's own
             require_no_sync_batchnorm(self.model, "uneven_inputs on an accelerator", "has no batch left")
         self._ended = None
         self._trainable_at_setup = finetuning.trainable_state(self.model)

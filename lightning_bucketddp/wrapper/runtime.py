@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
+from lightning_bucketddp.comm.devices import wait_for_device, widest_float
 from lightning_bucketddp.comm.gloo import collectives_of, end_parts_with
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.comm.hooks import choose_hook
-from lightning_bucketddp.comm.lane import wait_for_device
 from lightning_bucketddp.comm.shard_groups import require_divides
 from lightning_bucketddp.layout.options import Options
 from lightning_bucketddp.optim.lazy_all_gather import reads_past_python
@@ -175,8 +175,7 @@ class Runtime:
             device: The device of the mean.
         """
         peers, joining = self.passes.peers, self.passes.joining
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        mine = torch.zeros(3, dtype=dtype, device=device)
+        mine = torch.zeros(3, dtype=widest_float(device), device=device)
         by_samples = (weight := self.passes.wrapped.context.divisor.weight) is not None
         weight = int(joining.counts()) if weight is None else weight
         mine[1], mine[2] = int(loss is not None), weight

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.groups import group_apart
 from lightning_bucketddp.peers.agreement import RankMismatchError
 from lightning_bucketddp.peers.peers import Peers
@@ -193,7 +194,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         collectives = self._link.collectives
         if not self.training or collectives is None or collectives.world_size == 1:
             return _BatchNorm.forward(self, input)
-        if input.device.type != "cpu":
+        if is_accelerator(input.device):
             return super().forward(input)
         self._check_input_dim(input)
         x, link = input.to(torch.promote_types(input.dtype, torch.float32)), self._link
