@@ -15,6 +15,7 @@ ABOUT_A_TENSOR = frozenset({
     "output_nr", "name", "names", "is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia",
     "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize", "nbytes",
     "retains_grad", "volatile", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base",
+    "_has_grad_dtype_override",
 })  # fmt: skip
 """Attributes that do not depend on a tensor's values."""
 

@@ -6,6 +6,7 @@ As a script: <folder>
 import ctypes
 import gc
 import os
+import re
 import resource
 import signal
 import statistics
@@ -157,7 +158,8 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(tmp_path: Path) -> None
         for rank in RANKS:
             at = f"{scenario}, rank {rank}: {errors[rank][-3000:]}"
             if what == "ends":  # which harms nobody
-                assert (codes[rank], errors[rank]) == ("0", ""), at
+                assert codes[rank] == "0", at
+                assert not re.search("rank |Traceback", errors[rank]), at  # other libraries may complain at exit
                 continue
             assert codes[rank] != "0", at
             if str(rank) != which:

@@ -227,6 +227,7 @@ def test_references_to_the_module_lead_to_the_replicas_own() -> None:
             replicas.refresh(count)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # since torch 2.15
 def test_traced_graphs_are_replicated_and_compiled_code_is_refused() -> None:
     module = fx.symbolic_trace(Mlp())
     replicas = Replicas(module, THREE, COPIED)
