@@ -14,7 +14,7 @@ from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 LISTED = Path(__file__).parent / "option_listing"
 """One line per argument: its name, its default in YAML, its type and its default in help."""
 BASES = {BucketDDPStrategy: Strategy, BucketDDPFabricStrategy: FabricStrategy}
-ENTRY = re.compile(r"--strategy\.(\w+) (?:\S+ ){5,}\((type: .+, default: .+)\)")
+ENTRY = re.compile(r"--strategy\.(\w+),? (?:\S+ ){5,}\((type: .+, default: .+)\)")
 """A text of several words is between the name and the type."""
 
 
