@@ -96,8 +96,8 @@ LOOK_AT_MEMORY = {
 ABOUT_THE_TENSOR = {"aten::dense_dim", "aten::sparse_dim", "aten::is_pinned", "aten::empty.memory_format"}
 OTHER_FOR_EACH_TENSOR = {
     "__class__", "__dict__", "__doc__", "__firstlineno__", "__getstate__", "__hash__", "__init__", "__init_subclass__",
-    "__module__", "__new__", "__repr__", "__static_attributes__", "__str__", "_base", "_is_view", "_use_count", "_version",
-    "detach_", "storage_offset",
+    "__module__", "__new__", "__repr__", "__static_attributes__", "__str__", "_base", "_is_view", "_use_count",
+    "_version", "detach_", "storage_offset",
 }  # fmt: skip
 
 
