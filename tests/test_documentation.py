@@ -18,8 +18,10 @@ PACKAGE = Path(lightning_bucketddp.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 FENCE = re.compile(r"^```(\w*)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 NOT_RUN = 'title="Not run: '
 """Begins the fence's attribute of a block that one CPU process cannot run, before the reason."""
+RESULTS = ROOT / "benchmarks" / "results"
 LANGUAGES = {"python", "bash", "text", "yaml", ""}
 
 
@@ -123,13 +125,30 @@ def test_readme_is_short() -> None:
     assert sum(len(line.split()) for line in lines) <= 900
 
 
+def test_figures_in_tables_are_those_of_the_files_that_are_cited_above_them() -> None:
+    """In the same section, or in the table. As far as they have decimal places and are no sizes; seconds may be ms."""
+    checked = 0
+    for page in PAGES:
+        text = page.read_text()
+        for table in TABLE.finditer(text):
+            above = text[text.rindex("\n#", 0, table.start()) if "\n#" in text[: table.start()] else 0 : table.end()]
+            files = [RESULTS / name for name in re.findall(r"results/([\w-]+\.txt)", above)]
+            known = [float(figure) for file in files for figure in re.findall(r"\d+(?:\.\d+)?", file.read_text())]
+            cells = re.sub(r"`.*?`|\(.*?\)|[\d.]+ MB", "", table[0])
+            for number, unit in re.findall(r"(?<![\w.])(\d+\.\d+)(?![\w.])( s)?", cells) if files else ():
+                places, scale = len(number.partition(".")[2]), 1e3 if unit else 1
+                assert number in {f"{figure / scale + 1e-9:.{places}f}" for figure in known}, page.name
+                checked += 1
+    assert checked > 170
+
+
 def test_figures_over_the_link_are_those_of_the_file() -> None:
     """In whole per cent of the time that ``ddp`` needs as shipped."""
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/performance.md")}
     for page in pages.values():
         assert "2026-11-26-link.png" in page
     shares, steps = dict[str, str](), dict[str, str]()
-    for line in (ROOT / "benchmarks" / "results" / "2026-11-26-link.txt").read_text().splitlines():
+    for line in (RESULTS / "2026-11-26-link.txt").read_text().splitlines():
         row = re.match(r"(\S.*?)  +(\d+) +(\d\.\d{3})(?: |$)", line)
         if row is not None:
             shares[row[1]], steps[row[1]] = f"{100 * float(row[3]) + 1e-9:.0f} %", f"{row[2]} ms"
