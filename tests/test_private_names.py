@@ -95,7 +95,6 @@ OWNERS = {
     "_update_count": "torchmetrics.Metric",
     "_version": "torch.Tensor",
     "_will_engine_execute_node": "torch._C",
-    "_world": "torch.distributed.distributed_c10d",
 }
 PYTHONS = {"_exit", "_fields", "_replace"}
 """Documented, for all their underscores."""

@@ -39,6 +39,7 @@ class Collectives(Group):
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         super().__init__(process_group)
         self._parts: list[dist.ProcessGroup] = []
+        self._split_as: Sequence[Sequence[int]] = [range(self.world_size)]  # in the group that this one was made of
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
         from_cpu = "cpu:" in dist.get_backend_config(self.group)
@@ -52,12 +53,19 @@ class Collectives(Group):
         Args:
             parts: Per group, its ranks within this one. Every rank is in one of them.
             backend: The groups' backend; the default group's if None.
+
+        Raises:
+            ValueError: If some processes are not in the group.
         """
-        mine = part_of(self.group, parts, lambda number: max(self.exchange_objects(number)), backend)
+        mine = part_of(self, parts, backend)
         self._parts.append(mine)
         part = type(self)(mine)
-        part._backend_averages = self._backend_averages
+        part._backend_averages, part._split_as = self._backend_averages, parts
         return part
+
+    def duplicate(self, part: Collectives) -> Collectives:
+        """Make a second group of the ranks of a part, or of all ranks. Errors and callers as for :meth:`split`."""
+        return self.split(part._split_as)
 
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""
@@ -66,7 +74,7 @@ class Collectives(Group):
     def end_parts(self) -> None:
         """Destroy the groups that were made of this one; see :func:`end_part`."""
         while self._parts:
-            end_part(self._parts.pop(), self.group)
+            end_part(self._parts.pop())
 
     # -- means ---------------------------------------------------------------------------------------
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-_most_groups = 0
-"""The largest number after which torch has named a group that only its members make."""
 
 
 class Group:
@@ -67,6 +63,10 @@ class Group:
         members = hashlib.sha256(repr(dist.get_process_group_ranks(self.group)).encode()).hexdigest()
         return f"{self.group.group_name}/{members[:16]}"
 
+    def has_all_processes(self) -> bool:
+        """Whether the group has all processes, in their order. torch makes groups of some ranks together with all."""
+        return dist.get_process_group_ranks(self.group) == list(range(dist.get_world_size()))
+
     def is_default(self) -> bool:
         """Whether the group is the default one, of all processes."""
         return self.group is dist.group.WORLD
@@ -91,7 +91,7 @@ class Group:
         Raises:
             RuntimeError: If some are.
         """
-        why = _found_behind(self.group)
+        why = next(filter(None, map(_left_behind.get, (self.group, *_parts.get(self.group, ())))), None)
         if why is not None:
             raise RuntimeError(
                 "expected a process group without unfinished collectives, found one that was given up after a failure "
@@ -99,62 +99,31 @@ class Group:
             )
 
 
-def _found_behind(group: dist.ProcessGroup) -> str | None:
-    """Why a group, or one made of its ranks, cannot be used any more; None if it can."""
-    found = (_left_behind.get(group), *map(_found_behind, _parts.get(group, ())))
-    return next(filter(None, found), None)
-
-
-def part_of(
-    group: dist.ProcessGroup, parts: Sequence[Sequence[int]], largest: Callable[[int], int], backend: str | None = None
-) -> dist.ProcessGroup:
+def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
 
     Args:
         group: The group.
         parts: Per new group, its ranks within the group. Every rank is in one of them.
-        largest: Gives the largest of the numbers with which the ranks call it.
         backend: The groups' backend; the default group's if None.
+
+    Raises:
+        ValueError: If some processes are not in the group.
     """
-    everyone, timeout = dist.get_process_group_ranks(group), timeout_of(group)
-    members = [[everyone[rank] for rank in part] for part in parts]
-    if group is dist.group.WORLD:
-        mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
-    else:  # the processes outside of this group know nothing of it
-        own = next(part for part in members if dist.get_rank() in part)
-        with _equally_many_groups(largest):
-            mine = dist.new_group(own, timeout=timeout, backend=backend, use_local_synchronization=True)
-    _belongs_to(mine, group)
+    if not group.has_all_processes():
+        raise ValueError(
+            "expected a process group of all processes where groups are made of its ranks, found one of "
+            f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
+        )
+    ranks = [list(part) for part in parts]
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
+    _belongs_to(mine, group.group)
     return mine
 
 
-@contextmanager
-def _equally_many_groups(largest: Callable[[int], int]) -> Iterator[None]:
-    """Have torch think that all ranks know equally many groups, and more than before.
-
-    It names a group that only its members make after that number. Ranks may differ in it: in groups with others, and in
-    when a dropped wrapper's groups are destroyed.
-    """
-    global _most_groups
-    # Private; without it ranks with different numbers wait for each other, as a test notices.
-    known: dict[Any, str] = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", {})
-    _most_groups = largest(max(len(known), _most_groups) + 1)
-    fillers = {object(): "no group" for _ in range(len(known), _most_groups)}
-    known.update(fillers)
-    try:
-        yield
-    finally:
-        for filler in fillers:
-            del known[filler]
-
-
-def end_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Destroy a group that was made of another one's ranks, unless something is under way in it. Sends nothing.
-
-    A part of another group than the default one stays: torch would use its name again, and find under this name
-    what its ranks have left in the store.
-    """
-    if group is dist.group.WORLD and _found_behind(part) is None:
+def end_part(part: dist.ProcessGroup) -> None:
+    """Destroy a group that was made of another one's ranks, unless something is under way in it. Sends nothing."""
+    if _left_behind.get(part) is None:
         with suppress(ValueError):  # it went with the default group
             dist.destroy_process_group(part)
 

@@ -58,26 +58,38 @@ def lane_for(collectives: Collectives, device: torch.device, collectives_each: i
     """
     if is_accelerator(device):
         return StreamLane(device)
-    if collectives.world_size > 1 and (collectives_each > 1 or not starts_here):
+    if _may_have_threads(collectives) and (collectives_each > 1 or not starts_here):
         return ThreadLane(collectives.leave_behind, starts_here)
     return InlineLane(collectives)
 
 
-def separate_stages(first: Collectives, second: Collectives | None, device: torch.device, one_machine: bool) -> None:
+def separate_stages(
+    collectives: Collectives,
+    first: Collectives,
+    second: Collectives | None,
+    device: torch.device,
+    one_machine: bool,
+) -> None:
     """Give stages of reductions groups of their own where threads start them. All ranks must call this.
 
     Args:
+        collectives: The group of all ranks that train together.
         first: The collectives of first stages. On one machine the thread that trains starts them.
         second: Those of which the second stage follows a first one of the same ranks; None if there are none.
         device: The gradients' device.
         one_machine: Whether the ranks share one machine.
     """
-    if is_accelerator(device):
+    if is_accelerator(device) or not _may_have_threads(collectives):
         return
     if not one_machine and first.world_size > 1:
-        first.of_stage[0] = first.split([range(first.world_size)])
+        first.of_stage[0] = collectives.duplicate(first)
     if second is not None and second.world_size > 1:
-        second.of_stage[1] = second.split([range(second.world_size)])
+        second.of_stage[1] = collectives.duplicate(second)
+
+
+def _may_have_threads(collectives: Collectives) -> bool:
+    """Whether threads may have process groups of their own."""
+    return collectives.world_size > 1 and collectives.has_all_processes()
 
 
 class InlineLane:

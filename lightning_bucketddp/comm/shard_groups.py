@@ -15,12 +15,18 @@ from torch import Tensor
 from lightning_bucketddp.comm.collectives import Collectives
 
 
-def require_divides(group_size: int | None, world_size: int) -> None:
-    """Require that ``group_size`` divides the number of ranks.
+def require_divides(group_size: int | None, collectives: Collectives) -> None:
+    """Require that ``group_size`` divides the number of ranks, and that these are all processes.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If it does not, or if they are not.
     """
+    world_size = collectives.world_size
+    if group_size not in (None, world_size) and not collectives.has_all_processes():
+        raise ValueError(
+            f"expected shard_group_size with a process group of all processes, found shard_group_size={group_size} and "
+            f"a group of {world_size} ranks, of which torch makes no further groups; leave it out"
+        )
     if group_size is not None and world_size % group_size:
         raise ValueError(
             f"expected shard_group_size to divide the number of ranks, found shard_group_size={group_size} and "
@@ -38,18 +44,21 @@ class ShardGroups:
     Attributes:
         inside: The ranks among which shards are divided.
         across: The ranks with the same shard as this one; None if there is no other.
-        gathering: The ranks of ``inside`` again, for collectives whose place among the others varies.
+        gathering: The ranks of ``inside`` again, so that parameters are gathered while other things travel; ``inside``
+            itself if the group has not all processes.
         shards: Number of shards of each bucket.
         index: This rank's shard.
     """
 
     def __init__(self, collectives: Collectives, group_size: int | None = None) -> None:
         ranks = collectives.world_size
-        require_divides(group_size, ranks)
+        require_divides(group_size, collectives)
         size = group_size or ranks
         groups = [range(first, first + size) for first in range(0, ranks, size)]
         self.inside = collectives if size == ranks else collectives.split(groups)
-        self.gathering = collectives if ranks == 1 else collectives.split(groups)
+        self.gathering = self.inside
+        if ranks > 1 and collectives.has_all_processes():
+            self.gathering = collectives.duplicate(self.inside)
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])

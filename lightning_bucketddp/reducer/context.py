@@ -71,4 +71,4 @@ class WrapperContext:
             self.skips = StepSkips(options, collectives, self.groups, peers, self.device)
         first = collectives if self.groups is None else self.groups.inside
         second = collectives if self.groups is None else self.groups.across
-        separate_stages(first, second if options.wire_dtype else None, self.device, self.one_machine)
+        separate_stages(collectives, first, second if options.wire_dtype else None, self.device, self.one_machine)

@@ -73,7 +73,7 @@ class Runtime:
         release = ExitStack()  # calls the last callback first
         release.callback(params.restore_grad_dtypes)
         with _agreeing(_AGREED, peers) as entries:
-            require_divides(options.shard_group_size, collectives.world_size)
+            require_divides(options.shard_group_size, collectives)
             if "oom" in options.skip_step_on:
                 require_no_sync_batchnorm(module, "skip_step_on that has 'oom'", "ran out of memory")
             collectives.require_nothing_left_behind()

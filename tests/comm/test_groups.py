@@ -13,14 +13,14 @@ from tests.pool import on_ranks
 def test_what_is_left_behind_in_a_part_is_left_behind_in_the_group() -> None:
     whole = Collectives(None)
     part = whole.split([range(2)])
-    inner = part.split([range(2)])
+    other = whole.duplicate(part)
     whole.require_nothing_left_behind()
-    inner.leave_behind("rank 1 raised KeyError")
+    other.leave_behind("rank 1 raised KeyError")
     with pytest.raises(RuntimeError, match=r"without unfinished collectives.*rank 1 raised KeyError"):
         Group(None).require_nothing_left_behind()
     whole.end_parts()
-    part.all_reduce_sum(torch.ones(1)).wait()  # has not been destroyed
-    dist.destroy_process_group(part.group)
+    other.all_reduce_sum(torch.ones(1)).wait()  # has not been destroyed
+    dist.destroy_process_group(other.group)
 
 
 @on_ranks(2, fresh=True)

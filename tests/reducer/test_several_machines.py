@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,6 +64,22 @@ def test_a_thread_launches_buckets_and_weights_stay_the_same(name: str) -> None:
         apart = [thread for thread, in_world in made if not in_world]
         assert "bucketddp-lane" in apart
         assert "MainThread" not in apart or name == "groups of shards"
+
+
+@on_ranks(3, cases=("bf16 wire", "sharded", "sharded, bf16 wire"))
+def test_ranks_among_others_train_in_their_one_group(name: str) -> None:
+    """torch makes further groups of them only together with all processes."""
+    group = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]
+    exact, _ = trained(True, {"process_group": group})
+    weights, made = trained(True, {**OPTIONS[name], "process_group": group})
+    torch.testing.assert_close(weights, exact, rtol=0, atol=2e-3 if "wire" in name else 1e-6)
+    assert {thread for thread, _ in made} <= {"MainThread"}
+    everyones = [weights] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, weights, group)
+    assert all(torch.equal(*pair) for pair in zip(everyones[0], everyones[-1], strict=True))
+    if dist.get_world_size(group) > 1:
+        with pytest.raises(ValueError, match="shard_group_size with a process group of all processes, found shard_gr"):
+            BucketDDP(Mlp(), process_group=group, shard_optimizer=True, shard_group_size=1)
 
 
 @on_ranks(2)
