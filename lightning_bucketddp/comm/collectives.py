@@ -30,6 +30,8 @@ class Collectives(Group):
 
     Attributes:
         of_stage: The collectives of a group of its own, by the stages of reductions that have one.
+        made_of: The parts into which a group was split, so that a second split gives the same ranks; all ranks of a
+            group that was not made so.
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialised.
@@ -39,7 +41,7 @@ class Collectives(Group):
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         super().__init__(process_group)
         self._parts: list[dist.ProcessGroup] = []
-        self._split_as: Sequence[Sequence[int]] = [range(self.world_size)]  # in the group that this one was made of
+        self.made_of: Sequence[Sequence[int]] = [range(self.world_size)]
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
         from_cpu = "cpu:" in dist.get_backend_config(self.group)
@@ -60,12 +62,8 @@ class Collectives(Group):
         mine = part_of(self, parts, backend)
         self._parts.append(mine)
         part = type(self)(mine)
-        part._backend_averages, part._split_as = self._backend_averages, parts
+        part._backend_averages, part.made_of = self._backend_averages, parts
         return part
-
-    def duplicate(self, part: Collectives) -> Collectives:
-        """Make a second group of the ranks of a part, or of all ranks. Errors and callers as for :meth:`split`."""
-        return self.split(part._split_as)
 
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""

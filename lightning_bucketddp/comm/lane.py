@@ -82,9 +82,9 @@ def separate_stages(
     if is_accelerator(device) or not _may_have_threads(collectives):
         return
     if not one_machine and first.world_size > 1:
-        first.of_stage[0] = collectives.duplicate(first)
+        first.of_stage[0] = collectives.split(first.made_of)
     if second is not None and second.world_size > 1:
-        second.of_stage[1] = collectives.duplicate(second)
+        second.of_stage[1] = collectives.split(second.made_of)
 
 
 def _may_have_threads(collectives: Collectives) -> bool:

@@ -58,7 +58,7 @@ class ShardGroups:
         self.inside = collectives if size == ranks else collectives.split(groups)
         self.gathering = self.inside
         if ranks > 1 and collectives.has_all_processes():
-            self.gathering = collectives.duplicate(self.inside)
+            self.gathering = collectives.split(self.inside.made_of)
         self.across: Collectives | None = None
         if size < ranks:
             self.across = collectives.split([range(place, ranks, size) for place in range(size)])

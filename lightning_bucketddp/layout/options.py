@@ -144,8 +144,8 @@ class Options:
             Fabric. Checkpoints have the same content as without. In plain PyTorch, save and load optimizers with
             :meth:`BucketDDP.optimizer_state_dict`.
         shard_group_size: Divide shards among this many consecutive ranks, such as the ranks of a node; None for all
-            ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state. Not with a ``process_group`` of
-            some processes.
+            ranks. Parameters are then gathered inside nodes only, and each node holds the optimizer's whole state. Not
+            with a ``process_group`` of some processes.
         scatter_every_pass: With ``shard_optimizer``: reduce-scatter each pass of a gradient accumulation, so that only
             shards accumulate. This sends more, and saves the memory of whole gradients between passes. By default
             local passes accumulate whole gradients, and only their sum is reduce-scattered.

@@ -13,7 +13,7 @@ from tests.pool import on_ranks
 def test_what_is_left_behind_in_a_part_is_left_behind_in_the_group() -> None:
     whole = Collectives(None)
     part = whole.split([range(2)])
-    other = whole.duplicate(part)
+    other = whole.split(part.made_of)
     whole.require_nothing_left_behind()
     other.leave_behind("rank 1 raised KeyError")
     with pytest.raises(RuntimeError, match=r"without unfinished collectives.*rank 1 raised KeyError"):
