@@ -31,3 +31,13 @@ def test_parts_end_with_the_group_that_they_are_made_of() -> None:
     whole.end_parts()
     with pytest.raises(ValueError, match="Invalid process group"):
         dist.destroy_process_group(part.group)
+
+
+@on_ranks(2)
+def test_groups_are_made_of_all_processes_only() -> None:
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match=r"of all processes .* found one of 1 of 2 processes"):
+        Collectives(own).split([range(1)])
+    turned = dist.new_group([1, 0], sort_ranks=False)
+    assert Collectives(turned).rank == 1 - dist.get_rank()
+    assert not Collectives(turned).has_all_processes(), "parts of it would have other ranks"
