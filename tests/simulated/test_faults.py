@@ -19,7 +19,7 @@ from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import logged
+from tests.reference import group_store, logged
 from tests.simulated.training import CPU, SMALL
 
 
@@ -120,8 +120,10 @@ def test_an_abort_reaches_all_communicators() -> None:
         loss_of(model(x), target).backward()
         if step == 3 and dist.get_rank() == 1:
             error = ArithmeticError("no step today")
+            group_store().wait(["gathering"])
             tell_failure(error)
             time.sleep(20)
             return
         optimizer.step()  # rank 0 gathers, and rank 1 never does
+    group_store().set("gathering", "")
     torch.accelerator.synchronize()
