@@ -132,9 +132,12 @@ class Run:
         if item.step and reduced and not fail and not self.nudged:
             self.optimizer.step()
             self.digests.append(digest(self.params))
-            self.weights += map(double, self.params.values())
+            self.stepped(list(map(double, self.params.values())))
             for param, other in zip(self.params.values(), self.reference.params.values(), strict=True):
                 other.data.copy_(param.data)
+
+    def stepped(self, weights: list[Tensor]) -> None:
+        self.weights += weights
 
     def freeze(self, trainable: tuple[bool, ...] | None) -> None:
         if trainable is not None:
@@ -264,7 +267,14 @@ class Run:
 
 
 class ShardedRun(Run):
-    """With a sharded optimizer, of whose gradients a rank has parts."""
+    """A case again with a sharded optimizer, of whose gradients a rank has parts: weights must be a whole one's."""
+
+    def __init__(self, whole: Run) -> None:
+        seed, options = whole.case.seed, {"shard_optimizer": True, **whole.case.options}
+        options |= {"scatter_every_pass": seed % 4 == 0, "shard_group_size": 1 if seed % 5 == 0 else None}
+        super().__init__(replace(whole.case, options=options))
+        coarse = not self.travels_as_it_is or any(param.dtype is torch.bfloat16 for param in self.params.values())
+        self.tolerance, self.expected = 0.05 if coarse else 1e-4, whole.weights
 
     def grads(self) -> Grads:
         return {}
@@ -272,17 +282,13 @@ class ShardedRun(Run):
     def compare(self, untouched: set[str], before: Grads, reduced: bool) -> None:
         pass
 
-
-def shard(whole: Run) -> Run:
-    """Plays a case again with a sharded optimizer, whose weights must be those of a whole one."""
-    seed, options = whole.case.seed, {"shard_optimizer": True, **whole.case.options}
-    options |= {"scatter_every_pass": seed % 4 == 0, "shard_group_size": 1 if seed % 5 == 0 else None}
-    run = ShardedRun(replace(whole.case, options=options))
-    run.run()
-    coarse = not run.travels_as_it_is or any(param.dtype is torch.bfloat16 for param in run.params.values())
-    first = slice(5 * len(run.params) if coarse else None)  # later on rounding to bf16 has added up
-    torch.testing.assert_close(run.weights[first], whole.weights[first], rtol=0, atol=0.05 if coarse else 1e-4)
-    return run
+    def stepped(self, weights: list[Tensor]) -> None:
+        begin = len(self.weights)
+        super().stepped(weights)
+        expected = self.expected[begin : len(self.weights)]
+        torch.testing.assert_close(weights, expected, rtol=0, atol=self.tolerance)
+        for param, weight in zip(self.params.values(), expected, strict=True):
+            param.data.copy_(weight)  # rounding does not add up over the steps
 
 
 def run_case(seed: int, sharded: bool) -> list[str]:
@@ -298,7 +304,9 @@ def run_case(seed: int, sharded: bool) -> list[str]:
             run = Run(case)
             run.run()
             if sharded:
-                run = shard(run)
+                run = ShardedRun(run)
+                run.run()
+                assert len(run.weights) == len(run.expected), "as many steps"
     except BaseException as error:
         number = run.number if run else "-"
         raise AssertionError(f"{RERUN}{seed}\n{case}\nround {number}\n{traceback.format_exc()}") from error
