@@ -7,7 +7,7 @@ takes longer than its all-reduce. Its one thread per device reads a message to i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import starmap
 
 import torch
@@ -56,6 +56,12 @@ def end_parts_with(owner: object, collectives: Collectives) -> None:
 
 class GlooCollectives(Collectives):
     """Collectives of a group with gloo as its backend."""
+
+    def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
+        """As on any backend. And wait until all ranks have connected: the part may be destroyed at once."""
+        part = super().split(parts, backend)
+        part.all_reduce_sum(torch.zeros(1)).wait()
+        return part
 
     def scale(self, dtype: torch.dtype) -> float | None:
         """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""
