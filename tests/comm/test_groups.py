@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.gloo import collectives_of
 from lightning_bucketddp.comm.groups import Group
 from tests.pool import on_ranks
 
@@ -41,3 +42,12 @@ def test_groups_are_made_of_all_processes_only() -> None:
     turned = dist.new_group([1, 0], sort_ranks=False)
     assert Collectives(turned).rank == 1 - dist.get_rank()
     assert not Collectives(turned).has_all_processes(), "parts of it would have other ranks"
+
+
+@on_ranks(3)
+def test_parts_may_end_at_once() -> None:
+    """While other ranks are not back from making them, say."""
+    whole = collectives_of(None, torch.device("cpu"))
+    for _ in range(100):
+        whole.split([range(3)])
+        whole.end_parts()
