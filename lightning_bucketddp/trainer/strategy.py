@@ -153,7 +153,8 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def configure_ddp(self) -> None:
         assert isinstance(self.model, pl.LightningModule)
-        if self._options.uneven_inputs and is_accelerator(self.root_device):  # there the layers are torch's own
+        if self._options.uneven_inputs and self.world_size > 1 and is_accelerator(self.root_device):
+            # There the layers are torch's own.
             require_no_sync_batchnorm(self.model, "uneven_inputs on an accelerator", "has no batch left")
         self._ended = None
         self._trainable_at_setup = finetuning.trainable_state(self.model)

@@ -148,8 +148,8 @@ def require_no_sync_batchnorm(module: nn.Module, found: str, absent: str) -> Non
 
     Args:
         module: The module.
-        found: What was asked for.
-        absent: Which rank misses them, as the end of a sentence about "one that".
+        found: What was asked for, such as ``"uneven_inputs"``.
+        absent: What a rank did that misses them, such as ``"ran out of memory"``.
 
     Raises:
         ValueError: If a ``SyncBatchNorm`` has.
