@@ -1,6 +1,7 @@
 """What ``--help`` and YAML show of the strategies' arguments: names, defaults, types and texts."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
+from packaging.version import Version
 
 from lightning_bucketddp import BucketDDPFabricStrategy, BucketDDPStrategy
 
@@ -18,6 +20,7 @@ ENTRY = re.compile(r"--strategy\.(\w+),? (?:\S+ ){5,}\((type: .+, default: .+)\)
 """A text of several words is between the name and the type."""
 
 
+@pytest.mark.skipif(Version(version("jsonargparse")) < Version("4.53"), reason="older ones word types otherwise")
 @pytest.mark.filterwarnings("ignore")  # of jsonargparse, of its own use by Lightning
 @pytest.mark.parametrize("strategy", BASES)
 def test_help_and_yaml_list_names_defaults_and_types(strategy: type, capsys: pytest.CaptureFixture[str]) -> None:

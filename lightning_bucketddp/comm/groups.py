@@ -169,8 +169,9 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
     This is private to torch, which gives groups of some ranks its own default, and not that of all ranks.
     """
-    for device in getattr(group, "_device_types", ()):
-        with suppress(AttributeError, RuntimeError):
+    cpu = torch.device("cpu")
+    for device in (cpu, torch.accelerator.current_accelerator() or cpu):
+        with suppress(AttributeError, RuntimeError):  # no backend for it
             return group._get_backend(device).options._timeout
     return None
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 ABOUT_A_TENSOR = frozenset({
     "grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "grad_dtype",
@@ -110,33 +108,18 @@ class ShardedGrad(Tensor):
             return f"ShardedGrad({args[0].param_name})"
         if name == "__set__" and attribute == "data" and args[0] is args[1]:
             return None  # a module that is moved to the device where it is
-        refusal = _refusal((args, kwargs), f".{attribute}" if name == "__get__" else name)
         if name in _CONVERSIONS or (name == "__get__" and attribute in _CONVERSIONS):
-            with torch._C.DisableTorchFunctionSubclass(), _Refusing(refusal):
-                return func(*args, **kwargs)
-        raise RuntimeError(refusal)
+            with torch._C.DisableTorchFunctionSubclass():
+                converted = func(*args, **kwargs)
+            if converted is args[0] or not isinstance(converted, Tensor):  # `type()` gives a name
+                return converted
+        raise RuntimeError(_refusal((*args, *kwargs.values()), f".{attribute}" if name == "__get__" else name))
 
 
 def _attribute_of(func: Any) -> str:
     """The attribute that a ``__get__`` or ``__set__`` is for; Python's properties have their name elsewhere."""
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", "") or getattr(getattr(owner, "fget", None), "__name__", "")
-
-
-class _Refusing(TorchDispatchMode):
-    """Refuses every operation that needs memory.
-
-    Args:
-        refusal: The text of the error.
-    """
-
-    def __init__(self, refusal: str) -> None:
-        super().__init__()
-        self._refusal = refusal
-
-    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
-        """Raise."""
-        raise RuntimeError(self._refusal)
 
 
 def _change(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -151,10 +134,11 @@ def _change(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return first
 
 
-def _refusal(args: Any, what: str) -> str:
-    names = [leaf.param_name for leaf in tree_leaves(args) if isinstance(leaf, ShardedGrad)]
+def _refusal(args: Sequence[Any], what: str) -> str:
+    each = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+    name = next(item.param_name for item in each if isinstance(item, ShardedGrad))  # torch looks no deeper either
     return (
-        f"the gradient of parameter {names[0]!r} is sharded: this rank holds only its own part, and "
+        f"the gradient of parameter {name!r} is sharded: this rank holds only its own part, and "
         f"{what} would read all of it. For norms and clipping use grad_norm(), clip_grad_norm_() and "
         "clip_grad_value_() of the BucketDDP or its strategy, or a Trainer's gradient_clip_val. For single gradients "
         "use full_grad(), which all ranks must call"

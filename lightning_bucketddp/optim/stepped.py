@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lightning_bucketddp.optim.parts import ParamPart, Parts
 
@@ -271,20 +270,20 @@ def in_fp32(value: Any, original: Any, low_precision: torch.dtype) -> Any:
     """Undo torch's cast of state to a low-precision parameter's dtype.
 
     Args:
-        value: A parameter's state, on the right device.
+        value: A parameter's state, on the right device: tensors, dicts, lists and tuples of them, other things.
         original: The same state before it was cast.
         low_precision: The parameter's dtype.
 
     Returns:
         ``value``, with fp32 copies of the originals where it has that dtype.
     """
-
-    def widen(cast: Any, before: Any) -> Any:
-        if not isinstance(before, Tensor) or not isinstance(cast, Tensor) or cast.dtype is not low_precision:
-            return cast
-        return before.to(cast.device, torch.float32, copy=True)  # a copy: steps must not change the caller's tensors
-
-    return tree_map(widen, value, original)
+    if isinstance(value, dict):
+        return {key: in_fp32(cast, original[key], low_precision) for key, cast in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(in_fp32, value, original, repeat(low_precision)))
+    if not isinstance(original, Tensor) or not isinstance(value, Tensor) or value.dtype is not low_precision:
+        return value
+    return original.to(value.device, torch.float32, copy=True)  # a copy: steps must not change the caller's tensors
 
 
 def _indices(state_dict: Mapping[str, Any]) -> list[int]:

@@ -6,10 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder as LightningsFinder
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import is_oom_error
-from lightning.pytorch.utilities.parsing import lightning_getattr
 from torch.nn import SyncBatchNorm
 from typing_extensions import override
 
@@ -28,7 +29,7 @@ class BatchSizeFinder(LightningsFinder):
 
     Raises:
         MisconfigurationException: As Lightning's. When the search begins, with manual optimisation or
-            ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
+            ``SyncBatchNorm``, or if datasets are of different lengths on the ranks.
     """
 
     @override
@@ -57,18 +58,15 @@ class BatchSizeFinder(LightningsFinder):
                 "otherwise: a rank that runs out of memory could not take part in what the others wait for. Search "
                 "without sync_batchnorm, or set the batch size yourself"
             )
-        loop = trainer._active_loop
-        loop.setup_data()
-        try:
-            length = loop._combined_loader._dataset_length()
-        except NotImplementedError:  # no dataset has a length
-            length = -1
-        size: Any = lightning_getattr(pl_module, self._batch_arg_name)
-        found = trials.everyones(size, length)
+        getattr(trainer, f"{trainer.state.fn.value}_loop").setup_data()
+        prefix = trainer.state.stage.dataloader_prefix
+        loaders = getattr(trainer, f"{prefix}_dataloader" if prefix == "train" else f"{prefix}_dataloaders")
+        datasets = [getattr(loader, "dataset", None) for loader in CombinedLoader(loaders).flattened]
+        found = trials.everyones(sum(sized_len(dataset) or 0 for dataset in datasets))
         if any(rank != found[0] for rank in found):
             raise MisconfigurationException(
-                f"rank {trainer.global_rank}: expected one batch size, and datasets of one length, on all ranks for "
-                f"BatchSizeFinder, found {found} by rank. Begin with the same size, and divide one dataset by a sampler"
+                f"rank {trainer.global_rank}: expected datasets of one length on all ranks for BatchSizeFinder, found "
+                f"{[length for (length,) in found]} samples by rank. Divide one dataset by a sampler"
             )
 
 

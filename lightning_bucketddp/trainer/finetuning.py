@@ -6,6 +6,7 @@ trainable, under a key of its own, if that has changed since the strategy's ``se
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,9 +57,11 @@ def restore_trainable(checkpoint: Mapping[str, Any], module: pl.LightningModule)
     """
     if (saved := checkpoint.get(CHECKPOINT_KEY)) is None:
         return
-    # `module.trainer` would raise if a strategy restores into a module that has none.
-    callbacks = [c for c in getattr(module._trainer, "callbacks", ()) if isinstance(c, BaseFinetuning)]
-    resumed = any(callback.state_key in checkpoint.get("callbacks", {}) for callback in callbacks)
+    resumed = False
+    with suppress(RuntimeError):  # a strategy may restore into a module that has no Trainer
+        trainer: Any = module.trainer
+        callbacks = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
+        resumed = any(callback.state_key in checkpoint.get("callbacks", {}) for callback in callbacks)
     before, now = saved["requires_grad"], dict(module.named_parameters())
     changed = [name for name, param in now.items() if param.requires_grad != before.get(name, param.requires_grad)]
     unfrozen, frozen = ([name for name in changed if before[name] is wanted] for wanted in (True, False))

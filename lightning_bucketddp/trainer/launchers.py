@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _FabricScriptLauncher
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
@@ -27,33 +27,38 @@ class _TellsOfEndedRanks:
     procs: list[subprocess.Popen[Any]]
     num_processes: int
     cluster_environment: Any
-    _told = False
+    _looks = False
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks of this machine, and call a function."""
         return super().launch(partial(self._observed, function), *args, **kwargs)  # type: ignore[misc]  # a launcher's
 
     def _observed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for thread in threading.enumerate():
-            if isinstance(thread, _ChildProcessObserver) and thread._child_processes is self.procs:
-                # Private; a test notices if it is gone. The thread calls this at each look.
-                thread._run = partial(self._look, thread._terminate_all)  # type: ignore[method-assign]
-                thread._sleep_period = _LOOK_SECONDS  # type: ignore[assignment]
+        if self.procs and not self._looks:
+            self._looks = True
+            lightnings, self.procs = self.procs, list(self.procs)
+            lightnings.clear()  # Lightning's thread, which has this list, then looks at no process
+            threading.Thread(target=self._look, name="ended-ranks", daemon=True).start()
         return function(*args, **kwargs)
 
-    def _look(self, end_all: Callable[[], None]) -> bool:
-        """Look for ranks that have ended with an error. Return whether there is nothing more to look for."""
-        codes = [process.poll() for process in self.procs]
-        for local_rank, code in enumerate(codes, 1):
-            if code:
-                rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
-                how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-                if tell_end_of_rank(rank, f"has ended with {how}; its output tells why"):
-                    self._told = True
-                elif not self._told:  # else the group has ended since
-                    end_all()  # this rank waits in `init_process_group`
-                    return True
-        return all(code == 0 for code in codes)
+    def _look(self) -> None:
+        """Look for ranks that have ended with an error, until all have ended without one."""
+        told = False
+        while any(process.poll() != 0 for process in self.procs):
+            for local_rank, process in enumerate(self.procs, 1):
+                if code := process.poll():
+                    rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+                    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+                    if tell_end_of_rank(rank, f"has ended with {how}; its output tells why"):
+                        told = True
+                    elif not told:  # else the group has ended since
+                        self._end_all()  # this rank waits in `init_process_group`
+            time.sleep(_LOOK_SECONDS)
+
+    def _end_all(self) -> None:
+        for process in self.procs:
+            process.kill()
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
 
 class ScriptLauncher(_TellsOfEndedRanks, _SubprocessScriptLauncher):
@@ -67,6 +72,10 @@ class FabricScriptLauncher(_TellsOfEndedRanks, _FabricScriptLauncher):
 class TellingLauncher(_MultiProcessingLauncher):
     """Calls the strategy's ``on_exception`` in the processes that it starts, which Lightning does in the main one."""
 
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        super().__init__(strategy, start_method)
+        self.on_exception: Callable[[BaseException], None] = strategy.on_exception
+
     @override
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         pid = os.getpid()
@@ -75,7 +84,7 @@ class TellingLauncher(_MultiProcessingLauncher):
         except BaseException as error:
             if os.getpid() != pid:  # a child that user code forked
                 raise
-            self._strategy.on_exception(error)
+            self.on_exception(error)
             if isinstance(error, SystemExit) and not error.code:  # as at SIGTERM: the main process waits for a result
                 raise SystemExit(1) from error
             raise

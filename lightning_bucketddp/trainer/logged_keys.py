@@ -229,7 +229,7 @@ def install(trainer: Any, keys: LoggedKeys) -> None:
         return
     loops = epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
     results = [KeyedResults(loop._results.training, keys) for loop in loops]
-    _ = connector._first_loop_iter, connector._progress_bar_metrics, trainer._results
+    _ = connector._first_loop_iter, trainer._results
     trainer._logger_connector = KeyedConnector(connector, keys)
     for loop, keyed in zip(loops, results, strict=True):
         loop._results = keyed

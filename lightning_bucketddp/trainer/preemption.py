@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
@@ -70,7 +71,7 @@ class PreemptionCheckpoint(Callback):
         self.path = os.path.join(dirpath, "preempted.ckpt")
         self._patience, self._resume, self._saving = patience, resume, False
         self._keeps_path = False
-        self._resumes: tuple[Any, bool] | None = None
+        self._resumes: tuple[Any, bool, list[Any]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the checkpoint with which ``fit`` begins, when Lightning is about to load it."""
@@ -119,13 +120,18 @@ class PreemptionCheckpoint(Callback):
 
         connector.register_signal_handlers = register_once
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End after an optimizer step, on all ranks alike.
 
         Lightning's loops raise ``SIGTERMException`` after a step and its validation, or after the epoch. They would
         break a validation off.
         """
-        if not trainer.fit_loop._should_accumulate() and BucketDDPInTrainer.of(trainer, self).preempted():
+        batches = batch_idx + 1
+        is_last = trainer.is_last_batch or batches >= trainer.num_training_batches
+        steps = is_last or batches % trainer.accumulate_grad_batches == 0
+        if steps and BucketDDPInTrainer.of(trainer, self).preempted():
             trainer._signal_connector.received_sigterm = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -194,22 +200,22 @@ class PreemptionCheckpoint(Callback):
         ranks = checkpoint.get(_RANKS, ())
         if trainer.training and len(ranks) == trainer.world_size:
             random_state, loaders = ranks[trainer.global_rank]
-            self._resumes = random_state, checkpoint.get(_STOPS, False)
+            self._resumes = random_state, checkpoint.get(_STOPS, False), loaders
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaders  # rank 0's were there
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on from there: only now, as dataloaders draw random numbers when they are made."""
         if self._resumes is None:
             return
-        (random_state, trainer.should_stop), self._resumes = self._resumes, None
+        (random_state, trainer.should_stop, loader_states), self._resumes = self._resumes, None
         if _epoch_has_ended(trainer):  # begin the next one as usual; with `max_steps` Lightning would skip it
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()
-            loop: Any = trainer.fit_loop
-            if states := loop._combined_loader_states_to_load:  # Lightning leaves them then
-                loop._combined_loader._load_state_dicts(states)
-                loop._combined_loader_states_to_load = []
-                iter(loop._data_fetcher)  # is at its end; the epoch begins another one
+            loaders = CombinedLoader(trainer.train_dataloader).flattened
+            stateful: list[Any] = [loader for loader in loaders if isinstance(loader, Stateful)]
+            for loader, state in zip(stateful, loader_states, strict=True):  # Lightning leaves them then
+                loader.load_state_dict(state)
+                iter(loader)  # is at its end; the epoch begins another one
         _random_state(random_state)
 
 

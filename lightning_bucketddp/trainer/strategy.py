@@ -1,7 +1,7 @@
 """``Trainer(strategy="bucketddp")``: Lightning's lifecycle around ``BucketDDP``."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,8 +221,9 @@ class BucketDDPStrategy(EachSampleOnce):
 
     def _interrupted(self) -> bool:
         """Whether this rank handles an exception. If a callback saves a checkpoint then, other ranks may be gone."""
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module._trainer.interrupted
+        with suppress(RuntimeError):  # the module has no Trainer
+            return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        return False
 
     # -- each step -----------------------------------------------------------------------------------
 

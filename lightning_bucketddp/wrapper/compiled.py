@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch._dynamo
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp.layout.options import Options
-from lightning_bucketddp.layout.plan import Layout, default_bucket_cap
+from lightning_bucketddp.layout.plan import MIB, Layout, default_bucket_cap
 
 
 def bytes_per_graph(options: Options, layout: Layout, world_size: int, one_machine: bool) -> int | None:
@@ -34,8 +33,7 @@ def bytes_per_graph(options: Options, layout: Layout, world_size: int, one_machi
     if not options.overlap or not options.use_contiguous_buffers:
         return None
     caps = options.bucket_cap_bytes or (default_bucket_cap(layout.nbytes, world_size, one_machine),)
-    # torch's last piece has 1 MiB, and the others may not have less.
-    return max(*caps, getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 0))
+    return max(*caps, MIB)  # torch's last piece has 1 MiB, and the others may not have less
 
 
 @contextmanager

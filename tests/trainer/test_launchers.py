@@ -172,6 +172,7 @@ def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make
     code = "import sys; sys.stdin.read(); raise SystemExit(3)"
     ended = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE)
     observer, done, told = subprocess_script._ChildProcessObserver, threading.Event(), []
+    ours = launchers._TellsOfEndedRanks
 
     def tell(*words: object) -> bool:
         told.append(words)
@@ -183,17 +184,20 @@ def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make
         patch.dict(os.environ),
         patch.object(launchers, "tell_end_of_rank", tell),
         patch.object(subprocess_script, "time", Mock(sleep=lambda seconds: ended.wait(20))),
-        patch.object(observer, "_terminate_all", Mock(side_effect=done.set)) as killed,
+        patch.object(observer, "_terminate_all") as lightning_kills,
+        patch.object(ours, "_end_all", Mock(side_effect=done.set)) as killed,
     ):
         launcher = make(strategy="bucketddp", accelerator="cpu", devices=2).strategy.launcher
         launcher._call_children_scripts = lambda: launcher.procs.append(ended)
         assert launcher.launch(lambda: (ended.stdin.close(), done.wait(20))[1])  # it ends when the ranks run
-        launcher.procs.clear()  # the observer has nothing left to look for
+        launcher.procs.clear()  # nothing is left to look for
         for thread in threading.enumerate():
-            if isinstance(thread, observer):
+            if isinstance(thread, observer) or thread.name == "ended-ranks":
                 thread.join(20)
+                assert not thread.is_alive()
     assert told[0] == (1, "has ended with exit code 3; its output tells why")
     assert killed.called is not listens
+    assert not lightning_kills.called
 
 
 class Killed(Regression):

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], int, Options, Options]] = {
     "SIGUSR1": (STEP, 1, (1,), 1, {}, {}),
     "two of three": (STEP, 3, (0, 1), 3, {}, {"bucket_cap_mb": 1}),  # the order of sums depends on that of parameters
     "sharded, three": (STEP, 3, (2,), 3, {}, {**SHARDED, "bucket_cap_mb": 1}),
-    "accumulation": (STEP, 3, (0,), 4, ACCUMULATED, {}),
+    "the end of an epoch in an accumulation": (STEP, 5, (0,), 6, {"accumulate_grad_batches": 4}, {}),
     "a validation under way": (VALIDATION, 2, (1,), 3, VALIDATED, {}),
     "a validation that follows": (STEP, 4, (1,), 4, VALIDATED, {}),
     "the epoch's end": (STEP, 6, (1,), 6, PLAIN, {}),

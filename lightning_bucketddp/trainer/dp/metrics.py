@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_bucketddp.replicas.nested import move_to
@@ -41,7 +41,7 @@ class StepMetrics:
             if isinstance(part, MetricCollection):
                 for copy in copies:  # its metrics share no states, so that each can be merged
                     copy._groups = {index: [key] for index, key in enumerate(copy._modules)}
-                    copy._groups_checked, copy._state_is_copy = True, False
+                    copy._groups_checked = True
             elif isinstance(part, Metric):
                 self._found.append((name, part, copies))
                 for copy in copies:
@@ -97,8 +97,8 @@ class StepMetrics:
 def _empty(copy: Any) -> None:
     """Give a replica's metric states of its own, and methods that use them: so far it shares the original's."""
     attributes = copy.__getstate__()
-    for key, default in copy._defaults.items():
-        attributes[key] = [] if isinstance(default, list) else default.detach().to(copy.device, copy=True)
+    for key, state in copy.metric_state.items():
+        attributes[key] = state.detach().clone() if isinstance(state, Tensor) else []
     vars(copy).clear()
     copy.__setstate__(attributes)
     copy.reset()  # other attributes too
