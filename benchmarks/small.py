@@ -7,7 +7,7 @@
 Models have six or 600 small parameters, with LayerNorm or BatchNorm. Module buffers are synchronised in each
 step. Peers run in a plain PyTorch loop and in a Trainer. Every peer runs in every round, in every other round in
 reverse order. Figures are medians over rounds of the median step. Ratios compare the same round: a plain loop's with
-torch DDP at its best flags, a Trainer's with Lightning's ``ddp``.
+torch DDP at its best flags, a Trainer's with Lightning's ``ddp``. "The same again" shows how much of a ratio is noise.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def compared() -> dict[tuple[str, str], list[Peer]]:
     return {
         PLAIN: [
             plain(PLAIN[1], best),
+            plain("the same again", best),
             plain("BucketDDP", BucketDDP),
             plain("BucketDDP, sharded", partial(BucketDDP, shard_optimizer=True)),
         ],
