@@ -27,6 +27,7 @@ class Collectives(Group):
 
     Args:
         process_group: The group; None for the default one.
+        device: The device whose tensors travel; the current accelerator if None.
 
     Attributes:
         of_stage: The collectives of a group of its own, by the stages of reductions that have one.
@@ -38,14 +39,15 @@ class Collectives(Group):
         ValueError: If this process is not in the group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         super().__init__(process_group)
         self._parts: list[dist.ProcessGroup] = []
         self.made_of: Sequence[Sequence[int]] = [range(self.world_size)]
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
         from_cpu = "cpu:" in dist.get_backend_config(self.group)
-        self._sends_from = torch.device("cpu") if from_cpu else torch.accelerator.current_accelerator()
+        self._device = device
+        self._sends_from = torch.device("cpu") if from_cpu else device or torch.accelerator.current_accelerator()
 
     # -- parts ---------------------------------------------------------------------------------------
 
@@ -61,7 +63,7 @@ class Collectives(Group):
         """
         mine = part_of(self, parts, backend)
         self._parts.append(mine)
-        part = type(self)(mine)
+        part = type(self)(mine, self._device)
         part._backend_averages, part.made_of = self._backend_averages, parts
         return part
 

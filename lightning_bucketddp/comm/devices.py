@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 
@@ -14,6 +16,20 @@ def wait_for_device(device: torch.device) -> None:
     """Let the host wait until an accelerator has finished. Nobody waits for a CPU."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
+
+
+def finishes_within(device: torch.device, seconds: float) -> bool:
+    """Whether an accelerator finishes what it has been given within so many seconds. A CPU has finished."""
+    if not is_accelerator(device):
+        return True
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def widest_float(device: torch.device) -> torch.dtype:

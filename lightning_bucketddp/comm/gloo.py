@@ -40,9 +40,9 @@ def collectives_of(process_group: dist.ProcessGroup | None, device: torch.device
         process_group: The group; None for the default one.
         device: The device whose tensors travel.
     """
-    plain = Collectives(process_group)
+    plain = Collectives(process_group, device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(plain.group).split(","))
-    return GlooCollectives(process_group) if backends.get(device.type) == "gloo" else plain
+    return GlooCollectives(process_group, device) if backends.get(device.type) == "gloo" else plain
 
 
 def end_parts_with(owner: object, collectives: Collectives) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 _UNUSED_TAG = 2**30
+
+ABORT_SECONDS = 10.0
+"""How long to wait for an abort. NCCL's may wait for a rank of the same machine that is gone."""
 
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """The groups that were made of a group's ranks."""
@@ -85,14 +89,17 @@ class Group:
         """
         _left_behind[self.group] = why
 
+    def left_behind(self) -> str:
+        """Why collectives of a failed pass are under way, in the group or in a part of it; empty if none is."""
+        return next(filter(None, map(_left_behind.get, (self.group, *_parts.get(self.group, ())))), "")
+
     def require_nothing_left_behind(self) -> None:
         """Require that no collectives of a failed pass are under way, in the group or in one made of its ranks.
 
         Raises:
             RuntimeError: If some are.
         """
-        why = next(filter(None, map(_left_behind.get, (self.group, *_parts.get(self.group, ())))), None)
-        if why is not None:
+        if why := self.left_behind():
             raise RuntimeError(
                 "expected a process group without unfinished collectives, found one that was given up after a failure "
                 f"({why}); start the processes anew, or make a new group"
@@ -189,12 +196,27 @@ def started_collectives(group: dist.ProcessGroup | None) -> int:
 def abort(group: dist.ProcessGroup) -> None:
     """Make blocked collectives raise, here and on ranks that wait for this one. The group cannot be used afterwards.
 
-    Groups that were made of its ranks are aborted as well. Call it from any thread. gloo's own ``abort()`` leaves a
-    blocked rank blocked. But gloo closes all connections of a group when one of its receives takes longer than its
-    timeout.
+    Groups that were made of its ranks are aborted as well, all at once: on a device, the abort of one may wait for what
+    runs in another. Call it from any thread.
     """
+    threads = [threading.Thread(target=_abort_alone, args=(each,), daemon=True) for each in _with_parts(group)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORT_SECONDS)
+
+
+def _with_parts(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    yield group
     for part in list(_parts.get(group, ())):
-        abort(part)
+        yield from _with_parts(part)
+
+
+def _abort_alone(group: dist.ProcessGroup) -> None:
+    """Abort a group. gloo's own ``abort()`` leaves a blocked rank blocked.
+
+    But gloo closes all connections of a group when one of its receives takes longer than its timeout.
+    """
     with suppress(RuntimeError):  # without a backend for the CPU, or aborted before
         peer = (group.rank() + 1) % group.size()
         group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

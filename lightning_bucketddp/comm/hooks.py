@@ -9,8 +9,8 @@ where they fail under torch DDP too.
 
 Some hooks start further collectives when an earlier one has completed (PowerSGD), on the thread that completes it.
 With several buckets under way their order would differ between ranks, and wrong tensors would be paired. So a bucket is
-launched when the hook has completed the bucket before. On accelerators that is at once, as the stream waits. Only known
-hooks that start everything at once may have several buckets under way.
+launched when the hook has completed the bucket before. Known hooks that start everything at once may have several
+buckets under way, and so may all hooks on accelerators: there a collective's future is complete when it has started.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.comm.wire import Pack, real
 from lightning_bucketddp.comm.work import FutureHandle, Stage, Stages
 from lightning_bucketddp.layout.options import HookName, Options
@@ -126,7 +127,6 @@ class CommHook:
 
     Attributes:
         name: Qualified name.
-        one_at_a_time: Whether a bucket waits for the hook to complete the one before.
 
     Raises:
         TypeError: If the hook is not callable.
@@ -138,10 +138,17 @@ class CommHook:
             raise TypeError(f"Communication hook must be callable. Found {function!r}")  # begins as torch's error
         _require_annotations(function)
         self.name = _qualified_name(function)
-        self.one_at_a_time = function not in _START_EVERYTHING_AT_ONCE
         self._function = function
         self._state = state
         self._leave_behind = leave_behind
+
+    def one_at_a_time(self, device: torch.device) -> bool:
+        """Whether a bucket waits for the hook to complete the one before.
+
+        Args:
+            device: The gradients' device. On an accelerator a collective completes, for the host, when it has started.
+        """
+        return self._function not in _START_EVERYTHING_AT_ONCE and not is_accelerator(device)
 
     def options(self) -> dict[str, object]:
         """The hook's name and its state's numbers. They must be the same on every rank."""

@@ -23,13 +23,18 @@ class HostCopy:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.waits)
         self._copy.copy_(tensor, non_blocking=True)
         self._event: torch.Event | None = None
+        self._device_index = tensor.device.index
         if self.waits:
             self._event = torch.Event(tensor.device)
             self._event.record(torch.accelerator.current_stream(tensor.device))  # autograd may be on another device
 
     def arrived(self) -> bool:
-        """Whether :meth:`read` would return without waiting."""
-        return self._event is None or self._event.query()
+        """Whether :meth:`read` would return without waiting. Other threads ask, too."""
+        if self._event is None:
+            return True
+        # Threads begin with device 0. CUDA would make a context there, which takes half a gigabyte.
+        with torch.accelerator.device_index(self._device_index):
+            return self._event.query()
 
     def read(self) -> Tensor:
         """The values, on the CPU."""

@@ -184,7 +184,8 @@ class Optimizers(Participant):
         shards = [grad.own_part for grad in grads if isinstance(grad, ShardedGrad)]
         whole = [grad for grad in grads if not isinstance(grad, ShardedGrad)]
         exact = any(param.dtype in (torch.float64, torch.complex128) for param in self._module.parameters())
-        norm = nn.utils.get_total_norm(whole, norm_type).to(torch.float64 if exact else torch.float32)
+        nothing = torch.zeros((), device=next(self._module.parameters()).device)  # torch's own would be on the CPU
+        norm = nn.utils.get_total_norm(whole or [nothing], norm_type).to(torch.float64 if exact else torch.float32)
         return norm if self._params is None else self._params.add_norm(norm, shards, norm_type)
 
     @torch.no_grad()

@@ -100,8 +100,8 @@ class ShardedParams(Parts):
             shards: This rank's shards.
             norm_type: The order of the norm.
         """
-        device = self._slots.all_params[0].device
-        mine = nn.utils.get_total_norm([shard for shard in shards if shard.numel()], norm_type)
+        parts = [shard for shard in shards if shard.numel()] or [torch.zeros_like(norm)]
+        device, mine = self._slots.all_params[0].device, nn.utils.get_total_norm(parts, norm_type)
         with self._peers.waiting_for("the norm of the gradients"):
             norms, work = self._storage.groups.inside.all_gather(mine.to(device, norm.dtype))
             work.wait(self._peers.poll)

@@ -261,7 +261,10 @@ class ControlChannel:
         """
         self.last.append(exchange)
         if needed or exchange.arrived():
-            return self.require_success(exchange.read())
+            control = exchange.read()
+            if is_accelerator(self._device):
+                self._peers.raise_if_failed()  # an abort ends what a device waits for, and leaves any values
+            return self.require_success(control)
         self._unread.append(exchange)
         self._peers.here.waiting_for = self._describe_unread
         return None

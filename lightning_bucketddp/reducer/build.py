@@ -108,7 +108,7 @@ def _reduction(context: WrapperContext, storage: Storage, hook: CommHook | None)
     wire_dtype = context.options.wire_dtype
     assert not isinstance(wire_dtype, str)  # Options has made it a dtype
     if hook is not None:
-        return HookReduce(hook, storage)
+        return HookReduce(hook, storage, hook.one_at_a_time(context.device))
     if context.groups is not None:
         return ReduceScatter(context.groups, wire_dtype)
     return AllReduce(context.collectives, wire_dtype)

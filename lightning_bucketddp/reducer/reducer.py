@@ -407,6 +407,9 @@ class Reducer:
             self._launch_rest(this_pass, raise_when_late, failed=True)
             report = self._report(this_pass, failed=True)
             exchange = self._wait_for_all(this_pass, report, raise_when_late)
+            while not exchange.arrived():  # an accelerator waits, and the host has not waited so far
+                raise_when_late()
+                time.sleep(0.01)
             return exchange.read().failed_ranks == self.peers.world_size
         except Exception:  # the others are gone, or stay away: this rank raises its own error all the same
             return False

@@ -108,12 +108,13 @@ class HookReduce(Reduction):
     Args:
         hook: The hook.
         storage: Has the layout.
+        one_at_a_time: Whether a bucket waits until the hook is done with the one before.
     """
 
     name = "communication hook"
 
-    def __init__(self, hook: CommHook, storage: Storage) -> None:
-        self._hook, self._storage = hook, storage
+    def __init__(self, hook: CommHook, storage: Storage, one_at_a_time: bool) -> None:
+        self._hook, self._storage, self._one_at_a_time = hook, storage, one_at_a_time
         self._last = Work()
 
     def stages(self, bucket: Bucket, pack: Pack, is_last: bool) -> Stages:
@@ -127,11 +128,11 @@ class HookReduce(Reduction):
 
     def ready_for_next(self) -> bool:
         """Whether the hook is done with the bucket before, if it takes one at a time."""
-        return not self._hook.one_at_a_time or self._last.done()
+        return not self._one_at_a_time or self._last.done()
 
     def wait_until_ready(self, poll: Callable[[], None]) -> None:
         """Wait until the hook is done with the bucket before, if it takes one at a time."""
-        if self._hook.one_at_a_time:
+        if self._one_at_a_time:
             self._last.wait(poll)
 
     def forget(self, slot: int | None = None) -> None:

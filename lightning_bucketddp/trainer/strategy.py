@@ -13,12 +13,13 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.comm.devices import is_accelerator
+from lightning_bucketddp.comm.devices import finishes_within, is_accelerator, wait_for_device
 from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
@@ -35,6 +36,9 @@ from lightning_bucketddp.trainer.uneven_loader import EvenedLoader, require_coun
 from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer, hold_schedulers
 from lightning_bucketddp.wrapper.bucket_ddp import BucketDDP
 from lightning_bucketddp.wrapper.validation import require_no_sync_batchnorm
+
+DEVICE_SECONDS = 5.0
+"""How long an accelerator may take, after a failure, to end what it was given."""
 
 
 class BucketDDPStrategy(EachSampleOnce):
@@ -169,6 +173,9 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def teardown(self) -> None:
         self._end_writer()  # is there after an exception
+        listener = self._listener
+        if listener is not None and listener.failure and not finishes_within(self.root_device, DEVICE_SECONDS):
+            listener.abort()  # what follows waits for the device, which waits for ranks that do not come
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
@@ -352,6 +359,11 @@ class BucketDDPStrategy(EachSampleOnce):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._has_aborted():
+            rank_zero_warn(
+                f"not saved: {filepath}. Ranks failed; parameters may have been updated with gradients of one rank"
+            )
+            return
         if self.lightning_module is not None:
             finetuning.add_trainable(checkpoint, self.lightning_module, self._trainable_at_setup)
         if not self._saves_parts():
@@ -364,6 +376,21 @@ class BucketDDPStrategy(EachSampleOnce):
         if writer is not None:
             writer.begin(path, module.trainer.global_step)
         checkpoints.save_parts(checkpoint, path, module, wrapper, self.optimizers, storage_options, writer)
+
+    def _has_aborted(self) -> bool:
+        """Whether collectives were aborted, so that a device went on with values of this rank alone.
+
+        Raises:
+            PeerFailureError: If so, and no exception is being handled.
+        """
+        if not is_accelerator(self.root_device) or not dist.is_initialized():
+            return False
+        wait_for_device(self.root_device)  # an abort ends this wait, too
+        if not Collectives(None).left_behind():
+            return False
+        if self._peers is not None and not self._interrupted():
+            self._peers.raise_if_failed()
+        return True
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

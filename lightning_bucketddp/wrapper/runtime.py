@@ -88,6 +88,7 @@ class Runtime:
             buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
             with peers.waiting_for("the parameters and module buffers of rank 0"):
                 broadcast_tensors([*(param for _, param in params.named), *buffers], collectives, peers.poll)
+        wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
         context = WrapperContext(params, collectives, peers, options, one_machine)
@@ -120,7 +121,8 @@ class Runtime:
         self._release()
         self.optimizers.close()
         groups = self.passes.wrapped.context.groups
-        if groups is None or groups.across is None:  # else the whole state of optimizers is still gathered in them
+        # In parts across groups the whole state of optimizers is still gathered. NCCL ends a part with its other ranks.
+        if (groups is None or groups.across is None) and not self.passes.peers.give_up_reason:
             self.collectives.end_parts()
         end_signals.release()
 

@@ -194,6 +194,11 @@ def test_hooks_registered_wrongly_are_refused() -> None:
     with pytest.raises(RuntimeError, match=torchs_words):
         ours.register_comm_hook(None, noop_hook)
     ours.close()
+    other = BucketDDP(Mlp())
+    other.start_grad_sync()
+    with pytest.raises(RuntimeError, match="between passes, found one under way"):
+        other.register_comm_hook(None, noop_hook)
+    other.finish_grad_sync()
     with pytest.raises(RuntimeError, match="after close"):
         ours.register_comm_hook(None, noop_hook)
 

@@ -108,6 +108,9 @@ def test_the_record_names_unused_parameters() -> None:
         record = ours.last_pass()
         assert record.unused_here == ("idle", f"{unused}.weight", f"{unused}.bias")
         assert record.unused_everywhere == ("idle",)
+    lines = str(record).splitlines()[-2:]
+    assert lines[0] == f"  without a gradient on this rank: idle, {unused}.weight, {unused}.bias"
+    assert lines[1] == "  without a gradient on any rank: idle"
     at_launch = {name: bucket.ready_at == bucket.launched_at for bucket in record.buckets for name in bucket.parameters}
     assert [at_launch[f"{name}.weight"] for name in (used, unused)] == [False, True], "when a bucket lacks gradients"
     ours.module.idle.requires_grad_(False)

@@ -147,3 +147,14 @@ def test_a_rank_that_changes_alone_is_named(change: str) -> None:
     with pytest.raises(PeerFailureError) as again:
         mse(0)(ours)
     assert str(again.value) == str(error.value)
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_that_change_differently_are_told_the_first_difference() -> None:
+    ours = BucketDDP(Mlp(depth=3), bucket_cap_mb=TINY, timeout=timedelta(seconds=20))
+    mse(0)(ours).backward()
+    rank = dist.get_rank()
+    ours.module.layers[rank].requires_grad_(False)
+    words = f"rank {rank}: ranks disagree on which parameters are trainable in pass 1.*'layers.0.weight'"
+    with raises_soon(RankMismatchError, match=f"(?s){words}.*frozen on rank 0"):
+        mse(1)(ours).backward()
