@@ -1,9 +1,16 @@
 """Groups that are made of a group's ranks."""
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_bucketddp.comm import groups
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.gloo import collectives_of
 from lightning_bucketddp.comm.groups import Group
@@ -51,3 +58,28 @@ def test_parts_may_end_at_once() -> None:
     for _ in range(100):
         whole.split([range(3)])
         whole.end_parts()
+
+
+class Named(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_an_abort_that_stands_still_holds_no_other_up() -> None:
+    group: Any = Named()
+    parts: Any = [Named(), Named()]
+    release, aborted = threading.Event(), list[Any]()
+
+    def abort_alone(one: Any) -> None:
+        if one is group:
+            release.wait(20)
+        aborted.append(one)
+
+    with (
+        patch.dict(groups._parts, {group: WeakSet(parts)}),
+        patch.object(groups, "_abort_alone", abort_alone),
+        patch.object(groups, "ABORT_SECONDS", 0.2),
+    ):
+        groups.abort(group)
+    assert len(aborted) == 2
+    assert all(part in aborted for part in parts)
+    release.set()

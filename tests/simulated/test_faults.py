@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,16 +11,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
+from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.peers import roll_call
 from lightning_bucketddp.peers.abort_listener import tell_failure
+from lightning_bucketddp.reducer import reducer
+from lightning_bucketddp.trainer import strategy
 from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import group_store, logged
+from tests.reference import eventually, group_store, logged
 from tests.simulated.training import CPU, SMALL
 
 
@@ -62,6 +67,78 @@ def test_a_rank_that_raises_in_backward_is_heard_of_by_the_others() -> None:
         train()
     assert time.monotonic() - began < 30
     simulated().clear()  # collectives of the pass are left under way
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_whose_backward_raised_does_not_wait_for_ever_for_ranks_that_do_not_come() -> None:
+    model, rank = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL), dist.get_rank()
+    for step in range(3):
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
+        if step == 2 and rank == 1:
+            group_store().wait(["rank 0 has raised"])
+            break
+        loss, began = loss_of(model(x), target), time.monotonic()
+        if step < 2:
+            loss.backward()
+            continue
+        with patch.object(reducer, "SETTLE_SECONDS", 0.5), pytest.raises(ArithmeticError), model.backward_pass(loss):
+            raise ArithmeticError("no backward today")
+        group_store().set("rank 0 has raised", "")
+        assert time.monotonic() - began < 20
+    simulated().clear()  # collectives of the pass are left under way
+
+
+class Raising(Regression):
+    """Rank 1 raises in its third step. Rank 0 has started the collectives of that step then.
+
+    Args:
+        heard: Whether rank 0 waits in its fourth step until it has heard of that.
+    """
+
+    records = False
+
+    def __init__(self, heard: bool) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ArithmeticError("no step today")
+        if batch_idx == 3 and self.heard:
+            eventually(lambda: self.trainer.strategy._listener.failure is not None)
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2, fresh=True, cases={"in a step": [True], "at the end of fit": [False]})
+def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool) -> None:
+    expected, words = (ArithmeticError, "no step") if dist.get_rank() else (PeerFailureError, "rank 1 raised Arithm")
+    with patch.object(strategy, "DEVICE_SECONDS", 0.5), pytest.raises(expected, match=words):
+        trainer(ours(), accelerator="sim").fit(Raising(heard), data(10))
+    store = group_store()
+    store.set("rank 0 has ended", "") if dist.get_rank() == 0 else store.wait(["rank 0 has ended"])
+    simulated().clear()
+
+
+class Aborted(Callback):
+    """Has collectives aborted, as far as the Trainer's strategy knows."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.patched = patch.object(Group, "left_behind", lambda group: "rank 1 has gone")
+        self.patched.start()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.patched.stop()
+
+
+@on_ranks(2)
+def test_gradients_of_aborted_collectives_reach_no_checkpoint(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    fit = trainer(ours(), accelerator="sim", callbacks=[Aborted(), saves], enable_checkpointing=True)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        fit.fit(Regression(), data(3))
+    told = [str(warning.message) for warning in warned if "not saved" in str(warning.message)]
+    assert len(told) == (dist.get_rank() == 0)
+    assert not list(tmp_path.iterdir())
 
 
 @on_ranks(2)

@@ -1,8 +1,10 @@
 """Two ranks that send through the simulated device's communicator train to the CPU's bits, whatever the options."""
 
 import math
+import threading
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.host_copy import HostCopy
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm
 from tests.accelerator import DEVICE, simulated
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.simulated.training import SMALL, Case, Checkpointed, Pictures, TwoStreams, Unused, compare
+from tests.simulated.training import SMALL, Case, Checkpointed, Pictures, TwoStreams, Unused, compare, waits_in
 
 BF16 = torch.bfloat16
 
@@ -71,6 +74,39 @@ def test_ranks_with_unused_parameters_wait_once_a_pass() -> None:
     for options in ({}, {"find_unused_parameters": True}, {"shard_optimizer": True}):
         found = compare(Case(options, model=Unused), allowed_waits=["synchronize an event"])
         assert any(found.waits), "nobody had to wait"
+
+
+def clip_without_waits(wrapper: Any, module: nn.Module, device: torch.device) -> None:
+    assert not waits_in(partial(clip, wrapper, module, device), device)
+
+
+@on_ranks(2, cases=({}, {"shard_optimizer": True}))
+def test_clipping_makes_nobody_wait(options: dict[str, Any]) -> None:
+    compare(Case(options, after_backward=clip_without_waits))
+
+
+@on_ranks(2)
+def test_hooks_of_any_kind_have_several_buckets_under_way() -> None:
+    model = BucketDDP(Mlp(depth=6).to(DEVICE), bucket_cap_mb=SMALL)
+    model.register_comm_hook(None, lambda state, bucket: allreduce_hook(state, bucket))
+    for step in range(3):
+        x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+        loss_of(model(x), target).backward()
+    record = model.last_pass()
+    assert record is not None
+    assert record.early_launches >= len(record.buckets) - 1 > 2
+
+
+@on_ranks(1)
+def test_another_thread_asks_for_a_copy_with_its_device_current() -> None:
+    """Threads begin with device 0, where CUDA would make a context for them."""
+    copy, found = HostCopy(torch.ones(3, device=torch.device(DEVICE.type, 1))), list[Any]()
+    current = torch.accelerator.current_device_index
+    copy._event = SimpleNamespace(query=current)  # type: ignore[assignment]
+    thread = threading.Thread(target=lambda: found.extend([current(), copy.arrived(), current()]))
+    thread.start()
+    thread.join(20)
+    assert found == [0, 1, 0]
 
 
 @on_ranks(2)
