@@ -3,9 +3,9 @@
     python benchmarks/scale.py
 
 Efficiency is the time of forward and backward divided by the time of the step. The step also contains communication
-that no computation hides. Three layouts are compared: 25 MiB buckets by torch DDP's own function (the first has 1 MiB),
-this package's default buckets, and a bound that no bucket boundaries exceed. This is pure arithmetic with
-``schedule.py`` and takes seconds on any machine.
+that no computation hides. Four layouts are compared: 25 MiB buckets by torch DDP's own function (the first has 1 MiB),
+this package's default buckets, Megatron-Core's (40 M elements, or 1 M per rank if that is more), and a bound that no
+bucket boundaries exceed. This is pure arithmetic with ``schedule.py`` and takes seconds on any machine.
 
 The model leaves out:
 
@@ -45,7 +45,7 @@ from lightning_bucketddp.layout.plan import MIB, ParamSpec, plan
 
 RANKS = (8, 32, 128, 512, 2048, 4096)
 RANKS_PER_NODE = 8
-PLANS = ("25 MiB", "default", "bound")
+PLANS = ("25 MiB", "default", "40 M elements", "bound")
 GB = 1e9
 US = 1e-6
 
@@ -156,9 +156,10 @@ class Gradients:
         buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
         return tuple(accumulate(len(bucket) for bucket in buckets))
 
-    def default_boundaries(self, ranks: int) -> tuple[int, ...]:
-        """Where this package's default buckets end."""
-        layout = plan(self.specs, range(len(self.specs)), world_size=ranks, one_machine=ranks <= RANKS_PER_NODE)
+    def planned_boundaries(self, ranks: int, cap_bytes: Sequence[int] = ()) -> tuple[int, ...]:
+        """Where this package's buckets end: its default ones, or buckets of a size."""
+        one_machine = ranks <= RANKS_PER_NODE
+        layout = plan(self.specs, range(len(self.specs)), cap_bytes, world_size=ranks, one_machine=one_machine)
         return tuple(accumulate(len(bucket.slots) for bucket in layout.buckets))
 
 
@@ -197,7 +198,8 @@ def simulated(site: Site, model: ModelShapes, ranks: int) -> dict[str, Planned]:
 
     return {
         "25 MiB": with_buckets(gradients.torch_boundaries()),
-        "default": with_buckets(gradients.default_boundaries(ranks)),
+        "default": with_buckets(gradients.planned_boundaries(ranks)),
+        "40 M elements": with_buckets(gradients.planned_boundaries(ranks, [4 * max(40_000_000, 1_000_000 * ranks)])),
         "bound": Planned(*ending(lower_bound(ready, gradients.nbytes, cost))),
     }
 
@@ -236,7 +238,7 @@ def drawn(results: Results) -> Any:
     """Efficiency over ranks, one panel per cluster."""
     pyplot = plots()
     figure, panels = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4), sharey=True, squeeze=False)
-    styles = {"bound": (":", 1.0), "default": ("-", 2.0), "25 MiB": ("--", 1.2)}
+    styles = {"bound": (":", 1.0), "default": ("-", 2.0), "25 MiB": ("--", 1.2), "40 M elements": ("-.", 1.0)}
     models = list(next(iter(results.values())))
     for panel, (site, by_model) in zip(panels[0], results.items(), strict=True):
         for color, rows in enumerate(by_model.values()):

@@ -410,9 +410,17 @@ def main(quick: bool, output: str | None, start_method: str = "spawn") -> int:
 
     Returns:
         The exit code: 1 if something is wrong.
+
+    Raises:
+        SystemExit: If srun has started several tasks, and torchrun has not started the ranks.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(not _run_started_rank(quick, output))
+    if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
+        raise SystemExit(
+            f"expected ranks that torchrun has started, found one of {tasks} tasks of srun, which would each check its "
+            "own machine alone; write: srun --ntasks-per-node 1 torchrun ... -m lightning_bucketddp check"
+        )
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

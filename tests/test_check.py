@@ -119,3 +119,9 @@ def exit_codes() -> list[int]:
 @pytest.mark.slow
 def test_the_exit_code_says_whether_something_is_wrong(run_ranks: RunRanks) -> None:
     assert run_ranks(1, exit_codes, bare=True) == [[0, 1]]
+
+
+def test_tasks_of_srun_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(SystemExit, match=r"found one of 16 tasks of srun.*torchrun"):
+        check.main(quick=True, output=None)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -41,6 +42,9 @@ DEFAULT_BUCKET_COUNT = 32
 A collective takes more hops with more ranks, at least log2 of their number, so fewer buckets are better.
 """
 MIN_DEFAULT_BUCKET_COUNT = 4
+
+MANY_RANKS = 32
+"""From so many ranks on, default buckets overflow: the latency of a collective grows with the number of ranks."""
 
 
 def size_text(nbytes: int) -> str:
@@ -189,9 +193,10 @@ def plan(
         order: Indices into ``specs``, earliest gradient first; each index once.
         bucket_cap_bytes: Largest size of each bucket in bytes; the last one holds for all further buckets. A larger
             parameter has a bucket of its own, and one of more than half ends its bucket, so that it need not wait for
-            the small ones of the next layer. Empty: :func:`default_bucket_cap`, with small buckets at both ends; on one
-            machine without accelerators all alike, as collectives take processors away from the computation there, and
-            little is hidden behind it.
+            the small ones of the next layer. Empty: :func:`default_bucket_cap`, with small buckets at both ends; from
+            :data:`MANY_RANKS` on, the others take parameters until they reach it, as torch DDP's do. On one machine
+            without accelerators all alike, as collectives take processors away from the computation there, and little
+            is hidden behind it.
         groups: One key per parameter. Parameters with different keys never share a bucket.
         multiple: Each bucket's number of elements is a multiple of this.
         world_size: Number of ranks, for the default cap.
@@ -205,11 +210,12 @@ def plan(
     position = {slot: at for at, slot in enumerate(order)}
     assert sorted(order) == list(range(len(specs))), f"expected each of {len(specs)} parameters once, found {order}"
     sizes = [_padded(spec) * spec.dtype.itemsize for spec in specs]
-    cut, caps = _cut_by_size, bucket_cap_bytes
+    cut: Callable[[list[int], Sequence[int], Sequence[int]], list[list[int]]] = _cut_by_size
+    caps = bucket_cap_bytes
     if not caps:
         caps = [default_bucket_cap(sum(spec.nbytes for spec in specs), world_size, one_machine)]
         if not (one_machine and all(spec.device == "cpu" for spec in specs)):
-            cut = _cut_with_small_ends
+            cut = partial(_cut_with_small_ends, overflow=world_size >= MANY_RANKS)
     together: defaultdict[Hashable, list[int]] = defaultdict(list)
     for slot in order:
         together[specs[slot].device, specs[slot].dtype, groups and groups[slot], slot in whole].append(slot)
@@ -293,24 +299,30 @@ def _in_shards(
     return {slot: shard * (numel // shards) + place for slot, (shard, place) in at.items()}, numel
 
 
-def _cut_by_size(slots: list[int], sizes: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
+def _cut_by_size(
+    slots: list[int], sizes: Sequence[int], caps: Sequence[int], overflow: bool = False
+) -> list[list[int]]:
     """Cut slots into runs, each at most as large as its cap; the last cap holds for all further runs.
 
-    A larger slot stands alone, and one of more than half of the cap ends its run.
+    A larger slot stands alone, and one of more than half of the cap ends its run. With ``overflow`` runs end when they
+    have reached their cap.
     """
     runs: list[list[int]] = []
     cap = room = -1
     for slot in slots:
-        if not runs or sizes[slot] > room:
+        if not runs or (room <= 0 if overflow else sizes[slot] > room):
             room = cap = caps[min(len(runs), len(caps) - 1)]
             runs.append([])
         runs[-1].append(slot)
-        room = -1 if sizes[slot] > cap / 2 else room - sizes[slot]
+        ends = sizes[slot] > cap / 2 and not overflow
+        room = -1 if ends else room - sizes[slot]
     return runs
 
 
-def _cut_with_small_ends(slots: list[int], sizes: Sequence[int], caps: Sequence[int]) -> list[list[int]]:
-    """Cut slots into runs of at most the first cap, and of a quarter of it at both ends.
+def _cut_with_small_ends(
+    slots: list[int], sizes: Sequence[int], caps: Sequence[int], overflow: bool
+) -> list[list[int]]:
+    """Cut slots into runs of the first cap, and of at most a quarter of it at both ends.
 
     A small first bucket starts the wire early. The last bucket is what remains to be sent after backward.
     """
@@ -321,4 +333,4 @@ def _cut_with_small_ends(slots: list[int], sizes: Sequence[int], caps: Sequence[
     rest = slots[len(head) :]
     tail = [run[::-1] for run in _cut_by_size(rest[::-1], sizes, edge)[:1]]
     middle = rest[: len(rest) - sum(map(len, tail))]
-    return [head, *_cut_by_size(middle, sizes, caps), *tail]
+    return [head, *_cut_by_size(middle, sizes, caps, overflow), *tail]
