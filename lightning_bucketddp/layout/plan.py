@@ -43,7 +43,7 @@ A collective takes more hops with more ranks, at least log2 of their number, so 
 """
 MIN_DEFAULT_BUCKET_COUNT = 4
 
-MANY_RANKS = 32
+MANY_RANKS = 128
 """From so many ranks on, default buckets overflow: the latency of a collective grows with the number of ranks."""
 
 

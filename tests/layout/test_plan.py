@@ -102,8 +102,8 @@ def test_default_buckets_are_small_at_both_ends_and_fewer_on_more_ranks() -> Non
     specs = [spec(f"p{at}", (MIB // 16,)) for at in range(800)]  # 0.25 MiB each
     assert mib(plan(specs, range(800), world_size=2)) == [1.5, *[6.25] * 31, 3.25, 1.5]
     large = [spec(index, (MIB, 4)) for index in range(7)]  # 16 MiB each
-    assert mib(plan(large, range(7), world_size=16)) == [16.0] * 7
-    assert mib(plan(large, range(7), world_size=32)) == [16.0, 32.0, 32.0, 16.0, 16.0], "one more than fits"
+    assert mib(plan(large, range(7), world_size=64)) == [16.0] * 7
+    assert mib(plan(large, range(7), world_size=128)) == [16.0, 32.0, 32.0, 16.0, 16.0], "one more than fits"
     specs = [spec(f"p{at}", (MIB,)) for at in range(40)]  # 4 MiB each
     for device, expected in [("cuda:0", [4, *[24] * 6, 8, 4]), ("cpu", [*[24] * 6, 16])]:
         on_device = [replace(param_spec, device=device) for param_spec in specs]
