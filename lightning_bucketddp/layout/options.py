@@ -80,8 +80,9 @@ class Options:
         bucket_cap_mb: Largest bucket in MiB; with 0 each parameter has its own. None: 25 MiB where all ranks share one
             machine: in a Trainer or Fabric with ``num_nodes`` of 2 and more they do not; else ``LOCAL_WORLD_SIZE``, if
             a launcher sets it, is at least the size of the group, and all have the same host name. On several machines
-            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB. The first and the
-            last bucket are smaller, except on one machine without accelerators.
+            None gives 1/32 of the gradients for two ranks and more for more ranks, from 4 to 25 MiB, and from 128 ranks
+            on one parameter more. The first and the last bucket are smaller, except on one machine without
+            accelerators.
         find_unused_parameters: In plain PyTorch, lets a rank take part whose loss reaches no parameter, if its backward
             starts from an output of ``forward``. A Trainer and Fabric do not need it, nor do parameters without
             gradients.
