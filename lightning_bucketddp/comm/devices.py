@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from contextlib import suppress
 
 import torch
 
@@ -19,17 +20,17 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def finishes_within(device: torch.device, seconds: float) -> bool:
-    """Whether an accelerator finishes what it has been given within so many seconds. A CPU has finished."""
-    if not is_accelerator(device):
-        return True
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    """Whether all streams of an accelerator finish within so many seconds. A CPU has finished."""
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # whoever uses the device next raises it
+            torch.accelerator.set_device_index(device)  # of this thread, which begins with device 0
+            wait_for_device(device)
+
+    thread = threading.Thread(target=wait, name="bucketddp-device", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def widest_float(device: torch.device) -> torch.dtype:

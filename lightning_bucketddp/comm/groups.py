@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -199,11 +200,14 @@ def abort(group: dist.ProcessGroup) -> None:
     Groups that were made of its ranks are aborted as well, all at once: on a device, the abort of one may wait for what
     runs in another. Call it from any thread.
     """
-    threads = [threading.Thread(target=_abort_alone, args=(each,), daemon=True) for each in _with_parts(group)]
+    groups = _with_parts(group)
+    threads = [threading.Thread(target=_abort_alone, args=(each,), name="bucketddp-abort") for each in groups]
     for thread in threads:
+        thread.daemon = True
         thread.start()
+    deadline = time.monotonic() + ABORT_SECONDS
     for thread in threads:
-        thread.join(ABORT_SECONDS)
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _with_parts(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:

@@ -10,7 +10,8 @@ where they fail under torch DDP too.
 Some hooks start further collectives when an earlier one has completed (PowerSGD), on the thread that completes it.
 With several buckets under way their order would differ between ranks, and wrong tensors would be paired. So a bucket is
 launched when the hook has completed the bucket before. Known hooks that start everything at once may have several
-buckets under way, and so may all hooks on accelerators: there a collective's future is complete when it has started.
+buckets under way, and so may all hooks on accelerators, whose own backends complete a collective's future when it has
+started.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class CommHook:
         """Whether a bucket waits for the hook to complete the one before.
 
         Args:
-            device: The gradients' device. On an accelerator a collective completes, for the host, when it has started.
+            device: The gradients' device. An accelerator's own backend completes a collective, for the host, when it
+                has started. With another one the lane waits.
         """
         return self._function not in _START_EVERYTHING_AT_ONCE and not is_accelerator(device)
 

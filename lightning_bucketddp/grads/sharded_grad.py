@@ -108,10 +108,11 @@ class ShardedGrad(Tensor):
             return f"ShardedGrad({args[0].param_name})"
         if name == "__set__" and attribute == "data" and args[0] is args[1]:
             return None  # a module that is moved to the device where it is
-        if name in _CONVERSIONS or (name == "__get__" and attribute in _CONVERSIONS):
+        if (name in _CONVERSIONS or (name == "__get__" and attribute in _CONVERSIONS)) and "out" not in kwargs:
             with torch._C.DisableTorchFunctionSubclass():
                 converted = func(*args, **kwargs)
-            if converted is args[0] or not isinstance(converted, Tensor):  # `type()` gives a name
+            unchanged = any(converted is each for each in (*args, *kwargs.values()))
+            if unchanged or not isinstance(converted, Tensor):  # `type()` gives a name
                 return converted
         raise RuntimeError(_refusal((*args, *kwargs.values()), f".{attribute}" if name == "__get__" else name))
 

@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 64
 
 MIB = 1024 * 1024
 MAX_DEFAULT_BUCKET_BYTES = 25 * MIB
-"""Largest default bucket, and the default on one machine; torch DDP's ``bucket_cap_mb`` default."""
+"""Largest default cap, and the default on one machine; torch DDP's ``bucket_cap_mb`` default."""
 MIN_DEFAULT_BUCKET_BYTES = 4 * MIB
 """Smallest default cap: in smaller buckets the latency of collectives outweighs the overlap."""
 DEFAULT_BUCKET_COUNT = 32
@@ -302,10 +302,10 @@ def _in_shards(
 def _cut_by_size(
     slots: list[int], sizes: Sequence[int], caps: Sequence[int], overflow: bool = False
 ) -> list[list[int]]:
-    """Cut slots into runs, each at most as large as its cap; the last cap holds for all further runs.
+    """Cut slots into runs by their sizes; the last cap holds for all further runs.
 
-    A larger slot stands alone, and one of more than half of the cap ends its run. With ``overflow`` runs end when they
-    have reached their cap.
+    A run is at most as large as its cap. A larger slot stands alone, and one of more than half of the cap ends its run.
+    With ``overflow`` a run ends when it has reached its cap.
     """
     runs: list[list[int]] = []
     cap = room = -1

@@ -29,7 +29,7 @@ class BatchSizeFinder(LightningsFinder):
 
     Raises:
         MisconfigurationException: As Lightning's. When the search begins, with manual optimisation or
-            ``SyncBatchNorm``, or if datasets are of different lengths on the ranks.
+            ``SyncBatchNorm``, or if batch sizes or datasets are of different sizes on the ranks.
     """
 
     @override
@@ -61,12 +61,14 @@ class BatchSizeFinder(LightningsFinder):
         getattr(trainer, f"{trainer.state.fn.value}_loop").setup_data()
         prefix = trainer.state.stage.dataloader_prefix
         loaders = getattr(trainer, f"{prefix}_dataloader" if prefix == "train" else f"{prefix}_dataloaders")
-        datasets = [getattr(loader, "dataset", None) for loader in CombinedLoader(loaders).flattened]
-        found = trials.everyones(sum(sized_len(dataset) or 0 for dataset in datasets))
+        each = CombinedLoader(loaders).flattened
+        samples = sum(sized_len(getattr(loader, "dataset", None)) or 0 for loader in each)
+        found = trials.everyones(samples, sum(sized_len(loader) or 0 for loader in each))
         if any(rank != found[0] for rank in found):
             raise MisconfigurationException(
-                f"rank {trainer.global_rank}: expected datasets of one length on all ranks for BatchSizeFinder, found "
-                f"{[length for (length,) in found]} samples by rank. Divide one dataset by a sampler"
+                f"rank {trainer.global_rank}: expected datasets and dataloaders of one length on all ranks for "
+                f"BatchSizeFinder, found {found} samples and batches by rank. Begin with one batch size, and divide "
+                "one dataset by a sampler"
             )
 
 

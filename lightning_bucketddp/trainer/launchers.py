@@ -38,7 +38,7 @@ class _TellsOfEndedRanks:
             self._looks = True
             lightnings, self.procs = self.procs, list(self.procs)
             lightnings.clear()  # Lightning's thread, which has this list, then looks at no process
-            threading.Thread(target=self._look, name="ended-ranks", daemon=True).start()
+            threading.Thread(target=self._look, name="bucketddp-ended-ranks", daemon=True).start()
         return function(*args, **kwargs)
 
     def _look(self) -> None:

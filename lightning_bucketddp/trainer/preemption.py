@@ -3,7 +3,7 @@
 import os
 import random
 import signal
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.checkpoint.stateful import Stateful
 
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
@@ -24,6 +23,15 @@ from lightning_bucketddp.trainer.wrapper import BucketDDPInTrainer
 _RANKS, _STOPS = "bucketddp_ranks", "bucketddp_stops"
 """Entries of a checkpoint: each rank's random-number state and dataloaders' states; the learned order of gradients;
 whether a callback has asked training to stop."""
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """A dataloader of which Lightning saves the state; its own protocol is private."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class PreemptionCheckpoint(Callback):
@@ -128,7 +136,7 @@ class PreemptionCheckpoint(Callback):
         Lightning's loops raise ``SIGTERMException`` after a step and its validation, or after the epoch. They would
         break a validation off.
         """
-        batches = batch_idx + 1
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # `batch_idx` may count those fetched ahead
         is_last = trainer.is_last_batch or batches >= trainer.num_training_batches
         steps = is_last or batches % trainer.accumulate_grad_batches == 0
         if steps and BucketDDPInTrainer.of(trainer, self).preempted():
@@ -212,8 +220,8 @@ class PreemptionCheckpoint(Callback):
             trainer.fit_loop.on_iteration_done()
             trainer.fit_loop.epoch_loop.on_iteration_done()
             loaders = CombinedLoader(trainer.train_dataloader).flattened
-            stateful: list[Any] = [loader for loader in loaders if isinstance(loader, Stateful)]
-            for loader, state in zip(stateful, loader_states, strict=True):  # Lightning leaves them then
+            stateful: list[Any] = [loader for loader in loaders if isinstance(loader, _Stateful)]
+            for loader, state in zip(stateful if loader_states else (), loader_states, strict=True):
                 loader.load_state_dict(state)
                 iter(loader)  # is at its end; the epoch begins another one
         _random_state(random_state)

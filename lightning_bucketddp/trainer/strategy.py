@@ -173,9 +173,7 @@ class BucketDDPStrategy(EachSampleOnce):
     @override
     def teardown(self) -> None:
         self._end_writer()  # is there after an exception
-        listener = self._listener
-        if listener is not None and listener.failure and not finishes_within(self.root_device, DEVICE_SECONDS):
-            listener.abort()  # what follows waits for the device, which waits for ranks that do not come
+        self._free_device()
         if (wrapper := self.bucket_ddp) is not None:
             wrapper.close()
             self.model = self.lightning_module
@@ -186,6 +184,14 @@ class BucketDDPStrategy(EachSampleOnce):
         self._until_teardown.close()
         self._evened_loader = self._listener = self._peers = None
         super().teardown()
+
+    def _free_device(self) -> None:
+        """After a failure, abort what the device waits for: ranks that do not come."""
+        listener = self._listener
+        if listener is None or not listener.failure or not is_accelerator(self.root_device):
+            return
+        if not finishes_within(self.root_device, DEVICE_SECONDS):
+            listener.abort()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -389,8 +395,10 @@ class BucketDDPStrategy(EachSampleOnce):
         """
         if not is_accelerator(self.root_device) or not dist.is_initialized():
             return False
-        wait_for_device(self.root_device)  # an abort ends this wait, too
-        if not Collectives(None).left_behind():
+        self._free_device()  # the listener aborts nothing when this rank raises by itself
+        wait_for_device(self.root_device)
+        groups = [Collectives(None)] + ([self.bucket_ddp._runtime.collectives] if self.bucket_ddp is not None else [])
+        if not any(group.left_behind() for group in groups):
             return False
         if self._peers is not None and not self._interrupted():
             self._peers.raise_if_failed()

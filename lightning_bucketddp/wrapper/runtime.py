@@ -84,11 +84,11 @@ class Runtime:
             entries += [Entry(f"option {name}", repr(value)) for name, value in described.items()]
             entries += params.entries()
         collectives.probe(device)
-        if options.init_sync:
-            buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
-            with peers.waiting_for("the parameters and module buffers of rank 0"):
+        with peers.waiting_for("the parameters and module buffers of rank 0"):
+            if options.init_sync:
+                buffers = params.named_buffers().values() if options.init_sync_module_buffers else ()
                 broadcast_tensors([*(param for _, param in params.named), *buffers], collectives, peers.poll)
-        wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
+            wait_for_device(device)  # NCCL splits a communicator for a part only when nothing is under way in it
         one_machine = on_one_machine(peers, node)
         links = links_of(module)
         context = WrapperContext(params, collectives, peers, options, one_machine)

@@ -162,6 +162,11 @@ def test_conversions_that_change_nothing_leave_sharded_gradients() -> None:
         assert_full(ours, plain)
         optimizer.step()  # parameters are on their way then
     grad = ours.module.head.weight.grad
+    before = grad.own_part.clone()
+    with pytest.raises(RuntimeError, match="is sharded"):
+        torch.conj_physical(torch.ones(grad.shape), out=grad)
+    assert torch.equal(grad.own_part, before)
+    assert torch.positive(input=grad) is grad
     with pytest.raises(RuntimeError, match="an operation with more than one number would read all of it"):
         grad.mul_(torch.ones(grad.shape))
     conversions = (Tensor.double, Tensor.half, lambda tensor: tensor.to("meta"), lambda tensor: tensor.to(torch.int64))

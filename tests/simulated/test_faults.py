@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
@@ -111,9 +112,14 @@ class Raising(Regression):
 
 @on_ranks(2, fresh=True, cases={"in a step": [True], "at the end of fit": [False]})
 def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool) -> None:
+    tmp_path = Path(tempfile.mkdtemp())
     expected, words = (ArithmeticError, "no step") if dist.get_rank() else (PeerFailureError, "rank 1 raised Arithm")
+    saves = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
+    fit, began = trainer(ours(), accelerator="sim", **saves), time.monotonic()
     with patch.object(strategy, "DEVICE_SECONDS", 0.5), pytest.raises(expected, match=words):
-        trainer(ours(), accelerator="sim").fit(Raising(heard), data(10))
+        fit.fit(Raising(heard), data(10))
+    assert time.monotonic() - began < 20
+    assert dist.get_rank() == 1 or not list(tmp_path.iterdir()), "parameters of aborted gradients"
     store = group_store()
     store.set("rank 0 has ended", "") if dist.get_rank() == 0 else store.wait(["rank 0 has ended"])
     simulated().clear()
@@ -172,8 +178,6 @@ class Preempted(Regression):
 def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() -> None:
     folder: list[Any] = [None]
     if dist.get_rank() == 0:
-        import tempfile
-
         folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0, device=CPU)
     fit = trainer(ours(), accelerator="sim", callbacks=[PreemptionCheckpoint(folder[0])], max_epochs=5)

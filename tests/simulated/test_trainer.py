@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader
 
 from lightning_bucketddp import BucketDDPFabricStrategy
+from tests import dp
 from tests.lightning_models import Citizen, PoolEnvironment, Regression, data, ours, trainer
 from tests.models import Mlp, batch
 from tests.pool import ROOT, RunRanks, on_ranks
@@ -89,6 +90,16 @@ def test_a_thread_writes_what_was_saved(
 ) -> None:
     found = same(ranks_on_cpu, ranks_on_simulated, saved_meanwhile, OPTIONS[name], tmp_path)
     assert {key.partition(":")[0] for key in found[0]} == {f"step={step}" for step in range(1, 7)}
+
+
+@on_ranks(1)
+def test_replicas_on_two_devices_have_metrics_of_their_own() -> None:
+    found = []
+    for accelerator in ("cpu", "sim"):
+        fits = dp.one_process(2, share=False, accelerator=accelerator)
+        fits.fit(dp.Digits(), dp.digits(), dp.digits(count=13))
+        found.append({name: value.cpu() for name, value in fits.callback_metrics.items()})
+    dp.close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)

@@ -264,8 +264,12 @@ def test_what_ranks_cannot_agree_on_is_refused() -> None:
         fit(by_hand, BatchSizeFinder())
     with pytest.raises(MisconfigurationException, match="expected automatic optimisation and no SyncBatchNorm"):
         fit(Hungry((9, 9), "training_step"), BatchSizeFinder(), sync_batchnorm=True)
-    with pytest.raises(MisconfigurationException, match=r"datasets of one length.*found \[96, 97\] samples"):
+    with pytest.raises(MisconfigurationException, match=r"of one length.*found \[\[96, 16\], \[97, 17\]\] samples"):
         fit(Unlike((9, 9), "training_step"), BatchSizeFinder())
+    unequal = Hungry((9, 9), "training_step")
+    unequal.batch_size += 3 * dist.get_rank()
+    with pytest.raises(MisconfigurationException, match=r"Begin with one batch size"):
+        fit(unequal, BatchSizeFinder())
     for finder in (LightningsFinder(), BatchSizeFinder()):
         with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
             trainer(ddp(), callbacks=[finder]).fit(Hungry((9, 9), "training_step"))

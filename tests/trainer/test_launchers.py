@@ -192,7 +192,7 @@ def test_the_launcher_tells_of_an_ended_rank_and_kills_where_nobody_listens(make
         assert launcher.launch(lambda: (ended.stdin.close(), done.wait(20))[1])  # it ends when the ranks run
         launcher.procs.clear()  # nothing is left to look for
         for thread in threading.enumerate():
-            if isinstance(thread, observer) or thread.name == "ended-ranks":
+            if isinstance(thread, observer) or thread.name == "bucketddp-ended-ranks":
                 thread.join(20)
                 assert not thread.is_alive()
     assert told[0] == (1, "has ended with exit code 3; its output tells why")

@@ -184,6 +184,17 @@ def test_a_preempted_run_goes_on_as_if_undisturbed(run_ranks: RunRanks, tmp_path
     run_ranks(3 if "three" in name else 2, preempted_and_resumed, tmp_path, name)
 
 
+def resumed_with_a_loader_of_another_kind(folder: Path) -> None:
+    assert run(folder, Preempted(STEP, BATCHES, (1,), signal.SIGTERM), {"plain_loader": True}, {}, seed=10)
+    model = Preempted()
+    assert not run(folder, model, {}, {}, seed=20, resume=str(folder / "preempted.ckpt"))
+    assert len(model.losses) == BATCHES
+
+
+def test_a_run_may_be_resumed_with_a_loader_of_another_kind(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, resumed_with_a_loader_of_another_kind, tmp_path)
+
+
 def fit_for(folder: Path, steps: int, given: str | None, resume: bool, last: bool, preempt: bool) -> tuple[int, str]:
     """Trains up to a step, as a script does that is started again and again; where it began, and what it warned of."""
     callbacks: list[pl.Callback] = [PreemptionCheckpoint(folder, resume=resume)]

@@ -98,7 +98,7 @@ def _empty(copy: Any) -> None:
     """Give a replica's metric states of its own, and methods that use them: so far it shares the original's."""
     attributes = copy.__getstate__()
     for key, state in copy.metric_state.items():
-        attributes[key] = state.detach().clone() if isinstance(state, Tensor) else []
+        attributes[key] = state.detach().to(copy.device, copy=True) if isinstance(state, Tensor) else []
     vars(copy).clear()
     copy.__setstate__(attributes)
     copy.reset()  # other attributes too
