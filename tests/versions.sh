@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests with the oldest and with the newest versions that pyproject.toml allows, each in an environment of its own.
+# Quick tests with the oldest and with the newest versions that pyproject.toml allows, each in an environment of its own.
 #
 #   tests/versions.sh FOLDER [ARGUMENT OF PYTEST...]
 #
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(realpath -m "${1:?usage: tests/versions.sh FOLDER [ARGUMENT OF PYTEST...]}")
 shift
-[ $# -gt 0 ] || set -- -n 2 --dist worksteal tests/trainer tests/wrapper
+[ $# -gt 0 ] || set -- -n 2 --dist worksteal
 mkdir -p "$folder"
 
 requirements() { # oldest|newest: what the package and its tests require, but torch
