@@ -6,6 +6,8 @@
     sudo python benchmarks/link.py --only bucketddp "best flags, 2 MiB"       # some peers; saves nothing
     sudo python benchmarks/link.py --num-nodes-only                           # without LOCAL_WORLD_SIZE, Trainers alone
 
+In a virtual environment write ``sudo "$(which python)"``.
+
 Two ranks run real gloo, each in its own network namespace; a virtual cable of limited rate joins them. The model's
 layers sleep instead of computing, as an accelerator leaves the processor idle. So a step's time shows how much of the
 communication a peer hides. Every peer runs in every round, in reverse order in every second one. Figures are medians
