@@ -3,9 +3,13 @@
     python benchmarks/scale.py
 
 Efficiency is the time of forward and backward divided by the time of the step. The step also contains communication
-that no computation hides. Four layouts are compared: 25 MiB buckets by torch DDP's own function (the first has 1 MiB),
-this package's default buckets, Megatron-Core's (40 M elements, or 1 M per rank if that is more), and a bound that no
-bucket boundaries exceed. This is pure arithmetic with ``schedule.py`` and takes seconds on any machine.
+that no computation hides. Three layouts are compared with a bound that no bucket boundaries exceed:
+
+- 25 MiB buckets by torch DDP's own function; the first has 1 MiB;
+- this package's default buckets;
+- Megatron-Core's, of 40 M elements, or of 1 M per rank if that is more.
+
+This is pure arithmetic with ``schedule.py`` and takes seconds on any machine.
 
 The model leaves out:
 

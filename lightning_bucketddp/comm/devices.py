@@ -20,7 +20,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def finishes_within(device: torch.device, seconds: float) -> bool:
-    """Whether all streams of an accelerator finish within so many seconds. A CPU has finished."""
+    """Whether all streams of an accelerator finish within so many seconds."""
 
     def wait() -> None:
         with suppress(RuntimeError):  # whoever uses the device next raises it

@@ -128,15 +128,13 @@ class PreemptionCheckpoint(Callback):
 
         connector.register_signal_handlers = register_once
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """End after an optimizer step, on all ranks alike.
 
         Lightning's loops raise ``SIGTERMException`` after a step and its validation, or after the epoch. They would
         break a validation off.
         """
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # `batch_idx` may count those fetched ahead
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         is_last = trainer.is_last_batch or batches >= trainer.num_training_batches
         steps = is_last or batches % trainer.accumulate_grad_batches == 0
         if steps and BucketDDPInTrainer.of(trainer, self).preempted():

@@ -397,8 +397,9 @@ class BucketDDPStrategy(EachSampleOnce):
             return False
         self._free_device()  # the listener aborts nothing when this rank raises by itself
         wait_for_device(self.root_device)
-        groups = [Collectives(None)] + ([self.bucket_ddp._runtime.collectives] if self.bucket_ddp is not None else [])
-        if not any(group.left_behind() for group in groups):
+        wrapper, default = self.bucket_ddp, Collectives(None)
+        own = default if wrapper is None else wrapper._runtime.collectives
+        if not (default.left_behind() or own.left_behind()):
             return False
         if self._peers is not None and not self._interrupted():
             self._peers.raise_if_failed()

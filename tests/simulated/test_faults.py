@@ -125,6 +125,32 @@ def test_a_fit_that_failed_ends_though_the_device_waits_for_a_rank(heard: bool) 
     simulated().clear()
 
 
+class Apart(Regression):
+    """Both ranks raise, rank 1 before its second step, rank 0 after it: parameters are on their way then."""
+
+    records = False
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 1 and self.global_rank == 1:
+            raise ArithmeticError("no step today")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2 and self.global_rank == 0:
+            eventually(lambda: self.trainer.strategy._listener.failure is not None)
+            raise KeyError("after the step")
+
+
+@on_ranks(2, fresh=True)
+def test_a_fit_that_failed_ends_though_parameters_of_another_rank_never_come() -> None:
+    fit, began = trainer(ours(shard_optimizer=True), accelerator="sim"), time.monotonic()
+    with patch.object(strategy, "DEVICE_SECONDS", 0.5), pytest.raises(ArithmeticError if dist.get_rank() else KeyError):
+        fit.fit(Apart(), data(10))
+    assert time.monotonic() - began < 20
+    store = group_store()
+    store.set("rank 0 has ended", "") if dist.get_rank() == 0 else store.wait(["rank 0 has ended"])
+    simulated().clear()
+
+
 class Aborted(Callback):
     """Has collectives aborted, as far as the Trainer's strategy knows."""
 

@@ -195,6 +195,36 @@ def test_a_run_may_be_resumed_with_a_loader_of_another_kind(run_ranks: RunRanks,
     run_ranks(2, resumed_with_a_loader_of_another_kind, tmp_path)
 
 
+class Prefetching(pl.LightningModule):
+    """Takes a batch more than it trains on, and gets a signal in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ahead, self.steps = nn.Linear(8, 4), list[Any](), 0
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        while len(self.ahead) < 2 and (found := next(dataloader_iter, None)) is not None:
+            self.ahead.append(found[0])
+        self.steps += 1
+        if self.steps == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        inputs, target = self.ahead.pop(0)
+        return nn.functional.mse_loss(self.layer(inputs), target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+def test_batches_that_are_fetched_ahead_are_not_counted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Prefetching()
+    fit = trainer(ours(), callbacks=PreemptionCheckpoint(tmp_path), max_epochs=1, accumulate_grad_batches=4)
+    with pytest.raises(SIGTERMException):
+        fit.fit(model, Loader())
+    assert (model.steps, fit.global_step) == (4, 1)
+
+
 def fit_for(folder: Path, steps: int, given: str | None, resume: bool, last: bool, preempt: bool) -> tuple[int, str]:
     """Trains up to a step, as a script does that is started again and again; where it began, and what it warned of."""
     callbacks: list[pl.Callback] = [PreemptionCheckpoint(folder, resume=resume)]
