@@ -68,6 +68,7 @@ class CheckpointWriter:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self.group = collectives.split([range(collectives.world_size)], backend="gloo").group
+        collectives.exchange_objects(None)  # a thread that fails aborts the group; other ranks have connected by then
         self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer")
         self._step = -1
         self._paths: list[Path] = []

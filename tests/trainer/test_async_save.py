@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,24 @@ def test_a_thread_that_fails_wakes_those_that_wait_for_it() -> None:
     writer.save(Path("one"), write)
     with raises_soon(RuntimeError, match=r"^saving to one failed on rank 0, 1: "):
         writer.settle()
+    writer.end()
+
+
+@on_ranks(2, fresh=True)
+def test_a_thread_begins_after_all_ranks_have_its_group() -> None:
+    """One that fails at once would break the group of a rank that still connects."""
+
+    def make(*given: Any, **options: Any) -> Any:
+        made = original(*given, **options)
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="timeout"):
+                store.wait(["the other rank may begin"], timedelta(seconds=0.5))
+        return made
+
+    original, store = dist.new_subgroups_by_enumeration, Collectives(None).store("a test of the writer")
+    with patch.object(dist, "new_subgroups_by_enumeration", make):
+        writer = CheckpointWriter(Collectives(None))
+    store.set("the other rank may begin", "")
     writer.end()
 
 
