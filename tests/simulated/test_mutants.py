@@ -7,7 +7,7 @@ which waits for the device before it frees memory (averages on a second stream i
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +19,8 @@ from lightning_bucketddp.comm import lane, work
 from lightning_bucketddp.comm.lane import StreamLane, Streams
 from lightning_bucketddp.comm.work import Stage, Stages
 from lightning_bucketddp.optim.lazy_all_gather import Arrival
-from lightning_bucketddp.peers.agreement import RankMismatchError
 from tests.accelerator import DEVICE, simulated
-from tests.pool import on_ranks
+from tests.pool import RunRanks, on_ranks
 from tests.simulated.training import Case, Pictures, TwoStreams, compare
 
 BF16 = torch.bfloat16
@@ -102,16 +101,21 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], Case]] = 
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-@on_ranks(2, fresh=True)
-def test_a_wait_that_is_left_out_is_found(name: str) -> None:
-    """By the checker, by the weights, or by the control vector, whose sum is then no sum."""
+def finds(name: str) -> str:
     mutate, case = MUTANTS[name]
-    with mutate(), pytest.raises((AssertionError, RankMismatchError)) as caught:
+    with mutate(), pytest.raises((AssertionError, RuntimeError)) as caught:
         compare(case)
-    assert re.search(r"nothing orders|not close|ranks met in pass", str(caught.value))
-    torch.accelerator.synchronize()
+    with suppress(RuntimeError):  # it may have started what a rank that raised before does not join
+        torch.accelerator.synchronize()
     simulated().clear()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wait_that_is_left_out_is_found(name: str, run_ranks: RunRanks) -> None:
+    """By the checker, by the weights, or by the control vector, whose sum is then no sum."""
+    found = run_ranks(2, finds, name, fresh=True)
+    assert any(re.search(r"nothing orders|not close|ranks met in pass", text) for text in found), found
 
 
 def without_record_stream_at_all() -> AbstractContextManager[object]:
