@@ -90,10 +90,10 @@ def test_a_rank_whose_backward_raised_does_not_wait_for_ever_for_ranks_that_do_n
 
 
 class Raising(Regression):
-    """Rank 1 raises in its third step. Rank 0 has started the collectives of that step then.
+    """Rank 1 raises in its sixth step, once rank 0 has started the collectives of that step.
 
     Args:
-        heard: Whether rank 0 waits in its fourth step until it has heard of that.
+        heard: Whether rank 0 waits in its seventh step until it has heard of that.
     """
 
     records = False
@@ -103,11 +103,16 @@ class Raising(Regression):
         self.heard = heard
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2 and self.global_rank == 1:
+        if batch_idx == 5 and self.global_rank == 1:
+            group_store().wait(["rank 0 has started collectives"])
             raise ArithmeticError("no step today")
-        if batch_idx == 3 and self.heard:
+        if batch_idx == 6 and self.heard:
             eventually(lambda: self.trainer.strategy._listener.failure is not None)
         return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 5:
+            group_store().set("rank 0 has started collectives", "")
 
 
 @on_ranks(2, fresh=True, cases={"in a step": [True], "at the end of fit": [False]})
