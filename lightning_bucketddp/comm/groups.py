@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -123,10 +126,18 @@ def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = 
             "expected a process group of all processes where groups are made of its ranks, found one of "
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
+    _leave_groups_to_this_process()
     ranks = [list(part) for part in parts]
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)
     return mine
+
+
+@cache
+def _leave_groups_to_this_process() -> None:
+    """Have children that are forked, as data loaders' workers, free no group: it would wait for threads they lack."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def end_part(part: dist.ProcessGroup) -> None:

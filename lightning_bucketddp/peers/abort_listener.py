@@ -26,7 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
@@ -132,6 +132,25 @@ def _tell_of_uncaught_exceptions() -> None:
     sys.excepthook = tell
 
 
+@dataclass(eq=False)
+class _Fit:
+    """What is known of one fit. The thread may still be at the last one when the next begins.
+
+    Attributes:
+        number: Its number.
+        is_stopping: Whether this rank is on its way out, and may take its time: to save a checkpoint, say.
+        heard: Set when the thread has heard of a failure.
+        leaving: Set when the thread that trains needs nobody to wake it any more.
+        reason_logged: Whether the reason was logged.
+    """
+
+    number: int = 0
+    is_stopping: Callable[[], bool] = lambda: False
+    heard: threading.Event = field(default_factory=threading.Event)
+    leaving: threading.Event = field(default_factory=threading.Event)
+    reason_logged: bool = False
+
+
 class AbortListener:
     """Hears of other ranks' failures, and tells the others of this rank's.
 
@@ -153,10 +172,8 @@ class AbortListener:
         _made[name] += 1
         self.roll_call = RollCall(self.store, group.rank, group.world_size, report_after)
         self._store_lost = False
-        self._fit = 0
-        self._is_stopping: Callable[[], bool] = lambda: False
-        self._heard, self._leaving, self._closed = threading.Event(), threading.Event(), threading.Event()
-        self._reason_logged = False
+        self._fit = _Fit()
+        self._closed = threading.Event()
         if group.world_size == 1:
             self._closed.set()
             return
@@ -182,7 +199,10 @@ class AbortListener:
     @property
     def failure(self) -> Failure | None:
         """The first failure that ends all ranks, as far as is known here."""
-        return self.roll_call.news.failures.get(f"fit {self._fit}")
+        return self._failure_of(self._fit)
+
+    def _failure_of(self, fit: _Fit) -> Failure | None:
+        return self.roll_call.news.failures.get(f"fit {fit.number}")
 
     def is_own(self) -> bool:
         """Whether this process made it; False in a child that was forked."""
@@ -194,16 +214,13 @@ class AbortListener:
         Args:
             is_stopping: Whether this rank is on its way out, and may take its time: to save a checkpoint, say.
         """
-        self._fit += 1
-        self._is_stopping = is_stopping
-        self._reason_logged = False
-        self._heard.clear()
-        self._leaving.clear()
+        before, self._fit = self._fit, _Fit(self._fit.number + 1, is_stopping)
+        before.leaving.set()
 
     def end(self) -> None:
         """The fit ends on this rank, or the thread that trains raises because of the failure."""
-        self._is_stopping = lambda: False
-        self._leaving.set()
+        self._fit.is_stopping = lambda: False
+        self._fit.leaving.set()
 
     # -- telling -------------------------------------------------------------------------------------
 
@@ -215,16 +232,16 @@ class AbortListener:
         """
         if self._store_lost:
             failure = Failure(self._lost())
-        return self.roll_call.publish(f"fit {self._fit}", failure)
+        return self.roll_call.publish(f"fit {self._fit.number}", failure)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""
-        self._leaving.set()
+        self._fit.leaving.set()
         if self._closed.is_set():
             return
         first = False
         if isinstance(error, PeerFailureError) and not self._store_lost:
-            self._heard.wait(1)  # the rank that failed says it best, in a moment
+            self._fit.heard.wait(1)  # the rank that failed says it best, in a moment
         own = f"raised {type(error).__name__}: {error}"
         if self.failure is None:
             # An error of torch's may be due to a rank that is gone.
@@ -235,11 +252,11 @@ class AbortListener:
             first = self.publish(Failure(f"rank {self.roll_call.rank} {own}" + (f"; {gone}" if gone else "")))
         assert self.failure is not None
         if own not in self.failure.text:  # if all ranks raise the same error, it says enough
-            self._log_reason()
-            _add_note(error, self._reason())
+            self._log_reason(self._fit, self.failure)
+            _add_note(error, self._reason(self.failure))
         if first or self.roll_call.rank == 0:  # the launcher may now end the others, and rank 0 the store
             with suppress(RuntimeError):
-                self.roll_call.wait_until(lambda status: status.heard_of >= self._fit or status.ended)
+                self.roll_call.wait_until(lambda status: status.heard_of >= self._fit.number or status.ended)
 
     def ask_why(self, wrapper: int) -> str:
         """Call the roll. Return why ranks wait in vain, in words; empty if they do not.
@@ -265,8 +282,8 @@ class AbortListener:
             threading.Thread(target=self.close, daemon=True).start()  # that listener must go on to listen
             return
         self._closed.set()
-        self._leaving.set()
-        if not self._store_lost and not self._heard.is_set():  # else the store may be gone, and torch prints that
+        self._fit.leaving.set()
+        if not self._store_lost and not self._fit.heard.is_set():  # else the store may be gone, and torch prints that
             with suppress(RuntimeError):
                 self._tell_end()
         self._thread.join(timeout=5)
@@ -292,15 +309,19 @@ class AbortListener:
                     self.roll_call.end(store)
                     return
                 self.roll_call.write(store)
-                if self.failure is not None and not self._heard.is_set():
-                    self._heard.set()
-                    self._end_training(store)
+                fit = self._fit
+                failure = self._failure_of(fit)
+                if failure is not None and not fit.heard.is_set():
+                    fit.heard.set()
+                    self._end_training(store, fit, failure)
         except RuntimeError:
             self._store_lost = not self._closed.is_set()
 
     def _wait(self, store: Store, key: str) -> bool:
         """Wait until something wakes this rank; False if it need not listen any more."""
-        if _serves(store) and not self._heard.is_set():
+        if self._closed.is_set():
+            return False  # the key that said so may be deleted
+        if _serves(store) and not self._fit.heard.is_set():
             store.wait([key], _WAIT)
             return not self._closed.is_set()
         # A wait for a file reads it a hundred times a second. And after a failure this rank may end at any time.
@@ -309,19 +330,19 @@ class AbortListener:
                 return True
         return False
 
-    def _end_training(self, store: Store) -> None:
+    def _end_training(self, store: Store, fit: _Fit, failure: Failure) -> None:
         """Make the thread that trains leave: wake it after a second, end the process if it stands still for thirty."""
-        if not self._leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
-            self._log_reason()
-        self.roll_call.statuses[0].heard_of = self._fit
+        if not fit.leaving.wait(_OWN_ERROR_SECONDS):  # else that thread logs it, unless it raises the same
+            self._log_reason(fit, failure)
+        self.roll_call.statuses[0].heard_of = fit.number
         self.roll_call.write(store)
-        if not self._leaving.wait(_ABORT_SECONDS) and not self._is_stopping():
+        if not fit.leaving.wait(_ABORT_SECONDS) and not fit.is_stopping():
             self.abort()
         where = self.roll_call.stack()
-        while not self._leaving.wait(LEAVE_SECONDS):
+        while not fit.leaving.wait(LEAVE_SECONDS):
             before, where = where, self.roll_call.stack()
-            if where == before and not self._is_stopping():
-                self._end_process()
+            if where == before and not fit.is_stopping():
+                self._end_process(failure)
 
     def abort(self) -> None:
         """Wake every rank that waits in the group, here and elsewhere, after a failure."""
@@ -330,20 +351,18 @@ class AbortListener:
             Group(group).leave_behind(self.failure.text)
             abort(group)
 
-    def _reason(self) -> str:
-        assert self.failure is not None
-        return f"rank {self.roll_call.rank} stops because {self.failure.text}"
+    def _reason(self, failure: Failure) -> str:
+        return f"rank {self.roll_call.rank} stops because {failure.text}"
 
-    def _log_reason(self) -> None:
+    def _log_reason(self, fit: _Fit, failure: Failure) -> None:
         """Log the reason once, and now: a launcher may end this process before its traceback is printed."""
-        if not self._reason_logged:
-            self._reason_logged = True
-            _log.error(self._reason())
+        if not fit.reason_logged:
+            fit.reason_logged = True
+            _log.error(self._reason(failure))
 
-    def _end_process(self) -> None:
+    def _end_process(self, failure: Failure) -> None:
         """End a process whose training thread did not wake. The last resort."""
-        assert self.failure is not None
-        late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {self.failure.text}"
+        late = f"has not stopped in {LEAVE_SECONDS:.0f} s, though {failure.text}"
         _log.error("rank %d %s; its process ends here:", self.roll_call.rank, late)
         with suppress(Exception):  # stderr may have been replaced by something without a file
             faulthandler.dump_traceback()

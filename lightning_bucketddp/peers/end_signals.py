@@ -62,11 +62,11 @@ class EndSignals:
 
     def release(self) -> None:
         """Put the handlers back that were there before. They get a signal that came too late for all ranks to end."""
-        late = 0 if self.ending else self.received
-        self.received, self.ending = 0, False
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        late = 0 if self.ending else self.received  # it may have come just now
+        self.received, self.ending = 0, False
         if late and sys.exc_info()[0] is None:  # else this process ends anyway
             signal.raise_signal(late)
 

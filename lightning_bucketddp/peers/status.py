@@ -119,6 +119,7 @@ class Status:
         Args:
             stack: Where the thread that trains is.
         """
+        ended = self.ended  # before the position: it may end while this thread reads
         what = self.waiting_for
         with suppress(Exception):  # called by another thread: the awaited may arrive right now
             what = what if isinstance(what, str) else what()
@@ -126,7 +127,7 @@ class Status:
         asked = self.phase in (Phase.AGREEMENT, Phase.PASS)
         trainable = self.trainable if asked else ()
         at = replace(self.position)
-        return replace(self, position=at, waiting_for=what, trainable=trainable, names=(), stack=stack)
+        return replace(self, position=at, waiting_for=what, ended=ended, trainable=trainable, names=(), stack=stack)
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:

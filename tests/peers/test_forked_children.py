@@ -1,6 +1,7 @@
 """A child process that user code forks has a rank's memory, and speaks for nobody."""
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -57,6 +58,17 @@ def test_its_end_is_not_the_ranks() -> None:
     assert [status.ended for status in listener.roll_call.ask(1)] == [False, False]
     model(inputs_of(0)).sum().backward()
     assert model.passes == 1
+
+
+@on_ranks(2, fresh=True)
+def test_its_garbage_collection_leaves_the_ranks_groups_alone() -> None:
+    gc.disable()
+    model = BucketDDP(Mlp(), shard_optimizer=True)
+    model(inputs_of(0)).sum().backward()
+    model.itself = model
+    model.close()
+    del model
+    assert in_child(gc.collect) == 0
 
 
 class Forks(Regression):
