@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from tests.pool import ROOT
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Below the ports that the system gives to connections, which other tests make meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_script(path: str, *arguments: str) -> str:

@@ -40,6 +40,11 @@ def reports(heard: Callable[[str], object] = lambda text: None) -> Iterator[list
         yield said
 
 
+def give_time_to_answer() -> None:
+    """From here to the end of :func:`reports`: no rank may be called silent that a busy machine has held up."""
+    roll_call.ANSWER_SECONDS = 20
+
+
 def tells(text: str, patterns: Iterable[str]) -> bool:
     return all(re.search(pattern, text) for pattern in patterns)
 
@@ -122,6 +127,7 @@ def test_a_second_report_comes_after_ten_times_as_long() -> None:
         if dist.get_rank() == 1:
             eventually(lambda: store.add("reported", 0))
         model = BucketDDP(Mlp(), report_after=0.3)
+        give_time_to_answer()
         loss = model(inputs_of(0)).sum()
         if dist.get_rank() == 1:
             sleep_until(said, *second)
@@ -146,26 +152,29 @@ def test_busy_ranks_are_not_reported() -> None:
         for _ in range(15):  # together longer than 2 s
             time.sleep(0.1 * dist.get_rank())
             dist.barrier()
-        store = listen(Collectives(None)).store
-        assert not store.check(["news"]), "a roll call, or a report"
-        dist.barrier()
     assert said == []
     model.close()
 
 
-def again(**options: Any) -> list[int]:
-    """Makes another process group; the processes of its ranks."""
+def again(at: int | Path, timeout: timedelta | None = None) -> list[int]:
+    """Makes another process group; the processes of its ranks.
+
+    Args:
+        at: Of its store, the port or the file.
+        timeout: The group's. Ranks find the store without it.
+    """
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", rank=rank, world_size=2, **options)
+    store = dist.FileStore(str(at), 2) if isinstance(at, Path) else dist.TCPStore("127.0.0.1", at, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     return everyones(os.getpid())
 
 
 def stopped_for_good(folder: Path, place: str) -> str:
     """Rank 1 stops at some place. Return rank 0's error, with its notes."""
-    soon = timedelta(seconds=3)
-    pids = again(init_method=f"file://{folder}/store", timeout=soon)
+    soon = timedelta(seconds=5)
+    pids = again(folder / "store", soon)
     model, stop = Regression(), stop_process if dist.get_rank() == 1 else lambda *_: None
     if place == "pass":
         model.on_train_batch_start = stop  # type: ignore[method-assign,assignment]
@@ -202,8 +211,8 @@ def is_stopped(pid: int) -> bool:
 
 def store_stops(port: int) -> tuple[list[str], str]:
     """Rank 0 stops twice, and with it the store. Rank 1 wakes it up once. Return its reports, and its error."""
-    soon = timedelta(seconds=5)
-    pids = again(init_method=f"tcp://127.0.0.1:{port}", timeout=soon)
+    soon = timedelta(seconds=8)
+    pids = again(port, soon)
     alone: list[str] = []  # reports without answers
 
     def wake(text: str) -> None:
@@ -242,7 +251,7 @@ def test_a_rank_reports_alone_when_the_store_is_silent_and_raises_at_the_timeout
 
 def store_ends(port: int, wrapped: bool) -> str:
     """Rank 0 ends before rank 1, and with it the store. Return rank 1's error."""
-    pids = again(init_method=f"tcp://127.0.0.1:{port}")
+    pids = again(port)
     if not wrapped:
         os.kill(pids[0], signal.SIGKILL)  # both ranks do; rank 0 does not come back
         time.sleep(1)
@@ -267,7 +276,7 @@ def test_the_end_of_the_rank_that_serves_the_store_is_told(run_ranks: RunRanks) 
 
 def requests_in_an_agreement(port: int) -> int:
     """Rank 1 comes to an agreement when rank 0 has made some requests meanwhile. Return how many rank 0 made."""
-    again(init_method=f"tcp://127.0.0.1:{port}")
+    again(port)
     collectives = Collectives(None)
     peers, store, requests = Peers(collectives), listen(collectives).store, 0
     with ThreadPoolExecutor(1) as pool:
@@ -293,6 +302,7 @@ def test_a_rank_waits_while_its_device_does() -> None:
     """The host of an accelerator blocks in code of the user's, where it reads a loss."""
     on_device = "rank 0: waiting for the gradients of 1 pass.es., on the device, in pass 0"
     with reports() as said:
+        give_time_to_answer()
         collectives = Collectives(None)
         peers = Peers(collectives, report_after=0.4)
         exchange: Any = SimpleNamespace(arrived=lambda: re.search(on_device, "".join(said)))  # as of a control vector

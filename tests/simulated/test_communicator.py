@@ -118,7 +118,7 @@ def test_waiting_makes_the_stream_wait_and_not_the_host() -> None:
     dist.all_reduce(x)
     torch.accelerator.synchronize()
     simulated().clear()
-    sleep(0.3)
+    sleep(1.5)
     x.mul_(2)
     began = time.perf_counter()
     work = dist.all_reduce(x, async_op=True)
@@ -126,7 +126,7 @@ def test_waiting_makes_the_stream_wait_and_not_the_host() -> None:
     work.wait()
     y = x + 1
     assert not work.is_completed()
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 1
     assert simulated().host_waits() == []
     assert y.cpu().tolist() == [9.0] * 1000
     assert work.is_completed()

@@ -46,14 +46,14 @@ def fresh(value: float = 1.0) -> Tensor:
 def test_the_host_runs_ahead() -> None:
     x = fresh()
     began = time.perf_counter()
-    sleep(0.3)
+    sleep(1.5)
     y = x + 1
     event = torch.Event(DEVICE)
     event.record()
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 1
     assert not event.query()
     event.synchronize()
-    assert time.perf_counter() - began >= 0.3
+    assert time.perf_counter() - began >= 1.5
     assert event.query()
     assert y.cpu().tolist() == [2.0] * 1000
 
