@@ -67,6 +67,7 @@ class CheckpointWriter:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        collectives.exchange_objects(None)  # torch makes a group without hearing that another rank has failed
         self.group = collectives.split([range(collectives.world_size)], backend="gloo").group
         collectives.exchange_objects(None)  # a thread that fails aborts the group; other ranks have connected by then
         self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer")

@@ -242,16 +242,14 @@ class Optimizers(Participant):
             None on ranks that only help.
         """
         if all(self.parts.find(param) is None for param in params_of(optimizer)):
-            return optimizer.state_dict() if mine else None
+            return _on_cpu(optimizer.state_dict()) if mine else None
         self.prepare(optimizer)
-        packed = optimizer.state_dict()
+        packed = _on_cpu(optimizer.state_dict())
         packed.pop(SHARD_KEY, None)
         state, masters = dict(packed["state"]), dict(packed.pop(STATE_DICT_KEY, {}))
         for index, whole in self._whole_state(optimizer):
             if mine:
-                state[index] = {
-                    k: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for k, value in whole.items()
-                }
+                state[index] = _on_cpu(whole)
         masters |= {index: entries.pop(STATE_DICT_KEY) for index, entries in state.items() if STATE_DICT_KEY in entries}
         packed["state"] = {index: entries for index, entries in sorted(state.items()) if entries}
         if masters:
@@ -305,6 +303,8 @@ class Optimizers(Participant):
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     entries[key] = value.dtype if found[index].is_split(key, value) else value.detach().cpu()
+        if self._collectives.world_size > 1:  # a rank that alone saves is told so
+            self._passes.peers.exchange("the optimizer's state", "")
         with self._passes.peers.waiting_for("the entries of the optimizer's state"):
             known = {index: entries for index, entries in mine.items() if entries}
             return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
@@ -319,3 +319,12 @@ class Optimizers(Participant):
         for param in self._params.lay_out(layout):
             for optimizer, swap in self._sharded.items():
                 swap.stepped.keep_own_part(optimizer, param)  # was frozen; its state may have been loaded meanwhile
+
+
+def _on_cpu(state: Any) -> Any:
+    """Copy the tensors in dicts and lists of a state dict to the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    return [_on_cpu(value) for value in state] if isinstance(state, list) else state

@@ -6,6 +6,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -21,6 +22,7 @@ class BatchNormSync(LayerSync):
 
     @override
     def apply(self, model: Module) -> Module:
+        Collectives(None).exchange_objects(None)  # torch makes a group without hearing that another rank has failed
         return convert_sync_batchnorm(model, timeout=self._timeout)
 
     @override

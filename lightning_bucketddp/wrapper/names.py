@@ -14,9 +14,10 @@ def members_of(module: nn.Module) -> set[str]:
 
 
 def without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Remove the prefix ``module.`` if all keys have it, as in a state dict of torch DDP's."""
+    """Remove the prefix ``module.`` if all keys have it, as in one of torch DDP's, and none is the module's own."""
     prefix = "module."
-    if state_dict and all(key.startswith(prefix) for key in state_dict) and not hasattr(module, "module"):
+    has_own = hasattr(module, "module") and state_dict.keys() & module.state_dict().keys()
+    if all(key.startswith(prefix) for key in state_dict) and not has_own:
         return {key.removeprefix(prefix): value for key, value in state_dict.items()}
     return state_dict
 

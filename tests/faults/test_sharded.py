@@ -77,6 +77,18 @@ def test_a_rank_that_does_something_else_is_named(how: str, words: list[str]) ->
         train(ours, optimizer, 9)
 
 
+@on_ranks(2, fresh=True)
+def test_a_rank_that_alone_asks_for_the_whole_state_is_named() -> None:
+    ours, optimizer = begin(Fragile())
+    for step in range(3):
+        train(ours, optimizer, step)
+    with raises_soon(PeerFailureError, RankMismatchError, match="wants? to agree on the optimizer's state"):
+        if dist.get_rank() == 0:
+            ours.optimizer_state_dict(optimizer)
+        for step in range(3, 6):
+            train(ours, optimizer, step)
+
+
 @on_ranks(3, fresh=True)
 def test_a_rank_that_ends_without_the_last_step_is_named() -> None:
     ours, optimizer = begin(Fragile())

@@ -118,6 +118,16 @@ def test_training_goes_on_at_any_world_size(
         run_ranks(world_size, load, str(tmp_path), *kind[:2], expected)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_whole_state_stays_as_it_was(shard: bool) -> None:
+    training = Training("adamw", 0, True, shard).run(0, 2)
+    state = training.state(every_rank=True)
+    before = copy.deepcopy(state)
+    training.run(2, 4)
+    assert_equal(state, before)
+
+
 def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     """Loads, unfreezes and adds a group in between."""
     first = Training(optimizer, 0, True, shard).run(0, 2)

@@ -125,7 +125,8 @@ def test_state_dicts_are_those_of_the_module() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
         ours.load_state_dict({name: value for name, value in torchs.items() if not name.endswith("bias")})
     inside = nn.ModuleDict({"module": nn.Linear(8, 4)})  # a child that is called as the wrapper's is
-    assert_loads(BucketDDP(inside), inside.state_dict(), inside.state_dict())
+    for given in (inside, DistributedDataParallel(inside)):
+        assert_loads(BucketDDP(inside), given.state_dict(), inside.state_dict())
 
 
 @on_ranks(2)

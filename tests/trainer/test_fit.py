@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers.abort_listener import listen
+from lightning_bucketddp.peers.abort_listener import LEAVE_SECONDS, listen
 from tests.lightning_models import Regression, data, ours, scaler, trainer
 from tests.models import Branches
 from tests.pool import on_ranks
@@ -217,3 +218,30 @@ def test_fit_again_leaves_one_set_of_hooks_and_no_memory() -> None:
         tensors.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert drift(model) == 0
     assert tensors[2] <= tensors[1], tensors
+
+
+class FailingIn(Regression):
+    """Rank 1 raises in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("conv")
+        if dist.get_rank() == 1:
+            setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise ArithmeticError("no group today")
+
+
+GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "checkpoints": ("on_train_start", {"state_dict_type": "sharded", "async_save": True}, {}),
+    "statistics": ("configure_model", {}, {"sync_batchnorm": True}),
+}
+
+
+@on_ranks(2, fresh=True, cases=GROUPS)
+def test_a_rank_raises_while_the_other_makes_a_group(hook: str, options: dict[str, Any], given: dict[str, Any]) -> None:
+    """torch waits there in the store, and cannot be woken."""
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError if dist.get_rank() else RuntimeError):
+        trainer(ours(**options), **given).fit(FailingIn(hook), data())
+    assert time.monotonic() - began < LEAVE_SECONDS / 2
