@@ -141,6 +141,11 @@ class Stepped:
         master.copy_(torch.where(master.to(memory.dtype) == memory, master, memory))
         self._note_versions([param])
 
+    def is_whole(self, param: Tensor) -> bool:
+        """Whether this rank steps on the whole parameter."""
+        found = self.parts.find(param)
+        return found is None or found.shape == found.spec.shape
+
     # -- masters -------------------------------------------------------------------------------------
 
     def may_have_master(self, param: Tensor, has_one: bool) -> bool:

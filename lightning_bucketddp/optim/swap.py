@@ -31,6 +31,9 @@ from lightning_bucketddp.optim.stepped import Stepped, params_of
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, Swap] = weakref.WeakKeyDictionary()
 
+_left_with_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers without a swap whose state is that of this rank's parts."""
+
 
 def swap_of(optimizer: Optimizer) -> Swap | None:
     """Return an optimizer's swap; None if it steps on its parameters."""
@@ -103,12 +106,18 @@ class Swap:
         stepped: The shards and masters, and their state.
 
     Raises:
-        ValueError: If the optimizer has a swap.
+        ValueError: If the optimizer has a swap, or the state that another one has left.
     """
 
     def __init__(self, optimizer: Optimizer, parts: Parts | None = None, with_masters: bool = True) -> None:
         if optimizer in _swaps:
             raise ValueError("the optimizer has master parameters already; master_params(optimizer) returns them")
+        if optimizer in _left_with_parts and optimizer.state:
+            raise ValueError(
+                f"expected an optimizer with the whole state of its parameters, or none, found a "
+                f"{type(optimizer).__name__} that kept this rank's part from an earlier fit, or from a BucketDDP that "
+                "was closed. Make a new one (in a Trainer: in configure_optimizers), or load a state dict into it first"
+            )
         self.stepped = Stepped(parts or Parts(), with_masters)
         self._swapped: list[_Swapped] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's list, and its parameters
@@ -164,6 +173,9 @@ class Swap:
         self._hooks.clear()
         for optimizer in [key for key, swap in list(_swaps.items()) if swap is self]:
             del _swaps[optimizer]
+            if optimizer.state and not all(self.stepped.is_whole(param) for param in params_of(optimizer)):
+                _left_with_parts.add(optimizer)
+                optimizer.register_load_state_dict_post_hook(_left_with_parts.discard)
 
     # -- around a step -------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from lightning_bucketddp.wrapper.runtime import require_fit_group
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., None])
+_TORCHS = Options.__match_args__[: Options.__match_args__.index("module_buffers")]
+"""Names of the options that are arguments of torch's DDP, with those of newer releases."""
 
 
 def described(strategy: object) -> str:
@@ -71,6 +73,11 @@ def divided(base: type, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[d
     return lightnings, {**options, **{name: lightnings[name] for name in lightnings if name in Options.__match_args__}}
 
 
+def of_torch(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that are arguments of torch's DDP."""
+    return {name: value for name, value in options.items() if name in _TORCHS}
+
+
 def list_options(base: type, options: type[Options]) -> Callable[[_F], _F]:
     """Let ``help()``, ``--help`` and ``inspect.signature`` list every argument of a strategy's constructor by itself.
 
@@ -82,10 +89,9 @@ def list_options(base: type, options: type[Options]) -> Callable[[_F], _F]:
         options: The class of the strategy's options.
     """
     lightnings, names = inspect.signature(base).parameters, Options.__match_args__
-    torchs = names[: names.index("module_buffers")]  # with those of newer releases of torch
     types = {**get_type_hints(options), **get_type_hints(vars(base)["__init__"])}
     own = [each for each in inspect.signature(options).parameters.values() if each.name not in lightnings]
-    own.sort(key=lambda each: (each.name in names, each.name in torchs))
+    own.sort(key=lambda each: (each.name in names, each.name in _TORCHS))
     shown = [
         each.replace(kind=each.KEYWORD_ONLY, annotation=types[each.name])
         for each in (*own, *lightnings.values())

@@ -1,5 +1,9 @@
 """What users of Lightning import."""
 
+import warnings
+
+import lightning.pytorch as pl
+
 from lightning_bucketddp.trainer.batch_size_finder import BatchSizeFinder
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
 from lightning_bucketddp.trainer.fabric import BucketDDPFabricStrategy
@@ -15,3 +19,11 @@ __all__ = [
     "CommunicationMonitor",
     "PreemptionCheckpoint",
 ]
+
+_installed = pl.__version__  # type: ignore[attr-defined]  # documented, not in __all__
+if tuple(map(int, _installed.split(".")[:2])) < (2, 6):
+    warnings.warn(
+        f"expected {pl.__name__} 2.6 or newer, found {_installed}: no run can be resumed with it, and the tests of "
+        "lightning_bucketddp fail. Install a newer one",
+        stacklevel=1,
+    )

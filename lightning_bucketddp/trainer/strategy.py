@@ -22,6 +22,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.comm.devices import finishes_within, is_accelerator, wait_for_device
 from lightning_bucketddp.layout.options import TrainerOptions
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
+from lightning_bucketddp.optim.stepped import params_of
 from lightning_bucketddp.peers.abort_listener import AbortListener, tell_failure
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.trainer import checkpoints, common, finetuning
@@ -100,6 +101,7 @@ class BucketDDPStrategy(EachSampleOnce):
         lightnings, options = common.divided(DDPStrategy, args, given)
         self._options = with_ddp_hook(TrainerOptions(**options), lightnings)  # raises before ranks are started
         lightnings["ddp_comm_state"] = self._options.comm_hook_state
+        lightnings |= common.of_torch(options)  # for programs that look at them
         super().__init__(exact_evaluation=self._options.exact_evaluation, **lightnings)
         self._writer: CheckpointWriter | None = None  # while training, with `async_save`
         self._evened_loader: EvenedLoader | None = None
@@ -139,6 +141,7 @@ class BucketDDPStrategy(EachSampleOnce):
         if (wrapper := self.bucket_ddp) is not None:
             for optimizer in self.optimizers:  # before a checkpoint's state is loaded into them, which has the masters
                 wrapper.prepare_optimizer(optimizer)
+                self._warn_of_other_params(optimizer, wrapper)
             if self._options.skips_steps:
                 self._until_teardown.callback(hold_schedulers(trainer, wrapper))
         if self._listener is None or self.world_size == 1:
@@ -153,6 +156,17 @@ class BucketDDPStrategy(EachSampleOnce):
         except (ImportError, AttributeError):  # a Lightning without these private names; then `self.log` is its own
             if self._options.logged_keys == "any" or self._options.exact_evaluation:
                 raise
+
+    def _warn_of_other_params(self, optimizer: Optimizer, wrapper: BucketDDP) -> None:
+        own = {id(param) for param in wrapper.parameters()}
+        trained = [param for param in params_of(optimizer) if param.requires_grad and id(param) not in own]
+        if trained and self.world_size > 1:
+            rank_zero_warn(
+                f"expected optimizers of the LightningModule's parameters, found {len(trained)} in "
+                f"{type(optimizer).__name__} that it does not have, the first of shape {tuple(trained[0].shape)}. "
+                "Their gradients are not averaged, and ranks drift apart. Assign them to an attribute of the module, "
+                "or put them into an nn.ParameterList or nn.ParameterDict in it"
+            )
 
     @override
     def configure_ddp(self) -> None:

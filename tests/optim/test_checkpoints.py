@@ -128,6 +128,20 @@ def test_a_whole_state_stays_as_it_was(shard: bool) -> None:
     assert_equal(state, before)
 
 
+@on_ranks(2)
+def test_an_optimizer_that_kept_a_part_of_its_state_is_refused() -> None:
+    training = Training("adamw", 0, True, True).run(0, 2)
+    whole = training.state(every_rank=True)
+    training.ours.close()
+    with pytest.raises(ValueError, match="kept this rank's part from an earlier fit"):
+        BucketDDP(training.module, shard_optimizer=True).prepare_optimizer(training.optimizer)
+    for mend in (lambda: training.optimizer.load_state_dict(whole), lambda: training.optimizer.state.clear()):
+        mend()
+        ours = BucketDDP(training.module, shard_optimizer=True)
+        assert ours.prepare_optimizer(training.optimizer) is not None
+        ours.close()
+
+
 def change_what_is_trained(optimizer: str, shard: bool) -> dict[str, Tensor]:
     """Loads, unfreezes and adds a group in between."""
     first = Training(optimizer, 0, True, shard).run(0, 2)

@@ -1,14 +1,18 @@
 """The strategies' arguments and calls: all reach the wrapper, and what cannot be honoured is refused early."""
 
 import copy
+import importlib
 import inspect
 import os
 import socket
+import warnings
 from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -22,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bucketddp import BucketDDP, BucketDDPFabricStrategy, BucketDDPStrategy, Options
 from lightning_bucketddp.layout.plan import MIB
+from lightning_bucketddp.layout.registry import FOLDERS
 from lightning_bucketddp.trainer.wrapper import BucketDDPInLightning, leave_shared_memory
 from tests.lightning_models import PoolEnvironment, Regression, close_to, data, ddp, ours, start_fabric, trainer
 from tests.models import Mlp, batch
@@ -46,6 +51,39 @@ def test_everything_that_ddp_takes_is_an_argument() -> None:
         assert (made.parallel_devices, made.cluster_environment) == (by_position[1], environment)
     for wrapper in (DistributedDataParallel, BucketDDP):
         assert set(names(wrapper)) - _LIGHTNINGS_OWN - _EXPERIMENTAL <= options
+
+
+def test_arguments_of_torch_ddp_are_where_programs_look_for_those_of_ddp() -> None:
+    given = {"broadcast_buffers": False, "bucket_cap_mb": 3}
+    made = BucketDDPStrategy(**given, shard_optimizer=True)
+    assert made._ddp_kwargs == DDPStrategy(**given)._ddp_kwargs
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_an_older_lightning_is_told(package: Any) -> None:
+    public = importlib.import_module(f"{FOLDERS[package.__name__.split('.')[0]]}.public")
+    said = f"{package.__name__} 2.6 or newer, found 2.5.6.post0"
+    with patch.object(package, "__version__", "2.5.6.post0"), pytest.warns(match=said):
+        importlib.reload(public)
+
+
+class Hiding(Regression):
+    """One of its optimizer's parameters is not registered."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        vars(self)["shift"] = nn.Parameter(torch.ones(2, 3))
+        return torch.optim.SGD([*self.parameters(), vars(self)["shift"]], lr=0.1)
+
+
+@on_ranks(2)
+def test_parameters_that_the_module_does_not_have_are_told() -> None:
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        trainer(ours()).fit(Hiding(), data())
+    told = [
+        str(warning.message) for warning in warned if "found 1 in SGD that it does not have" in str(warning.message)
+    ]
+    assert len(told) == (dist.get_rank() == 0)
+    assert all("the first of shape (2, 3)" in text for text in told)
 
 
 OPTIONS: dict[str, Any] = {
