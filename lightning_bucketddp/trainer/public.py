@@ -3,6 +3,7 @@
 import warnings
 
 import lightning.pytorch as pl
+from packaging.version import Version  # Lightning requires it
 
 from lightning_bucketddp.trainer.batch_size_finder import BatchSizeFinder
 from lightning_bucketddp.trainer.dp.strategy import BucketDPStrategy
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 _installed = pl.__version__  # type: ignore[attr-defined]  # documented, not in __all__
-if tuple(map(int, _installed.split(".")[:2])) < (2, 6):
+if Version(_installed) < Version("2.6.dev0"):
     warnings.warn(
         f"expected {pl.__name__} 2.6 or newer, found {_installed}: no run can be resumed with it, and the tests of "
         "lightning_bucketddp fail. Install a newer one",
