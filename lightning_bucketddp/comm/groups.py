@@ -56,6 +56,7 @@ class Group:
             )
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
+        _leave_groups_to_this_process()
         self.group: dist.ProcessGroup = group
         self.rank = dist.get_rank(group)
         if self.rank < 0:
@@ -126,7 +127,6 @@ def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = 
             "expected a process group of all processes where groups are made of its ranks, found one of "
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
-    _leave_groups_to_this_process()
     ranks = [list(part) for part in parts]
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)

@@ -30,6 +30,7 @@ from lightning_bucketddp.optim.sharded_params import ShardedParams
 from lightning_bucketddp.optim.stepped import SHARD_KEY, STATE_DICT_KEY, gets_master, params_of
 from lightning_bucketddp.optim.swap import Swap, holders_of_masters, master_params, swap_of
 from lightning_bucketddp.peers.agreement import WrapError
+from lightning_bucketddp.peers.status import Phase
 from lightning_bucketddp.reducer.participant import Participant
 from lightning_bucketddp.reducer.passes import Passes
 
@@ -244,9 +245,13 @@ class Optimizers(Participant):
         if all(self.parts.find(param) is None for param in params_of(optimizer)):
             return _on_cpu(optimizer.state_dict()) if mine else None
         self.prepare(optimizer)
-        packed = _on_cpu(optimizer.state_dict())
+        packed = optimizer.state_dict()
         packed.pop(SHARD_KEY, None)
-        state, masters = dict(packed["state"]), dict(packed.pop(STATE_DICT_KEY, {}))
+        sharded = {index for index, param in enumerate(params_of(optimizer)) if self.parts.find(param) is not None}
+        for key in packed.keys() & {"state", STATE_DICT_KEY}:
+            packed[key] = {index: entries for index, entries in packed[key].items() if index not in sharded}
+        packed = _on_cpu(packed)
+        state, masters = packed["state"], packed.pop(STATE_DICT_KEY, {})
         for index, whole in self._whole_state(optimizer):
             if mine:
                 state[index] = _on_cpu(whole)
@@ -303,9 +308,8 @@ class Optimizers(Participant):
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     entries[key] = value.dtype if found[index].is_split(key, value) else value.detach().cpu()
-        if self._collectives.world_size > 1:  # a rank that alone saves is told so
-            self._passes.peers.exchange("the optimizer's state", "")
-        with self._passes.peers.waiting_for("the entries of the optimizer's state"):
+        # Counted, so that a rank that alone saves is told so.
+        with self._passes.peers.waiting_for("the entries of the optimizer's state", Phase.AGREEMENT):
             known = {index: entries for index, entries in mine.items() if entries}
             return ChainMap(*self._collectives.exchange_objects(known, self._passes.peers.poll))
 
@@ -322,9 +326,9 @@ class Optimizers(Participant):
 
 
 def _on_cpu(state: Any) -> Any:
-    """Copy the tensors in dicts and lists of a state dict to the CPU."""
+    """Copy the tensors in dicts, lists and tuples of a state dict to the CPU."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         return {key: _on_cpu(value) for key, value in state.items()}
-    return [_on_cpu(value) for value in state] if isinstance(state, list) else state
+    return type(state)(map(_on_cpu, state)) if type(state) in (list, tuple) else state

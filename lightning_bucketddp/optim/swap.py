@@ -31,8 +31,8 @@ from lightning_bucketddp.optim.stepped import Stepped, params_of
 
 _swaps: weakref.WeakKeyDictionary[Optimizer, Swap] = weakref.WeakKeyDictionary()
 
-_left_with_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers without a swap whose state is that of this rank's parts."""
+_left_with_parts: weakref.WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""The state of this rank's parts that closed swaps have left in their optimizers."""
 
 
 def swap_of(optimizer: Optimizer) -> Swap | None:
@@ -112,12 +112,14 @@ class Swap:
     def __init__(self, optimizer: Optimizer, parts: Parts | None = None, with_masters: bool = True) -> None:
         if optimizer in _swaps:
             raise ValueError("the optimizer has master parameters already; master_params(optimizer) returns them")
-        if optimizer in _left_with_parts and optimizer.state:
+        left = set(map(id, _left_with_parts.get(optimizer, ())))
+        if any(id(entries) in left for entries in optimizer.state.values()):
             raise ValueError(
                 f"expected an optimizer with the whole state of its parameters, or none, found a "
                 f"{type(optimizer).__name__} that kept this rank's part from an earlier fit, or from a BucketDDP that "
-                "was closed. Make a new one (in a Trainer: in configure_optimizers), or load a state dict into it first"
+                "was closed. Make a new one (in a Trainer: in configure_optimizers), or call load_state_dict() first"
             )
+        _left_with_parts.pop(optimizer, None)
         self.stepped = Stepped(parts or Parts(), with_masters)
         self._swapped: list[_Swapped] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's list, and its parameters
@@ -173,9 +175,8 @@ class Swap:
         self._hooks.clear()
         for optimizer in [key for key, swap in list(_swaps.items()) if swap is self]:
             del _swaps[optimizer]
-            if optimizer.state and not all(self.stepped.is_whole(param) for param in params_of(optimizer)):
-                _left_with_parts.add(optimizer)
-                optimizer.register_load_state_dict_post_hook(_left_with_parts.discard)
+            if not all(self.stepped.is_whole(param) for param in params_of(optimizer)):
+                _left_with_parts[optimizer] = list(optimizer.state.values())
 
     # -- around a step -------------------------------------------------------------------------------
 
