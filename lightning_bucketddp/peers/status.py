@@ -32,7 +32,7 @@ class Phase(StrEnum):
     """Parameters that others have updated."""
 
     AGREEMENT = "agreement"
-    """An agreement, through the store or on logged keys."""
+    """An agreement: through the store, on logged keys, or on an optimizer's state."""
 
     COLLECTIVE = "collective"
     """A collective of the Trainer's."""
@@ -52,7 +52,7 @@ class Position:
         backward: Synchronised passes completed in this step.
         forward: Training forwards begun.
         exchange: Exchanges of BatchNorm statistics and of module buffers begun.
-        agreement: Agreements begun, through the store or on logged keys.
+        agreement: Agreements begun: through the store, on logged keys, or on an optimizer's state.
         collective: Collectives of a Trainer's ``fit`` begun.
         validation: Validations in a Trainer's ``fit`` begun.
         updates: Steps of sharded optimizers, and a hash of the buckets that they have updated. One value, for it is

@@ -8,19 +8,17 @@ import pytest
 
 from lightning_bucketddp.peers.end_signals import end_signals
 
-Before = list[int]
-
 
 @pytest.fixture
 def before() -> Any:
     """The signals that the handler got which was there before."""
-    got: Before = []
+    got: list[int] = []
     others = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     yield got
     signal.signal(signal.SIGTERM, others)
 
 
-def test_a_signal_that_comes_while_handlers_are_put_back_is_passed_on(before: Before) -> None:
+def test_a_signal_that_comes_while_handlers_are_put_back_is_passed_on(before: list[int]) -> None:
     end_signals.watch([signal.SIGTERM])
     put_back = signal.signal
 

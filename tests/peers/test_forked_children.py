@@ -60,13 +60,15 @@ def test_its_end_is_not_the_ranks() -> None:
     assert model.passes == 1
 
 
-@on_ranks(2, fresh=True)
-def test_its_garbage_collection_leaves_the_ranks_groups_alone() -> None:
+@on_ranks(2, fresh=True, cases={"of shards": [True], "of all ranks": [False]})
+def test_its_garbage_collection_leaves_the_ranks_groups_alone(shard: bool) -> None:
     gc.disable()
-    model = BucketDDP(Mlp(), shard_optimizer=True)
+    model = BucketDDP(Mlp(), shard_optimizer=shard)
     model(inputs_of(0)).sum().backward()
     model.itself = model
     model.close()
+    if not shard:
+        dist.destroy_process_group()
     del model
     assert in_child(gc.collect) == 0
 

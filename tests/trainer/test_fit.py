@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bucketddp import PeerFailureError, RankMismatchError
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers.abort_listener import LEAVE_SECONDS, listen
+from lightning_bucketddp.peers.abort_listener import listen
 from tests.lightning_models import Regression, data, ours, scaler, trainer
 from tests.models import Branches
 from tests.pool import on_ranks
@@ -240,8 +239,6 @@ GROUPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @on_ranks(2, fresh=True, cases=GROUPS)
 def test_a_rank_raises_while_the_other_makes_a_group(hook: str, options: dict[str, Any], given: dict[str, Any]) -> None:
-    """torch waits there in the store, and cannot be woken."""
-    began = time.monotonic()
+    """torch waits there in the store, and cannot be woken: the process was ended."""
     with pytest.raises(ArithmeticError if dist.get_rank() else RuntimeError):
         trainer(ours(**options), **given).fit(FailingIn(hook), data())
-    assert time.monotonic() - began < LEAVE_SECONDS / 2
