@@ -12,6 +12,7 @@ import inspect
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,10 +70,12 @@ class WorkerPool:
         self.world_size, self._nursery = world_size, nursery
         self._pids: list[int] = []
         self._connections: list[Connection] = []
+        self._folder = ""
 
     def _start(self) -> None:
-        folder = tempfile.mkdtemp()
-        with Listener(str(Path(folder) / "pool"), "AF_UNIX", backlog=self.world_size, authkey=b"pool") as listener:
+        self._folder = tempfile.mkdtemp()
+        path = str(Path(self._folder) / "pool")
+        with Listener(path, "AF_UNIX", backlog=self.world_size, authkey=b"pool") as listener:
             ranks, address = range(self.world_size), listener.address
             self._pids = [self._nursery.ask("fork", rank, self.world_size, address) for rank in ranks]
             connections = [listener.accept() for _ in ranks]
@@ -84,6 +87,7 @@ class WorkerPool:
         for connection in self._connections:
             connection.close()
         self._pids, self._connections = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _stacks(self, rank: int, folder: str) -> str:
         """Ends a rank that does not answer, and tells where its threads were."""
@@ -113,7 +117,7 @@ class WorkerPool:
             self.stop()
         if not self._pids:
             self._start()
-        folder = tempfile.mkdtemp()
+        folder = tempfile.mkdtemp(dir=self._folder)
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((job.__module__, job.__qualname__, args, folder, fresh or bare, bare)))
         results: dict[int, Any] = {}
@@ -203,6 +207,7 @@ def _serve(rank: int, world_size: int, address: str) -> None:
             os._exit(0)
         stacks = open(f"{folder}/stacks.{rank}", "w")  # noqa: SIM115 (the next job's file replaces it)
         faulthandler.enable(stacks)
+        tempfile.tempdir = folder  # what the job leaves there goes with the pool
         try:
             job: Any = importlib.import_module(module)
             for part in name.split("."):

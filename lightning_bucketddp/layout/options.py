@@ -105,9 +105,9 @@ class Options:
             default), ``"mean"`` averages floating ones, ``"off"`` does nothing. A Trainer also synchronises them before
             validation and at the end of ``fit``, Fabric when it saves a checkpoint.
         grad_dtype: PRECISION. The dtype in which gradients are accumulated, kept in ``.grad`` and reduced. Meant for
-            parameters of lower precision: ``"float32"`` for bf16 and fp16 ones. A mapping gives one dtype per pattern
-            of parameter names (``fnmatch``; the first match counts). All parameters, fp32 ones too, then have their
-            gradient as ``main_grad``, unless it is sharded.
+            parameters of lower precision: ``"float32"`` for bf16 and fp16 ones. Complex gradients keep their
+            parameters' dtype. A mapping gives one dtype per pattern of parameter names (``fnmatch``; the first match
+            counts). All parameters, fp32 ones too, then have their gradient as ``main_grad``, unless it is sharded.
         accumulate_allreduce_grads_in_fp32: Megatron-LM's spelling of ``grad_dtype="float32"``.
         master_params: Whether optimizers step on fp32 copies of parameters that have another ``grad_dtype``.
             Checkpoints hold the copies with the optimizers' state. Default: True if ``grad_dtype`` is given.

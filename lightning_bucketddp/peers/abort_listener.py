@@ -202,7 +202,8 @@ class AbortListener:
         return self._failure_of(self._fit)
 
     def _failure_of(self, fit: _Fit) -> Failure | None:
-        return self.roll_call.news.failures.get(f"fit {fit.number}")
+        failures = self.roll_call.news.failures
+        return failures.get(f"fit {fit.number}") or failures.get("every fit")
 
     def is_own(self) -> bool:
         """Whether this process made it; False in a child that was forked."""
@@ -232,7 +233,7 @@ class AbortListener:
         """
         if self._store_lost:
             failure = Failure(self._lost())
-        return self.roll_call.publish(f"fit {self._fit.number}", failure)
+        return self.roll_call.publish("every fit" if failure.every_fit else f"fit {self._fit.number}", failure)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank stops; see :func:`tell_failure`."""

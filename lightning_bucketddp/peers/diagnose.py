@@ -49,12 +49,14 @@ class Failure:
     Attributes:
         text: A sentence without its full stop. It begins with a rank.
         mismatch: True if the ranks are at different points of the program; False if one of them failed.
+        every_fit: True if ranks are in different wrappers or fits. It ends them all, and later fits.
         for_good: False if backward raised in a pass: training goes on if it has raised on every rank.
         pass_number: That pass.
     """
 
     text: str
     mismatch: bool = False
+    every_fit: bool = False
     for_good: bool = True
     pass_number: int = -1
 
@@ -73,13 +75,13 @@ def diagnose(statuses: Sequence[Status]) -> Failure | None:
     distinct = {(status.heard, repr(replace(status, rank=0))): status for status in by_rank}.values()
     pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
     all_wait = all(status.heard and status.waiting_for for status in statuses)
-    for find in (_ended, _skipped, _validates, _elsewhere):
+    for find in (_ended, _skipped, _validates, _elsewhere, _in_another_wrapper):
         for waiting, other in pairs:
             # A user's own code may mix the Trainer's collectives and torch's: then they must all wait.
             if Phase.COLLECTIVE in (waiting.phase, other.phase) and not (all_wait and find is _elsewhere):
                 continue
             if text := find(waiting, other):
-                return Failure(text, mismatch=find is not _ended)
+                return Failure(text, mismatch=find is not _ended, every_fit=find is _in_another_wrapper)
     return None
 
 
@@ -145,6 +147,16 @@ def _elsewhere(waiting: Status, other: Status) -> str:
         return other_trainable(first, second)
     hint = LOOK_FOR_STEPS if Phase.UPDATE in phases else _HINTS.get(phases, _LOOK_FOR_BRANCH)
     return f"{_describe(first, second)}, while {_describe(second, first)}: {hint}"
+
+
+def _in_another_wrapper(waiting: Status, other: Status) -> str:
+    """``other`` waits in another wrapper, at a point that ``waiting`` has not come to."""
+    for number, there in enumerate(other.records if other.heard else ()):
+        here = waiting.records[number] if number < len(waiting.records) else Status(waiting.rank)
+        if there.phase not in (Phase.RUNS, Phase.COLLECTIVE) and not _has_come(here, there):
+            there = replace(there, rank=other.rank)
+            return f"{_describe(waiting)}, while {_describe(there)} in another wrapper or run: {_LOOK_FOR_BRANCH}"
+    return ""
 
 
 def _describe(status: Status, other: Status | None = None) -> str:

@@ -246,5 +246,6 @@ class RollCall:
             # A rank that has not made the wrapper yet may have ended training in those before it.
             status = next(iter(statuses[wrapper : wrapper + 1] or statuses[:1]), Status(rank))
             silent = 0.0 if answered >= call else max(silent, 1e-3)
-            found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
+            names, everywhere = self.statuses[wrapper].names, [replace(each, rank=0) for each in statuses]
+            found.append(replace(status, rank=rank, silent_for=silent, names=names, records=everywhere))
         return found

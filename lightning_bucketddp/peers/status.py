@@ -93,6 +93,7 @@ class Status:
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
         waited: How long the rank has waited so far, in seconds of the host.
+        records: The rank's records of all wrappers, by number, without the rank. Whoever reads a record puts them in.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class Status:
     stack: Sequence[Frame] = field(default=(), repr=False)
     silent_for: float = field(default=0.0, repr=False)
     waited: float = field(default=0.0, repr=False)
+    records: Sequence[Status] = ()
 
     @property
     def heard(self) -> bool:

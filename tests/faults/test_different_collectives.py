@@ -16,6 +16,7 @@ from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.peers import watch
 from lightning_bucketddp.peers.abort_listener import listen
 from tests.lightning_models import Citizen, Regression, data, ours, trainer
+from tests.optim.test_in_trainers import Evaluated
 from tests.pool import on_ranks
 from tests.reference import drift, raises_soon
 from tests.trainer.test_uneven_inputs import own
@@ -51,6 +52,17 @@ def test_ranks_that_wait_for_different_things_say_which(way: str) -> None:
     waits = r"waits for the Trainer's all_gather, .*in training_step" if way == "gathers" else "is in pass 4"
     for words in (f"^rank {rank}: ", "rank 0 waits for the Trainer's .*model_checkpoint.py", f"rank 1 {waits}"):
         assert re.search(words, said), said
+
+
+@on_ranks(2, fresh=True, timeout=60)
+def test_ranks_learn_that_one_alone_saves_after_a_sharded_fit() -> None:
+    fit, model = trainer(ours(shard_optimizer=True)), Evaluated()
+    fit.fit(model, data())
+    said = "entries of the optimizer's state.* in another wrapper or run"
+    with TemporaryDirectory() as folder, raises_soon(RankMismatchError, match=said):
+        if fit.is_global_zero:
+            fit.save_checkpoint(f"{folder}/last.ckpt")
+        fit.validate(model, data())
 
 
 class Slow(Citizen):

@@ -1,6 +1,7 @@
 """Why ranks wait in vain, and what a report of it says, from their records alone."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,23 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
     ),
     "rank 1 has begun a validation, while rank 0 is in pass 6": (at(0, **IN_PASS), at(1, validation=1)),
 }
+
+
+def in_wrappers(*records: Status) -> Status:
+    """A rank, as read for wrapper 1."""
+    return replace(records[0], records=[Status(0), *(replace(record, rank=0) for record in records)])
+
+
+MISTAKES |= {
+    "rank 0 is in pass 6 and has ended its backward, while rank 1 is in pass 2 and has ended its backward in another": (
+        in_wrappers(at(0, **IN_PASS), at(0, pass_number=2)),
+        in_wrappers(at(1, pass_number=6), at(1, Phase.PASS, "'a'", pass_number=2)),
+    ),
+    "rank 0 is in pass 6 and has ended its backward, while rank 1 wants to agree on sets in another wrapper or run": (
+        in_wrappers(at(0, **IN_PASS)),
+        in_wrappers(at(1, pass_number=6), at(1, **SETS)),
+    ),
+}
 ENDED = at(1, ended=True, pass_number=3)
 FAILURES = {
     "rank 1 has ended training after 3 pass(es), while rank 0 is in pass 6": (at(0, **IN_PASS), ENDED),
@@ -145,29 +163,36 @@ def test_a_silent_rank_does_not_speak_for_one_at_the_same_point() -> None:
     assert found.text.startswith("rank 2 ran no backward in step 3")
 
 
-def walk(rank: int, program: list[Phase], moments: int) -> Status:
-    """Where a rank is that has come to some point of a program."""
-    counts = dict.fromkeys(("pass_number", "exchange", "agreement", "collective", "updates"), 0)
+def walk(rank: int, program: list[tuple[int, Phase]], moments: int) -> list[Status]:
+    """Where a rank is in two wrappers that has come to some point of a program."""
     counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "updates", Phase.AGREEMENT: "agreement"}
     counted[Phase.COLLECTIVE] = "collective"
-    for moment, phase in enumerate(program[:moments]):
-        if phase in counted:
-            counts[counted[phase]] += 1
-        elif moment + 1 < moments:  # a pass counts when it has been completed
-            counts["pass_number"] += 1
-    steps = counts.pop("updates")
-    return at(rank, program[moments - 1], "something", updates=(steps, hash(steps)), **counts)
+    records = []
+    for wrapper in range(2):
+        counts = dict.fromkeys(("pass_number", "exchange", "agreement", "collective", "updates"), 0)
+        for moment, (where, phase) in enumerate(program[:moments]):
+            if where == wrapper and phase in counted:
+                counts[counted[phase]] += 1
+            elif where == wrapper and moment + 1 < moments:  # a pass counts when it has been completed
+                counts["pass_number"] += 1
+        steps = counts.pop("updates")
+        where, phase = program[moments - 1]
+        waits = (phase, "something") if where == wrapper else ()
+        records.append(at(rank, *waits, updates=(steps, hash(steps)), **counts))
+    return [replace(record, records=[replace(each, rank=0) for each in records]) for record in records]
 
 
 def test_ranks_of_one_program_are_never_taken_for_a_mistake() -> None:
     """Ranks wait at any two neighbouring points, as none leaves one before all have come; records are of any moment."""
     draw, compared = random.Random(0), 0
-    for _ in range(300):
-        program = draw.choices([*Phase][2:], k=8)
+    for _ in range(600):
+        program = [(draw.randrange(2), phase) for phase in draw.choices([*Phase][2:], k=8)]
         moments = [draw.randrange(1, 9) for _ in range(3)]  # records are written one after the other
-        assert diagnose([walk(rank, program, moment) for rank, moment in enumerate(moments)]) is None, program
+        ranks = [walk(rank, program, moment) for rank, moment in enumerate(moments)]
+        for of_one_wrapper in zip(*ranks, strict=True):
+            assert diagnose(of_one_wrapper) is None, program
         compared += len(set(moments)) > 1
-    assert compared > 200
+    assert compared > 400
 
 
 TRAINS = [(__file__, 1, "training_step"), ("/no/such/file.py", 7, "<module>")]
