@@ -30,6 +30,7 @@ class Collectives(Group):
         device: The device whose tensors travel; the current accelerator if None.
 
     Attributes:
+        device: The device whose tensors travel, if it was given.
         of_stage: The collectives of a group of its own, by the stages of reductions that have one.
         made_of: The parts into which a group was split, so that a second split gives the same ranks; all ranks of a
             group that was not made so.
@@ -46,7 +47,7 @@ class Collectives(Group):
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
         from_cpu = "cpu:" in dist.get_backend_config(self.group)
-        self._device = device
+        self.device = device
         self._sends_from = torch.device("cpu") if from_cpu else device or torch.accelerator.current_accelerator()
 
     # -- parts ---------------------------------------------------------------------------------------
@@ -56,14 +57,14 @@ class Collectives(Group):
 
         Args:
             parts: Per group, its ranks within this one. Every rank is in one of them.
-            backend: The groups' backend; the default group's if None.
+            backend: The groups' backend; that of this one if None.
 
         Raises:
             ValueError: If some processes are not in the group.
         """
         mine = part_of(self, parts, backend)
         self._parts.append(mine)
-        part = type(self)(mine, self._device)
+        part = type(self)(mine, self.device)
         part._backend_averages, part.made_of = self._backend_averages, parts
         return part
 
@@ -96,7 +97,8 @@ class Collectives(Group):
             if "AVG" not in str(error):
                 raise
             return  # refused by name, on every rank alike
-        self._backend_averages = value.item() == (self.world_size - 1) / 2
+        # NCCL multiplies by 1 / world_size, which is rounded, and then adds up. A sum would be a multiple of the mean.
+        self._backend_averages = abs(value.item() - (self.world_size - 1) / 2) < 0.25
 
     def scale(self, dtype: torch.dtype) -> float | None:
         """The factor by which the ranks' values are multiplied before they are summed.

@@ -19,12 +19,18 @@ def wait_for_device(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def use_in_this_thread(device: torch.device | None) -> None:
+    """Make an accelerator's device this thread's: threads begin with device 0, where CUDA would make a context."""
+    if device is not None and is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
 def finishes_within(device: torch.device, seconds: float) -> bool:
     """Whether all streams of an accelerator finish within so many seconds."""
 
     def wait() -> None:
         with suppress(RuntimeError):  # whoever uses the device next raises it
-            torch.accelerator.set_device_index(device)  # of this thread, which begins with device 0
+            use_in_this_thread(device)
             wait_for_device(device)
 
     thread = threading.Thread(target=wait, name="bucketddp-device", daemon=True)

@@ -117,7 +117,7 @@ def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = 
     Args:
         group: The group.
         parts: Per new group, its ranks within the group. Every rank is in one of them.
-        backend: The groups' backend; the default group's if None.
+        backend: The groups' backend; that of ``group`` if None.
 
     Raises:
         ValueError: If some processes are not in the group.
@@ -128,6 +128,8 @@ def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = 
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
     ranks = [list(part) for part in parts]
+    if backend is None and not group.is_default():  # torch's default is the default group's
+        backend = dist.get_backend_config(group.group)
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)
     return mine

@@ -20,7 +20,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self.waits = is_accelerator(tensor.device)
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.waits)
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.waits)
         self._copy.copy_(tensor, non_blocking=True)
         self._event: torch.Event | None = None
         self._device_index = tensor.device.index
@@ -32,7 +32,7 @@ class HostCopy:
         """Whether :meth:`read` would return without waiting. Other threads ask, too."""
         if self._event is None:
             return True
-        # Threads begin with device 0. CUDA would make a context there, which takes half a gigabyte.
+        # Threads begin with device 0, where CUDA would make a context, which takes half a gigabyte.
         with torch.accelerator.device_index(self._device_index):
             return self._event.query()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.comm.devices import use_in_this_thread
 from lightning_bucketddp.comm.groups import abort
 
 _log = logging.getLogger("lightning_bucketddp")
@@ -70,7 +72,8 @@ class CheckpointWriter:
         collectives.exchange_objects(None)  # torch makes a group without hearing that another rank has failed
         self.group = collectives.split([range(collectives.world_size)], backend="gloo").group
         collectives.exchange_objects(None)  # a thread that fails aborts the group; other ranks have connected by then
-        self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer")
+        device = partial(use_in_this_thread, collectives.device)  # where it waits for copies
+        self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer", initializer=device)
         self._step = -1
         self._paths: list[Path] = []
         self._tasks: list[Future[None]] = []

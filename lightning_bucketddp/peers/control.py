@@ -105,7 +105,7 @@ def write(vector: Tensor, report: Report, used: Collection[int]) -> None:
     vector.fill_(int(everything))
     _header_of(vector)[:] = header
     if used and not everything:
-        vector[torch.tensor(list(used)) + HEADER] = 1
+        vector[torch.tensor(list(used), device="cpu") + HEADER] = 1
 
 
 def _fill(vector: Tensor, report: Report, used: Collection[int]) -> None:
@@ -113,7 +113,7 @@ def _fill(vector: Tensor, report: Report, used: Collection[int]) -> None:
     if vector.is_cpu:
         write(vector, report, used)
     else:
-        pinned = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        pinned = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
         write(pinned, report, used)
         vector.copy_(pinned, non_blocking=True)
     if report.tokens_on_device is not None:
@@ -187,8 +187,8 @@ class ControlExchange:
         """
         self._work.wait(poll)
         self._copy = HostCopy(self._vector)
-        if not self._copy.waits:
-            self._vector = self._copy.read()  # the vector may lie in the memory of a bucket, which is not to be kept
+        # The vector may lie in the memory of a bucket, which is not to be kept.
+        self._vector = self._vector.clone() if self._copy.waits else self._copy.read()
 
     def tokens(self) -> Tensor:
         """The tokens of all ranks, at least 1, as an int64 tensor of no dimension on the device; wait first."""
@@ -266,7 +266,7 @@ class ControlChannel:
                 self._peers.raise_if_failed()  # an abort ends what a device waits for, and leaves any values
             return self.require_success(control)
         self._unread.append(exchange)
-        self._peers.here.waiting_for = self._describe_unread
+        self._peers.here.on_device = self._not_ended
         return None
 
     def require_success(self, control: Control) -> Control:
@@ -316,10 +316,9 @@ class ControlChannel:
         end_signals.ending |= bool(self.last) and self.last[0].read().ranks_to_end > 0
         return end_signals.ending
 
-    def _describe_unread(self) -> str:
-        """What the device waits for, in words; empty if it does not. Other threads ask for it."""
-        on_its_way = [exchange for exchange in list(self._unread) if not exchange.arrived()]
-        return f"the gradients of {len(on_its_way)} pass(es), on the device" if on_its_way else ""
+    def _not_ended(self) -> int:
+        """How many passes the device has not ended. Other threads ask for it."""
+        return sum(not exchange.arrived() for exchange in list(self._unread))
 
     def read_what_arrived(self) -> None:
         """Look at the control vectors of earlier passes, without waiting for the device.

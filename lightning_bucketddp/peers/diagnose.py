@@ -73,7 +73,8 @@ def diagnose(statuses: Sequence[Status]) -> Failure | None:
     # Most ranks of a large world are at the same point: the first of them speaks for all.
     by_rank = sorted(statuses, key=lambda status: status.rank, reverse=True)
     distinct = {(status.heard, repr(replace(status, rank=0))): status for status in by_rank}.values()
-    pairs = [(a, b) for a in distinct for b in distinct if a.heard and not _has_come(b, a)]
+    heard = [_where_the_device_is(status) for status in distinct if status.heard]
+    pairs = [(a, b) for a in heard for b in distinct if not _has_come(b, a)]
     all_wait = all(status.heard and status.waiting_for for status in statuses)
     for find in (_ended, _skipped, _validates, _elsewhere, _in_another_wrapper):
         for waiting, other in pairs:
@@ -90,6 +91,14 @@ def silent(statuses: Sequence[Status]) -> str:
     ranks = ", ".join(str(status.rank) for status in statuses if not status.heard)
     hint = "look whether a process was killed, in its output and the system's log"
     return f"nothing is heard of rank(s) {ranks}: {hint}" if ranks else ""
+
+
+def _where_the_device_is(status: Status) -> Status:
+    """The record of a rank whose host is ahead of its device, which waits in an earlier pass. Others as they are."""
+    if not isinstance(status.on_device, int) or status.on_device == 0:
+        return status
+    at = replace(status.position, pass_number=status.position.pass_number - status.on_device)
+    return replace(status, position=at, phase=Phase.PASS)
 
 
 def _has_come(other: Status, waiting: Status) -> bool:
@@ -116,8 +125,8 @@ def _ended(waiting: Status, other: Status) -> str:
 def _skipped(waiting: Status, other: Status) -> str:
     """``other`` has left a step in which ``waiting`` runs one more backward."""
     here, there = waiting.position, other.position
-    if not other.heard or (there.step, other.step_ended) < (here.step, True):
-        return ""
+    if not other.heard or waiting.on_device or (there.step, other.step_ended) < (here.step, True):
+        return ""  # of a device nobody knows in which step it is
     if waiting.phase is Phase.AGREEMENT and waiting.step_ended and there.step == here.step:
         return ""  # both have: it waits after the step
     text = f"rank {other.rank} has left step {here.step}, in which {_describe(waiting)}"

@@ -1,7 +1,7 @@
 """Who waits for whom, in words: from the ranks' records, without a process or a store.
 
 A rank waits if its record says for what, or if the innermost Python frame of the thread that trains is in a collective
-of torch's ``distributed_c10d``, or of this package's ``comm/work``.
+of torch's ``distributed_c10d``, or in those files of this package that wait for collectives and for what they send.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 
 from lightning_bucketddp.peers.status import Status
 
-_WAITS_IN = ("/torch/distributed/distributed_c10d.py", "/lightning_bucketddp/comm/work.py")
+_WAITS_IN = (
+    "/torch/distributed/distributed_c10d.py",
+    *(f"/lightning_bucketddp/comm/{name}.py" for name in ("work", "collectives", "host_copy")),
+)
 _INNER = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 _MOST_STACKS = 8
 """How many different stacks a report shows."""

@@ -84,6 +84,7 @@ class Status:
         position: How far it has come.
         phase: What it waits for.
         waiting_for: The same in words.
+        on_device: How many of the last passes an accelerator has not ended; 0 while the host waits for something.
         step_ended: Whether all backwards of the step have been run.
         ended: Whether it has ended training.
         heard_of: The last fit in which it has heard of a failure that ends all ranks.
@@ -100,6 +101,7 @@ class Status:
     position: Position = field(default_factory=Position)
     phase: Phase = Phase.RUNS
     waiting_for: str | Callable[[], str] = ""
+    on_device: int | Callable[[], int] = 0
     step_ended: bool = False
     ended: bool = False
     heard_of: int = field(default=-1, repr=False)
@@ -126,10 +128,16 @@ class Status:
         with suppress(Exception):  # called by another thread: the awaited may arrive right now
             what = what if isinstance(what, str) else what()
         what = what if isinstance(what, str) else "gradients"
+        on_device = 0
+        if not what:
+            on_device = self.on_device if isinstance(self.on_device, int) else self.on_device()
+            what = f"the gradients of {on_device} pass(es), on the device" if on_device else ""
         asked = self.phase in (Phase.AGREEMENT, Phase.PASS)
         trainable = self.trainable if asked else ()
         at = replace(self.position)
-        return replace(self, position=at, waiting_for=what, ended=ended, trainable=trainable, names=(), stack=stack)
+        snapshot = replace(self, position=at, waiting_for=what, on_device=on_device, ended=ended, stack=stack)
+        snapshot.trainable, snapshot.names = trainable, ()
+        return snapshot
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str], phase: Phase) -> Iterator[None]:

@@ -82,7 +82,7 @@ class Watch:
 
     def _look_for_mistakes(self, wrapper: int, unless_within: float) -> None:
         """Look whether ranks wait in vain. Ranks that wait for different things must be found so twice."""
-        if not self.roll_call.statuses[wrapper].waiting_for:  # a collective of the user's own
+        if not self.roll_call.records()[wrapper].waiting_for:  # a collective of the user's own
             return
         with suppress(RuntimeError):  # the store is gone; the collective will tell
             found = diagnose(self.roll_call.ask(wrapper, unless_within))

@@ -139,11 +139,20 @@ class GradientDivisor(Participant):
 
     def use_reports(self, result: PassResult) -> None:
         """Rescale the reduced gradients."""
-        factor = self.factor = self._factor(result.exchange)
+        self.factor = self._factor(result.exchange)
+        for progress in result.this_pass.active:
+            self.rescale(progress.bucket.flat)
+
+    def rescale(self, gradients: Tensor) -> None:
+        """Multiply reduced gradients, of a dimension or more, by the factor of this pass, if there is one."""
+        factor = self.factor
+        if isinstance(factor, Tensor):
+            factor = factor.to(gradients.device)
+            if is_accelerator(gradients.device) and gradients.is_floating_point():
+                # CUDA rounds a factor of no dimension, which is in its memory, to the gradients' dtype.
+                factor = factor.to(torch.promote_types(gradients.dtype, torch.float32)).view(1)
         if factor is not None:
-            for progress in result.this_pass.active:
-                flat = progress.bucket.flat
-                flat.mul_(factor.to(flat.device) if isinstance(factor, Tensor) else factor)
+            gradients.mul_(factor)
 
     def _factor(self, exchange: ControlExchange) -> float | Tensor | None:
         if self._divide_by in ("tokens", "samples"):

@@ -298,6 +298,9 @@ class Reducer:
             exchange = self._wait_for_all(this_pass, report, peers.poll)
         unused = self.buckets.unused(this_pass.trainable)
         needed = bool(unused) or any(participant.reads_control for participant in self.participants)
+        if needed:  # on an accelerator the host waits here
+            with peers.waiting_for("what the other ranks report on the pass", Phase.PASS):
+                exchange.read()
         control = self._context.control.read(exchange, needed)
         result = PassResult(this_pass, exchange, control, peers.poll)
         for participant in self.participants:

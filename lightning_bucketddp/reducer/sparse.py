@@ -169,9 +169,8 @@ class SparseGrads(Participant):
                     param.grad = self._mean_dense(param, grad, result.poll)
                 else:
                     param.grad = self._mean_sparse(param, grad, rows, result.poll)
-                if self._divisor.factor is not None:
-                    values = param.grad.values() if param.grad.is_sparse else param.grad  # mul_() would uncoalesce it
-                    values.mul_(self._divisor.factor)
+                # Multiplied itself, a sparse gradient would no longer count as coalesced.
+                self._divisor.rescale(param.grad.values() if param.grad.is_sparse else param.grad)
 
     def _mean_dense(self, param: Tensor, grad: Tensor | None, poll: Callable[[], None]) -> Tensor:
         dense = param.new_zeros(param.shape) if grad is None else grad.to_dense().contiguous()

@@ -169,3 +169,12 @@ def test_tensors_of_all_dtypes_travel_together(chunk_bytes: int, broadcasts: int
     for mine, theirs in zip(tensors, expected, strict=True):
         assert torch.equal(mine, theirs)
         assert mine.stride() == theirs.stride()
+
+
+@on_ranks(2)
+def test_a_mean_that_is_rounded_is_one_and_a_sum_is_none() -> None:
+    collectives = Collectives(None)
+    for answer, is_mean in [(0.5, True), (0.5000001, True), (1.0, False)]:
+        with patch.object(dist, "all_reduce", lambda value, answer=answer, **_: value.fill_(answer)):
+            collectives.probe(CPU)
+        assert collectives._backend_averages == is_mean

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bucketddp.comm import work
+from lightning_bucketddp.comm import collectives, host_copy, work
 from lightning_bucketddp.peers.diagnose import diagnose, silent
 from lightning_bucketddp.peers.report import report, waits
 from lightning_bucketddp.peers.status import Phase, Position, Status
@@ -48,6 +48,9 @@ def test_ranks_that_may_still_come_are_left_alone() -> None:
         [at(1, Phase.RUNS, "the norm of the gradients", pass_number=6), at(2, ended=True, pass_number=7)],
     ]:
         assert diagnose([at(0, exchange=4, agreement=2, step=3, **IN_PASS), *others]) is None
+    behind = at(0, what="the gradients of 2 pass(es), on the device", on_device=2, pass_number=8, step=9)
+    for second in (at(1, pass_number=6, step=9), at(1, pass_number=6, step=10, step_ended=True, agreement=1)):
+        assert diagnose([behind, second]) is None
     in_reduce, in_pass = at(0, pass_number=6, collective=3, **REDUCE), at(1, collective=2, **IN_PASS)
     for third in (at(2, pass_number=6), at(2, collective=2, silent_for=1.0, **IN_PASS)):
         assert diagnose([in_reduce, in_pass, third]) is None, "not all ranks wait"
@@ -122,6 +125,10 @@ MISTAKES: dict[str, tuple[Status, Status]] = {
         at(1, collective=3, **REDUCE),
     ),
     "rank 1 has begun a validation, while rank 0 is in pass 6": (at(0, **IN_PASS), at(1, validation=1)),
+    "rank 0 is in pass 6 and has ended its backward, while rank 1 waits for the Trainer's reduce, number 4": (
+        at(0, what="the gradients of 2 pass(es), on the device", on_device=2, pass_number=8, collective=2, step=9),
+        at(1, pass_number=6, collective=4, step=7, **REDUCE),
+    ),
 }
 
 
@@ -143,6 +150,10 @@ MISTAKES |= {
 ENDED = at(1, ended=True, pass_number=3)
 FAILURES = {
     "rank 1 has ended training after 3 pass(es), while rank 0 is in pass 6": (at(0, **IN_PASS), ENDED),
+    "rank 1 has ended training after 3 pass(es), while rank 0 is in pass 5": (
+        at(0, what="gradients", on_device=1, pass_number=6),
+        ENDED,
+    ),
 }
 
 
@@ -163,8 +174,8 @@ def test_a_silent_rank_does_not_speak_for_one_at_the_same_point() -> None:
     assert found.text.startswith("rank 2 ran no backward in step 3")
 
 
-def walk(rank: int, program: list[tuple[int, Phase]], moments: int) -> list[Status]:
-    """Where a rank is in two wrappers that has come to some point of a program."""
+def walk(rank: int, program: list[tuple[int, Phase]], moments: int, behind: int) -> list[Status]:
+    """Where a rank is in two wrappers that has come to some point of a program, and its device to an earlier one."""
     counted = {Phase.EXCHANGE: "exchange", Phase.UPDATE: "updates", Phase.AGREEMENT: "agreement"}
     counted[Phase.COLLECTIVE] = "collective"
     records = []
@@ -173,12 +184,13 @@ def walk(rank: int, program: list[tuple[int, Phase]], moments: int) -> list[Stat
         for moment, (where, phase) in enumerate(program[:moments]):
             if where == wrapper and phase in counted:
                 counts[counted[phase]] += 1
-            elif where == wrapper and moment + 1 < moments:  # a pass counts when it has been completed
+            elif where == wrapper and phase is Phase.PASS and moment + 1 < moments:  # counts when it is complete
                 counts["pass_number"] += 1
         steps = counts.pop("updates")
         where, phase = program[moments - 1]
         waits = (phase, "something") if where == wrapper else ()
-        records.append(at(rank, *waits, updates=(steps, hash(steps)), **counts))
+        on_device = min(behind, counts["pass_number"]) if phase is Phase.RUNS else 0
+        records.append(at(rank, *waits, updates=(steps, hash(steps)), on_device=on_device, **counts))
     return [replace(record, records=[replace(each, rank=0) for each in records]) for record in records]
 
 
@@ -186,9 +198,9 @@ def test_ranks_of_one_program_are_never_taken_for_a_mistake() -> None:
     """Ranks wait at any two neighbouring points, as none leaves one before all have come; records are of any moment."""
     draw, compared = random.Random(0), 0
     for _ in range(600):
-        program = [(draw.randrange(2), phase) for phase in draw.choices([*Phase][2:], k=8)]
+        program = [(draw.randrange(2), phase) for phase in draw.choices([Phase.RUNS, *[*Phase][2:]], k=8)]
         moments = [draw.randrange(1, 9) for _ in range(3)]  # records are written one after the other
-        ranks = [walk(rank, program, moment) for rank, moment in enumerate(moments)]
+        ranks = [walk(rank, program, moment, draw.randrange(3)) for rank, moment in enumerate(moments)]
         for of_one_wrapper in zip(*ranks, strict=True):
             assert diagnose(of_one_wrapper) is None, program
         compared += len(set(moments)) > 1
@@ -201,7 +213,7 @@ C10D = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
 
 def test_a_rank_waits_if_it_says_so_or_is_in_a_collective() -> None:
     assert dist.distributed_c10d.__file__ == C10D, "where torch's collectives are"
-    for innermost in (C10D, str(work.__file__)):
+    for innermost in (C10D, *(str(module.__file__) for module in (work, collectives, host_copy))):
         assert waits(Status(0, stack=[(innermost, 1, "barrier"), *TRAINS]))
         assert not waits(Status(0, stack=[*TRAINS, (innermost, 1, "run")])), "a launcher"
     assert waits(Status(0, Position(), Phase.RUNS, "the norm"))

@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bucketddp.comm.collectives import Collectives
+from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from tests.accelerator import DEVICE, on_stream, simulated, sleep
 from tests.pool import on_ranks
+from tests.reference import everyones
 from tests.simulated.order import order_conflicts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -245,3 +248,14 @@ def test_aborting_wakes_what_waits_and_every_later_use_raises() -> None:
         with pytest.raises(RuntimeError, match="aborted on rank 0"):
             dist.all_reduce(x, group=group)
     simulated().clear()
+
+
+@on_ranks(2)
+def test_parts_have_the_backend_of_their_group_and_writers_its_device() -> None:
+    whole = Collectives(dist.new_group(backend="simccl"), DEVICE)
+    assert dist.get_backend_config(whole.split([range(2)]).group) == dist.get_backend_config(whole.group)
+    here = torch.accelerator.current_device_index()
+    writer = CheckpointWriter(Collectives(None, torch.device(DEVICE.type, here)))
+    assert everyones((here, writer._thread.submit(torch.accelerator.current_device_index).result())) == [(0, 0), (1, 1)]
+    writer.end()
+    whole.end_parts()

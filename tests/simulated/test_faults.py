@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint
+from lightning_bucketddp import BucketDDP, PeerFailureError, PreemptionCheckpoint, RankMismatchError
 from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.peers import roll_call
 from lightning_bucketddp.peers.abort_listener import tell_failure
@@ -23,9 +23,9 @@ from lightning_bucketddp.reducer import reducer
 from lightning_bucketddp.trainer import strategy
 from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
-from tests.models import Fragile, Mlp, batch, loss_of
+from tests.models import Branches, Fragile, Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import eventually, group_store, logged
+from tests.reference import eventually, group_store, logged, raises_soon
 from tests.simulated.training import CPU, SMALL
 
 
@@ -180,20 +180,39 @@ def test_gradients_of_aborted_collectives_reach_no_checkpoint(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-@on_ranks(2)
-def test_a_rank_that_does_not_come_is_reported() -> None:
-    """The host does not wait for it. It knows what the device waits for."""
-    model, rank = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, report_after=0.3), dist.get_rank()
+@on_ranks(2, fresh=True, timeout=60)
+def test_ranks_with_different_numbers_of_batches_say_what_each_waits_for(tmp_path: Path) -> None:
+    limits = {"limit_train_batches": 6 if dist.get_rank() else 4, "max_epochs": 1}
+    saves = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
+    with raises_soon(RankMismatchError) as caught:
+        trainer(ours(), accelerator="sim", **limits, **saves).fit(Regression(), data(6))
+    assert "rank 1 is in pass 4" in str(caught.value)
+    assert "rank 0 waits for the Trainer's" in str(caught.value)
+    simulated().clear()
+
+
+WAITS_FOR_REPORTS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "nothing": (Mlp, {}, "on the device"),
+    "a parameter that is unused on some ranks": (Branches, {}, "what the other ranks report"),
+    "an option": (Mlp, {"skip_step_on": ["oom"]}, "what the other ranks report"),
+}
+
+
+@on_ranks(2, cases=WAITS_FOR_REPORTS)
+def test_a_rank_that_does_not_come_is_reported(make: Any, options: dict[str, Any], what: str) -> None:
+    """The host need not wait for it. It knows what the device waits for."""
+    model, rank = BucketDDP(make().to(DEVICE), bucket_cap_mb=SMALL, report_after=0.3, **options), dist.get_rank()
     deadline = time.monotonic() + 20
     with patch.object(roll_call, "ANSWER_SECONDS", 1), logged("lightning_bucketddp.peers") as said:
         for step in range(5):
             while step == 4 and rank == 1 and not said and time.monotonic() < deadline:
                 time.sleep(0.02)
             x, target = (tensor.to(DEVICE) for tensor in batch(step, rank))
-            loss_of(model(x), target).backward()
+            taken = ["left"] if make is Branches else []
+            loss_of(model(x, *taken), target).backward()
             torch.accelerator.synchronize()
     assert any("rank 1: not waiting" in text for text in said), said
-    assert any("on the device" in text for text in said), said
+    assert any(what in text for text in said), said
 
 
 class Preempted(Regression):

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.accelerator import BACKEND, DEVICE, host_waits_raise, on_stream, simulated, sleep
 from tests.hooks import WAYS, options_for
@@ -30,7 +32,7 @@ from tests.inside import reducer_of, views_of
 from tests.lightning_models import Regression, close_to, data, ours, trainer
 from tests.models import Branches, ConvBatchNorm, Mlp, batch, build, loss_of
 from tests.pool import RunRanks, on_ranks
-from tests.reference import assert_grads, copying, grads, local_if
+from tests.reference import assert_grads, copying, everyones, grads, local_if
 
 pytestmark = pytest.mark.gpu
 
@@ -351,3 +353,74 @@ def test_gradients_exist_once_in_the_devices_memory() -> None:
     assert unwrapped >= 2 * LAYERS * LAYER_BYTES
     assert ours <= unwrapped + 1.5 * LAYER_BYTES
     assert peak_bytes(partial(DistributedDataParallel, process_group=group)) > ours
+
+
+class FirstIsLast(nn.Module):
+    """Its gradients come in the order in which it is registered: not as expected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+@gloo
+@on_ranks(2)
+def test_a_new_layout_and_close_give_the_buffers_back() -> None:
+    module, x = FirstIsLast().to(DEVICE), torch.ones(1, WIDTH, device=DEVICE)
+    module(x).sum().backward()  # libraries take their workspaces
+    module.zero_grad()
+    gc.collect()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    net = BucketDDP(module, bucket_cap_mb=LAYER_BYTES / 2**20)
+    first = net.layout
+    for _ in range(4):
+        net.zero_grad()
+        net(x).sum().backward()
+    assert net.layout != first
+    torch.accelerator.synchronize()
+    assert torch.accelerator.max_memory_allocated() - before < (LAYERS + 3) * LAYER_BYTES
+    net.close()
+    net.zero_grad()
+    assert torch.accelerator.memory_allocated() - before < LAYER_BYTES
+
+
+@gloo
+@on_ranks(2)
+def test_gradients_are_reduced_where_tensors_are_made_on_another_device() -> None:
+    net = BucketDDP(Branches().to(DEVICE), check_ranks_every=1, check_ranks="error")
+    inputs, target = on_device(0, dist.get_rank())
+    with torch.device("meta"), net.no_sync():  # as any default device that is not the CPU
+        loss_of(net(inputs, "left"), target).backward()
+        net.allreduce_gradients()
+        net._compare_ranks()
+    expected = grads(net.module)["left.weight"].cpu()
+    assert everyones(expected.tolist()) == [expected.tolist()] * 2
+    assert expected.any()
+
+
+class RoundsFactors(TorchDispatchMode):
+    """As CUDA's kernel does: it rounds a factor of no dimension in its memory to the other operand's dtype."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul_.Tensor and args[1].device.type == DEVICE.type and args[1].dim() == 0:
+            args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(1)
+def test_gradients_of_low_precision_are_divided_exactly() -> None:
+    divisor = GradientDivisor.__new__(GradientDivisor)
+    divisor.factor = torch.tensor(8 / 1234, dtype=torch.float64, device=DEVICE)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64):
+        gradients = torch.linspace(1, 1000, 100, device=DEVICE).to(dtype)
+        exact = (gradients.cpu().to(torch.promote_types(dtype, torch.float64)) * (8 / 1234)).to(dtype)
+        with RoundsFactors():
+            divisor.rescale(gradients)
+        torch.testing.assert_close(gradients.cpu(), exact, rtol=1e-6 if exact.element_size() > 2 else 0, atol=0)
