@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Collectives(Group):
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         super().__init__(process_group)
         self._parts: list[dist.ProcessGroup] = []
+        self._splits: Counter[str] = Counter()
         self.made_of: Sequence[Sequence[int]] = [range(self.world_size)]
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
@@ -62,7 +64,9 @@ class Collectives(Group):
         Raises:
             ValueError: If some processes are not in the group.
         """
-        mine = part_of(self, parts, backend)
+        ranks = str([list(part) for part in parts])
+        mine = part_of(self, parts, backend, number=self._splits[ranks])
+        self._splits[ranks] += 1
         self._parts.append(mine)
         part = type(self)(mine, self.device)
         part._backend_averages, part.made_of = self._backend_averages, parts
@@ -73,7 +77,7 @@ class Collectives(Group):
         return self.of_stage.get(number, self)
 
     def end_parts(self) -> None:
-        """Destroy the groups that were made of this one; see :func:`end_part`."""
+        """Destroy the groups that were made of this one, if they are gloo's; see :func:`end_part`."""
         while self._parts:
             end_part(self._parts.pop())
 

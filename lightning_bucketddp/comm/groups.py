@@ -29,6 +29,10 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 """Why collectives are under way in a group that some of its ranks will never join."""
 
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, weakref.ref[dist.ProcessGroup]]]
+_kept = weakref.WeakKeyDictionary()
+"""The parts of a group that are not gloo's. They stay for later wrappers: NCCL waits for all ranks to end a part."""
+
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -111,13 +115,18 @@ class Group:
             )
 
 
-def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+def part_of(
+    group: Group, parts: Sequence[Sequence[int]], backend: str | None = None, number: int = 0
+) -> dist.ProcessGroup:
     """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
+
+    Groups that are not gloo's are made once for all wrappers.
 
     Args:
         group: The group.
         parts: Per new group, its ranks within the group. Every rank is in one of them.
         backend: The groups' backend; that of ``group`` if None.
+        number: Tells apart groups of the same ranks.
 
     Raises:
         ValueError: If some processes are not in the group.
@@ -128,11 +137,21 @@ def part_of(group: Group, parts: Sequence[Sequence[int]], backend: str | None = 
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
     ranks = [list(part) for part in parts]
+    known, key = _kept.setdefault(group.group, {}), (str(ranks), backend, number)
+    if (kept := known.get(key)) is not None and (mine := kept()) is not None:
+        return mine
     if backend is None and not group.is_default():  # torch's default is the default group's
         backend = dist.get_backend_config(group.group)
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)
+    if not _is_gloos(mine):
+        known[key] = weakref.ref(mine)
     return mine
+
+
+def _is_gloos(group: dist.ProcessGroup) -> bool:
+    """Whether gloo alone sends the tensors of a group, whatever their device."""
+    return all(pair.endswith("gloo") for pair in dist.get_backend_config(group).split(","))
 
 
 @cache
@@ -143,9 +162,9 @@ def _leave_groups_to_this_process() -> None:
 
 
 def end_part(part: dist.ProcessGroup) -> None:
-    """Destroy a group that was made of another one's ranks, unless something is under way in it. Sends nothing."""
-    if _left_behind.get(part) is None:
-        with suppress(ValueError):  # it went with the default group
+    """Destroy a group of gloo's that was made of another one's ranks, unless something is under way. Sends nothing."""
+    with suppress(ValueError):  # it went with the default group
+        if _left_behind.get(part) is None and _is_gloos(part):
             dist.destroy_process_group(part)
 
 

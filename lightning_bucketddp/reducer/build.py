@@ -84,8 +84,9 @@ def build_reducer(
     context.recorder.laid_out(storage.layout)
     reduction = _reduction(context, storage, hook)
     starts_here = context.one_machine or hook is not None  # hooks are called in the thread that trains
-    lane = lane_for(collectives, context.device, reduction.collectives_each, starts_here)
-    reducer = Reducer(table, buckets, storage, reduction, lane, members, context)
+    devices = {param.device for param in table.all_params}
+    lanes = {device: lane_for(collectives, device, reduction.collectives_each, starts_here) for device in devices}
+    reducer = Reducer(table, buckets, storage, reduction, lanes, members, context)
     hooks = GradientHooks(table, reducer, open_pass, context.streams)
     return Built(reducer, planner, trainable, learner, sparse, hooks)
 

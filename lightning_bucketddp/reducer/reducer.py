@@ -28,7 +28,7 @@ launched early or in the finish, as its gradients happen to be ready, but always
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -67,7 +67,7 @@ class Reducer:
         buckets: The buckets.
         storage: The memory of gradients.
         reduction: Reduces a bucket.
-        lane: Runs reductions.
+        lanes: Run reductions, by the device of the gradients.
         participants: The features that take part in passes; the same on every rank, in the order of their collectives.
         context: The parts of the wrapper that stay when parameters change.
 
@@ -81,12 +81,12 @@ class Reducer:
         buckets: Buckets,
         storage: Storage,
         reduction: Reduction,
-        lane: Lane,
+        lanes: Mapping[torch.device, Lane],
         participants: Sequence[Participant],
         context: WrapperContext,
     ) -> None:
         self.table, self.buckets, self.storage = table, buckets, storage
-        self.reduction, self.lane, self.participants = reduction, lane, participants
+        self.reduction, self.lanes, self.participants = reduction, lanes, participants
         self._context, self.peers = context, context.peers
         self._state = PassState.IDLE
         self.this_pass: Pass | None = None
@@ -246,7 +246,7 @@ class Reducer:
             this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, used)
         with bucket.label(self.reduction.name):
             stages = self.reduction.stages(bucket, pack, progress is this_pass.active[-1])
-            progress.work = self.lane.run(stages, common=with_control is not None)
+            progress.work = self.lanes[bucket.params[0].device].run(stages, common=with_control is not None)
         self.reduction.launched(progress.work)
         progress.launched, progress.launched_at = True, time.perf_counter()
         this_pass.launched += 1

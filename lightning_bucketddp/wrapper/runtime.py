@@ -121,7 +121,7 @@ class Runtime:
         self._release()
         self.optimizers.close()
         groups = self.passes.wrapped.context.groups
-        # In parts across groups the whole state of optimizers is still gathered. NCCL ends a part with its other ranks.
+        # In parts across groups the whole state of optimizers is still gathered.
         if (groups is None or groups.across is None) and not self.passes.peers.give_up_reason:
             self.collectives.end_parts()
         end_signals.release()

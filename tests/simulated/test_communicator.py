@@ -2,18 +2,22 @@
 
 import time
 from collections.abc import Callable
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
 from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from tests.accelerator import DEVICE, on_stream, simulated, sleep
+from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
 from tests.reference import everyones
 from tests.simulated.order import order_conflicts
+from tests.simulated.training import SMALL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
@@ -259,3 +263,28 @@ def test_parts_have_the_backend_of_their_group_and_writers_its_device() -> None:
     assert everyones((here, writer._thread.submit(torch.accelerator.current_device_index).result())) == [(0, 0), (1, 1)]
     writer.end()
     whole.end_parts()
+
+
+@on_ranks(4, cases=[(None, 2), (2, 4)])
+def test_close_ends_no_communicator_and_the_next_wrapper_has_the_same(group_size: int | None, number: int) -> None:
+    def train() -> tuple[list[str], list[Tensor]]:
+        torch.manual_seed(3)
+        model = BucketDDP(Mlp().to(DEVICE), bucket_cap_mb=SMALL, shard_optimizer=True, shard_group_size=group_size)
+        optimizer = torch.optim.Adam(model.parameters())
+        simulated().clear()
+        for step in range(3):
+            x, target = (tensor.to(DEVICE) for tensor in batch(step, dist.get_rank()))
+            loss_of(model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.wait_for_parameters()
+        model.close()
+        return sorted({group for group, *_ in simulated().started_collectives()}), list(model.module.parameters())
+
+    groups, params = train()
+    assert len(groups) == number, "of all ranks, and for parameters; in and across groups of shards"
+    made = Mock(side_effect=AssertionError)
+    with patch.object(dist, "new_subgroups_by_enumeration", made), patch.object(dist, "destroy_process_group", made):
+        again, same = train()
+    assert again == groups
+    assert all(map(torch.equal, same, params))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bucketddp import BucketDDP
+from lightning_bucketddp.comm.lane import StreamLane
 from lightning_bucketddp.reducer.divisor import GradientDivisor
 from lightning_bucketddp.wrapper.sync_batchnorm import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.accelerator import BACKEND, DEVICE, host_waits_raise, on_stream, simulated, sleep
@@ -161,6 +163,24 @@ def test_several_replicas_in_one_process(setting: str, several: bool) -> None:
         copied = not several and (index % 2 == 0) == (setting == SENDING)
         launched_early = alike(setting, built(model), copied=copied, device_ids=devices)
         assert launched_early > 0 or several or "reentrant" in model  # several devices: one thread of autograd each
+
+
+class OnTwoDevices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32).to(DEVICE), nn.Linear(32, 4).to(torch.device(DEVICE.type, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu().to(self.second.weight.device)).to(DEVICE)
+
+
+@on_ranks(1)
+def test_a_module_on_two_devices_has_a_lane_on_each() -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    with patch.object(StreamLane, "run", autospec=True, side_effect=StreamLane.run) as ran:
+        alike(SENDING, OnTwoDevices)
+    assert {call.args[0]._device.index for call in ran.mock_calls} == {0, 1}
 
 
 @on_ranks(1, cases=("32-true", "16-mixed", "bf16-mixed"))
