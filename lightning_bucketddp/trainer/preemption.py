@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_bucketddp.comm.devices import is_accelerator
 from lightning_bucketddp.layout.require import require
 from lightning_bucketddp.peers.end_signals import PATIENCE_SECONDS, SIGNALS, end_signals
 from lightning_bucketddp.trainer.checkpoints import ORDER_KEY
@@ -198,7 +199,8 @@ class PreemptionCheckpoint(Callback):
                 "length: Lightning does not take it up where it was. Use torchdata's StatefulDataLoader, with a length"
             )
         wrapper = BucketDDPInTrainer.of(trainer, self)
-        checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((_random_state(), states))
+        random_state = _random_state(trainer.strategy.root_device)
+        checkpoint[_RANKS] = wrapper._runtime.collectives.exchange_objects((random_state, states))
         checkpoint[ORDER_KEY], checkpoint[_STOPS] = wrapper._passes.wrapped.built.learner.lessons, trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -222,7 +224,7 @@ class PreemptionCheckpoint(Callback):
             for loader, state in zip(stateful if loader_states else (), loader_states, strict=True):
                 loader.load_state_dict(state)
                 iter(loader)  # is at its end; the epoch begins another one
-        _random_state(random_state)
+        _random_state(trainer.strategy.root_device, random_state)
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
@@ -236,12 +238,23 @@ def _epoch_has_ended(trainer: Trainer) -> bool:
     return bool(epochs.processed == epochs.ready)
 
 
-def _random_state(set_to: list[Any] | None = None) -> list[Any]:
-    """The state of all generators, of types that ``torch.load(weights_only=True)`` loads; sets it if one is given."""
-    device: Any = torch.get_device_module() if torch.accelerator.is_available() else torch
+def _random_state(device: torch.device, set_to: list[Any] | None = None) -> list[Any]:
+    """The state of all generators, of types that ``torch.load(weights_only=True)`` loads; sets it if one is given.
+
+    Args:
+        device: The device that trains. A state of another kind of device leaves its generator as it is.
+        set_to: What this function returned in an earlier run.
+    """
+    module: Any = torch.get_device_module(device) if is_accelerator(device) else torch
     if set_to is not None:
-        setters = random.setstate, np.random.set_state, torch.set_rng_state, device.set_rng_state
-        for setter, state in zip(setters, set_to, strict=True):
+        setters: list[Any] = [random.setstate, np.random.set_state, torch.set_rng_state]
+        *states, of_device = set_to
+        for setter, state in zip(setters, states, strict=True):
             setter(state)
+        if not isinstance(of_device, dict):  # of version 0.2
+            of_device = {device.type: of_device}
+        if device.type in of_device:
+            module.set_rng_state(of_device[device.type])
     numpy: Any = np.random.get_state()
-    return [random.getstate(), (numpy[0], numpy[1].tolist(), *numpy[2:]), torch.get_rng_state(), device.get_rng_state()]
+    of_device = {device.type: module.get_rng_state()}
+    return [random.getstate(), (numpy[0], numpy[1].tolist(), *numpy[2:]), torch.get_rng_state(), of_device]

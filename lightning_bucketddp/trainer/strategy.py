@@ -78,8 +78,8 @@ class BucketDDPStrategy(EachSampleOnce):
         uneven_inputs: Lets ranks have different numbers of training batches. A rank that runs out repeats its last
             batch until all have run out, so that loops, hooks and collectives stay in step. Its gradients and module
             buffers then do not count; what it logs does. Gradients are divided by the ``"world_size"``, or by the
-            number of ``"active_ranks"``, which have batches. Costs one tiny collective per batch. None: ranks must
-            have the same number of batches.
+            number of ``"active_ranks"``, which have batches. Costs one tiny collective per batch, before which the
+            host waits for an accelerator. None: ranks must have the same number of batches.
         exact_evaluation: Validation and test take each sample once. By default Lightning's sampler repeats some, so
             that ranks have equally many. Here they have equally many batches, and the last one or two of a rank are
             smaller. Epoch means with ``sync_dist=True`` weigh by samples. Samplers of your own are left alone.

@@ -5,6 +5,7 @@ import signal
 import tempfile
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from lightning_bucketddp.comm.groups import Group
 from lightning_bucketddp.peers import roll_call
 from lightning_bucketddp.peers.abort_listener import tell_failure
 from lightning_bucketddp.reducer import reducer
-from lightning_bucketddp.trainer import strategy
+from lightning_bucketddp.trainer import preemption, strategy
 from tests.accelerator import DEVICE, simulated
 from tests.lightning_models import Regression, data, ours, trainer
 from tests.models import Branches, Fragile, Mlp, batch, loss_of
@@ -241,6 +242,19 @@ def test_a_preempted_run_ends_on_all_ranks_after_one_step_with_a_checkpoint() ->
     assert 3 <= steps[0] < 10, "in which step it came"
     (saved,) = Path(folder[0]).rglob("*.ckpt")
     assert torch.load(saved, weights_only=False)["global_step"] == steps[0]
+
+
+@on_ranks(1)
+def test_random_states_move_between_kinds_of_machines() -> None:
+    saved = {device: preemption._random_state(device) for device in (CPU, DEVICE)}
+    for here, there in product(saved, saved):
+        torch.rand(3), torch.rand(3, device=DEVICE)
+        with patch.object(torch.sim, "set_rng_state") as set_of_device:
+            preemption._random_state(here, saved[there])
+        assert torch.equal(torch.get_rng_state(), saved[there][2])
+        assert set_of_device.called == (here == there == DEVICE)
+    of_older_versions = [*saved[CPU][:-1], saved[CPU][-1]["cpu"]]
+    preemption._random_state(CPU, of_older_versions)
 
 
 @pytest.mark.slow  # it waits until nobody answers
