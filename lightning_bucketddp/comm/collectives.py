@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.devices import is_accelerator
-from lightning_bucketddp.comm.groups import Group, end_part, part_of
+from lightning_bucketddp.comm.groups import Group, end_part, is_gloos, part_of
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
 
@@ -67,7 +67,8 @@ class Collectives(Group):
         ranks = str([list(part) for part in parts])
         mine = part_of(self, parts, backend, number=self._splits[ranks])
         self._splits[ranks] += 1
-        self._parts.append(mine)
+        if is_gloos(mine):  # others stay for later wrappers
+            self._parts.append(mine)
         part = type(self)(mine, self.device)
         part._backend_averages, part.made_of = self._backend_averages, parts
         return part

@@ -144,12 +144,12 @@ def part_of(
         backend = dist.get_backend_config(group.group)
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)
-    if not _is_gloos(mine):
+    if not is_gloos(mine):
         known[key] = weakref.ref(mine)
     return mine
 
 
-def _is_gloos(group: dist.ProcessGroup) -> bool:
+def is_gloos(group: dist.ProcessGroup) -> bool:
     """Whether gloo alone sends the tensors of a group, whatever their device."""
     return all(pair.endswith("gloo") for pair in dist.get_backend_config(group).split(","))
 
@@ -163,8 +163,8 @@ def _leave_groups_to_this_process() -> None:
 
 def end_part(part: dist.ProcessGroup) -> None:
     """Destroy a group of gloo's that was made of another one's ranks, unless something is under way. Sends nothing."""
-    with suppress(ValueError):  # it went with the default group
-        if _left_behind.get(part) is None and _is_gloos(part):
+    if _left_behind.get(part) is None:
+        with suppress(ValueError):  # it went with the default group
             dist.destroy_process_group(part)
 
 

@@ -125,13 +125,13 @@ class Status:
         """
         ended = self.ended  # before the position: it may end while this thread reads
         what = self.waiting_for
+        on_device = 0
         with suppress(Exception):  # called by another thread: the awaited may arrive right now
             what = what if isinstance(what, str) else what()
+            if not what:
+                on_device = self.on_device if isinstance(self.on_device, int) else self.on_device()
         what = what if isinstance(what, str) else "gradients"
-        on_device = 0
-        if not what:
-            on_device = self.on_device if isinstance(self.on_device, int) else self.on_device()
-            what = f"the gradients of {on_device} pass(es), on the device" if on_device else ""
+        what = f"the gradients of {on_device} pass(es), on the device" if on_device else what
         asked = self.phase in (Phase.AGREEMENT, Phase.PASS)
         trainable = self.trainable if asked else ()
         at = replace(self.position)

@@ -246,7 +246,7 @@ class Reducer:
             this_pass.exchange = self._context.control.put_behind(bucket.flat, with_control, report, used)
         with bucket.label(self.reduction.name):
             stages = self.reduction.stages(bucket, pack, progress is this_pass.active[-1])
-            progress.work = self.lanes[bucket.params[0].device].run(stages, common=with_control is not None)
+            progress.work = self.lanes[bucket.flat.device].run(stages, common=with_control is not None)
         self.reduction.launched(progress.work)
         progress.launched, progress.launched_at = True, time.perf_counter()
         this_pass.launched += 1
@@ -298,7 +298,7 @@ class Reducer:
             exchange = self._wait_for_all(this_pass, report, peers.poll)
         unused = self.buckets.unused(this_pass.trainable)
         needed = bool(unused) or any(participant.reads_control for participant in self.participants)
-        if needed:  # on an accelerator the host waits here
+        if needed and not exchange.arrived():  # on an accelerator the host waits here
             with peers.waiting_for("what the other ranks report on the pass", Phase.PASS):
                 exchange.read()
         control = self._context.control.read(exchange, needed)
