@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bucketddp.comm import wire
 from lightning_bucketddp.comm.devices import is_accelerator
-from lightning_bucketddp.comm.groups import Group, end_part, is_gloos, part_of
+from lightning_bucketddp.comm.groups import Group, end_part, part_of
 from lightning_bucketddp.comm.wire import Pack
 from lightning_bucketddp.comm.work import DirectWork, Handle, Stage, Stages, Work
 
@@ -64,21 +64,27 @@ class Collectives(Group):
         Raises:
             ValueError: If some processes are not in the group.
         """
-        ranks = str([list(part) for part in parts])
-        mine = part_of(self, parts, backend, number=self._splits[ranks])
-        self._splits[ranks] += 1
-        if is_gloos(mine):  # others stay for later wrappers
+        number, ranks = None, str([list(part) for part in parts])
+        if backend is None and self._keeps_parts():
+            number = self._splits[ranks]
+            self._splits[ranks] += 1
+        mine = part_of(self, parts, backend, number)
+        if number is None:
             self._parts.append(mine)
         part = type(self)(mine, self.device)
         part._backend_averages, part.made_of = self._backend_averages, parts
         return part
+
+    def _keeps_parts(self) -> bool:
+        """Whether parts stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one."""
+        return not all(pair.endswith("gloo") for pair in dist.get_backend_config(self.group).split(","))
 
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""
         return self.of_stage.get(number, self)
 
     def end_parts(self) -> None:
-        """Destroy the groups that were made of this one, if they are gloo's; see :func:`end_part`."""
+        """Destroy the groups that were made of this one, but for those that stay; see :func:`end_part`."""
         while self._parts:
             end_part(self._parts.pop())
 

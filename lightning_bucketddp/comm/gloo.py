@@ -63,6 +63,9 @@ class GlooCollectives(Collectives):
         part.all_reduce_sum(torch.zeros(1)).wait()
         return part
 
+    def _keeps_parts(self) -> bool:
+        return False  # threads start collectives in them, in an order of their own for each wrapper
+
     def scale(self, dtype: torch.dtype) -> float | None:
         """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""
         exact = self.world_size > 1 and dtype in (torch.float32, torch.float64)

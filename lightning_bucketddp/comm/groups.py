@@ -31,7 +31,7 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, weakref.ref[dist.ProcessGroup]]]
 _kept = weakref.WeakKeyDictionary()
-"""The parts of a group that are not gloo's. They stay for later wrappers: NCCL waits for all ranks to end a part."""
+"""Parts of groups, which later wrappers use again."""
 
 _apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
@@ -116,17 +116,15 @@ class Group:
 
 
 def part_of(
-    group: Group, parts: Sequence[Sequence[int]], backend: str | None = None, number: int = 0
+    group: Group, parts: Sequence[Sequence[int]], backend: str | None = None, number: int | None = None
 ) -> dist.ProcessGroup:
     """Make groups of some of a group's ranks, and return this rank's. All ranks of the group must call this.
-
-    Groups that are not gloo's are made once for all wrappers.
 
     Args:
         group: The group.
         parts: Per new group, its ranks within the group. Every rank is in one of them.
         backend: The groups' backend; that of ``group`` if None.
-        number: Tells apart groups of the same ranks.
+        number: If given, the groups are kept for later calls with the same arguments.
 
     Raises:
         ValueError: If some processes are not in the group.
@@ -137,21 +135,16 @@ def part_of(
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
     ranks = [list(part) for part in parts]
-    known, key = _kept.setdefault(group.group, {}), (str(ranks), backend, number)
-    if (kept := known.get(key)) is not None and (mine := kept()) is not None:
+    kept, key = _kept.setdefault(group.group, {}), (str(ranks), backend, number)
+    if (known := kept.get(key)) is not None and (mine := known()) is not None:
         return mine
     if backend is None and not group.is_default():  # torch's default is the default group's
         backend = dist.get_backend_config(group.group)
     mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
     _belongs_to(mine, group.group)
-    if not is_gloos(mine):
-        known[key] = weakref.ref(mine)
+    if number is not None:
+        kept[key] = weakref.ref(mine)
     return mine
-
-
-def is_gloos(group: dist.ProcessGroup) -> bool:
-    """Whether gloo alone sends the tensors of a group, whatever their device."""
-    return all(pair.endswith("gloo") for pair in dist.get_backend_config(group).split(","))
 
 
 @cache
@@ -162,7 +155,10 @@ def _leave_groups_to_this_process() -> None:
 
 
 def end_part(part: dist.ProcessGroup) -> None:
-    """Destroy a group of gloo's that was made of another one's ranks, unless something is under way. Sends nothing."""
+    """Destroy a group that was made of another one's ranks, unless something is under way in it.
+
+    gloo sends nothing for that. NCCL waits for the other ranks.
+    """
     if _left_behind.get(part) is None:
         with suppress(ValueError):  # it went with the default group
             dist.destroy_process_group(part)

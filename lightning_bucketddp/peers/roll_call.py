@@ -236,7 +236,7 @@ class RollCall:
             values = self.store.multi_get(keys)
         else:  # some ranks have not made their listener yet
             values = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
-        found, now = [], time.monotonic()
+        found, everywhere, now = [], [], time.monotonic()
         for rank, value in enumerate(values):
             nothing: _Answer = (0, [Status(rank)])
             answered, statuses = decode(value, _Answer, nothing) if value else nothing
@@ -246,6 +246,8 @@ class RollCall:
             # A rank that has not made the wrapper yet may have ended training in those before it.
             status = next(iter(statuses[wrapper : wrapper + 1] or statuses[:1]), Status(rank))
             silent = 0.0 if answered >= call else max(silent, 1e-3)
-            names, everywhere = self.statuses[wrapper].names, [replace(each, rank=0) for each in statuses]
-            found.append(replace(status, rank=rank, silent_for=silent, names=names, records=everywhere))
+            found.append(replace(status, rank=rank, silent_for=silent, names=self.statuses[wrapper].names))
+            everywhere.append([replace(each, rank=0) for each in statuses])
+        if any(each.waiting_for for of_rank in everywhere for number, each in enumerate(of_rank) if number != wrapper):
+            found = [replace(status, records=each) for status, each in zip(found, everywhere, strict=True)]
         return found

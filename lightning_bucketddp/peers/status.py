@@ -94,7 +94,8 @@ class Status:
         silent_for: For how many seconds the rank has not answered the last roll call; 0 if it has. Else the record is
             older.
         waited: How long the rank has waited so far, in seconds of the host.
-        records: The rank's records of all wrappers, by number, without the rank. Whoever reads a record puts them in.
+        records: The rank's records of all wrappers, by number, without the rank. Whoever reads a record puts them in,
+            if some rank waits in another wrapper.
     """
 
     rank: int

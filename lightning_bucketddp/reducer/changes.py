@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_bucketddp.comm.broadcast import broadcast_tensors
 from lightning_bucketddp.comm.collectives import Collectives
-from lightning_bucketddp.peers.agreement import Entry
+from lightning_bucketddp.peers.agreement import Entry, WrapError
 from lightning_bucketddp.peers.peers import Peers
 from lightning_bucketddp.reducer.params import Params
 from lightning_bucketddp.reducer.participant import Participant, PassResult
@@ -53,11 +53,21 @@ class ParamChanges(Participant):
         known = {id(param) for _, param in self.params.named}
         try:
             self.params.take_in(trained)
+            self._require_devices_of_the_same_type()
         except RuntimeError as error:
             self._peers.publish_failure(f"raised {type(error).__name__}: {error}", for_good=False)
             raise
         self._new += [param for _, param in self.params.named if id(param) not in known]
         return True
+
+    def _require_devices_of_the_same_type(self) -> None:
+        wrapped = self._collectives.device
+        for name, param in self.params.named:
+            if wrapped is not None and param.device.type != wrapped.type:
+                raise WrapError(
+                    f"expected parameters on {wrapped.type!r} devices, as the module was when it was wrapped, found "
+                    f"{name!r} on {param.device}. Move a module to another device before it is wrapped"
+                )
 
     def due(self) -> bool:
         """Whether the ranks have yet to agree on the present parameters."""

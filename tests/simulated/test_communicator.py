@@ -7,7 +7,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bucketddp import BucketDDP
 from lightning_bucketddp.comm.collectives import Collectives
@@ -15,7 +15,7 @@ from lightning_bucketddp.optim.checkpoint_writer import CheckpointWriter
 from tests.accelerator import DEVICE, on_stream, simulated, sleep
 from tests.models import Mlp, batch, loss_of
 from tests.pool import on_ranks
-from tests.reference import everyones
+from tests.reference import everyones, several_machines
 from tests.simulated.order import order_conflicts
 from tests.simulated.training import SMALL
 
@@ -252,6 +252,33 @@ def test_aborting_wakes_what_waits_and_every_later_use_raises() -> None:
         with pytest.raises(RuntimeError, match="aborted on rank 0"):
             dist.all_reduce(x, group=group)
     simulated().clear()
+
+
+@on_ranks(2, fresh=True)
+def test_wrappers_of_cpu_modules_have_parts_of_their_own() -> None:
+    """Where a thread of each wrapper starts collectives in them."""
+    with several_machines():
+        wrappers = [BucketDDP(Mlp(), bucket_cap_mb=SMALL) for _ in range(2)]
+    assert "simccl" in dist.get_backend_config()
+    first, second = (wrapper._runtime.collectives.of_stage[0].group for wrapper in wrappers)
+    assert first is not second
+    for model in wrappers:
+        model.close()
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(first)
+
+
+@on_ranks(2, fresh=True)
+def test_parameters_of_another_type_of_device_are_refused_after_wrapping() -> None:
+    model = BucketDDP(Mlp())
+    loss_of(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+    model.zero_grad()
+    for module in list(model.module.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().to(DEVICE)))
+    x, target = (tensor.to(DEVICE) for tensor in batch(0, 0))
+    with pytest.raises(RuntimeError, match=r"expected parameters on 'cpu' devices.* found '.*weight' on sim"):
+        loss_of(model(x), target).backward()
 
 
 @on_ranks(2)
