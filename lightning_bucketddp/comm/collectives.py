@@ -41,6 +41,8 @@ class Collectives(Group):
         ValueError: If this process is not in the group.
     """
 
+    _by_gloo = False
+
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         super().__init__(process_group)
         self._parts: list[dist.ProcessGroup] = []
@@ -48,7 +50,10 @@ class Collectives(Group):
         self.made_of: Sequence[Sequence[int]] = [range(self.world_size)]
         self.of_stage: dict[int, Collectives] = {}
         self._backend_averages = False
-        from_cpu = "cpu:" in dist.get_backend_config(self.group)
+        backends = dist.get_backend_config(self.group)
+        # Parts stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one.
+        self._keeps_parts = not (self._by_gloo or all(each.endswith("gloo") for each in backends.split(",")))
+        from_cpu = "cpu:" in backends
         self.device = device
         self._sends_from = torch.device("cpu") if from_cpu else device or torch.accelerator.current_accelerator()
 
@@ -65,7 +70,7 @@ class Collectives(Group):
             ValueError: If some processes are not in the group.
         """
         number, ranks = None, str([list(part) for part in parts])
-        if backend is None and self._keeps_parts():
+        if backend is None and self._keeps_parts:
             number = self._splits[ranks]
             self._splits[ranks] += 1
         mine = part_of(self, parts, backend, number)
@@ -74,10 +79,6 @@ class Collectives(Group):
         part = type(self)(mine, self.device)
         part._backend_averages, part.made_of = self._backend_averages, parts
         return part
-
-    def _keeps_parts(self) -> bool:
-        """Whether parts stay for later wrappers, which use them in turn: NCCL waits for all ranks to end one."""
-        return not all(pair.endswith("gloo") for pair in dist.get_backend_config(self.group).split(","))
 
     def stage(self, number: int) -> Collectives:
         """The collectives for a stage of reductions: these ones, unless the stage has a group of its own."""

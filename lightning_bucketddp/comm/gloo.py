@@ -55,16 +55,18 @@ def end_parts_with(owner: object, collectives: Collectives) -> None:
 
 
 class GlooCollectives(Collectives):
-    """Collectives of a group with gloo as its backend."""
+    """Collectives of a group with gloo as its backend.
+
+    Wrappers have parts of their own, as threads of each start collectives there, in an order of their own.
+    """
+
+    _by_gloo = True
 
     def split(self, parts: Sequence[Sequence[int]], backend: str | None = None) -> Collectives:
         """As on any backend. And wait until all ranks have connected: the part may be destroyed at once."""
         part = super().split(parts, backend)
         part.all_reduce_sum(torch.zeros(1)).wait()
         return part
-
-    def _keeps_parts(self) -> bool:
-        return False  # threads start collectives in them, in an order of their own for each wrapper
 
     def scale(self, dtype: torch.dtype) -> float | None:
         """As on any backend. But gloo divides exact dtypes in a second walk through memory: packing does, instead."""
