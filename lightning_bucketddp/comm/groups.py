@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -31,9 +31,7 @@ _left_behind: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKe
 # Held weakly: torch holds a group until it is destroyed, and its threads must not outlive that.
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, weakref.ref[dist.ProcessGroup]]]
 _kept = weakref.WeakKeyDictionary()
-"""Parts of groups, which later wrappers use again."""
-
-_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Groups that were made of a group's ranks, and that later wrappers use again."""
 
 
 class Group:
@@ -135,16 +133,24 @@ def part_of(
             f"{group.world_size} of {dist.get_world_size()} processes; use the default group, or leave out async_save"
         )
     ranks = [list(part) for part in parts]
-    kept, key = _kept.setdefault(group.group, {}), (str(ranks), backend, number)
-    if (known := kept.get(key)) is not None and (mine := known()) is not None:
-        return mine
     if backend is None and not group.is_default():  # torch's default is the default group's
         backend = dist.get_backend_config(group.group)
-    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
-    _belongs_to(mine, group.group)
-    if number is not None:
-        kept[key] = weakref.ref(mine)
-    return mine
+
+    def make() -> dist.ProcessGroup:
+        mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout_of(group.group), backend=backend)
+        _belongs_to(mine, group.group)
+        return mine
+
+    return make() if number is None else _made_once(group.group, (str(ranks), backend, number), make)
+
+
+def _made_once(group: dist.ProcessGroup, key: object, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    kept = _kept.setdefault(group, {})
+    made = kept[key]() if key in kept else None
+    if made is None:
+        made = make()
+        kept[key] = weakref.ref(made)
+    return made
 
 
 @cache
@@ -191,13 +197,13 @@ def group_apart(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None
-    known = _apart.get(world)
-    group = known() if known is not None else None
-    if group is None:
+
+    def make() -> dist.ProcessGroup:
         group = dist.new_group(timeout=timeout)
-        _apart[world] = weakref.ref(group)
         _belongs_to(group, world)
-    return group
+        return group
+
+    return _made_once(world, "apart", make)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

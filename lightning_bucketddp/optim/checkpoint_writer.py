@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,8 @@ class CheckpointWriter:
         collectives.exchange_objects(None)  # torch makes a group without hearing that another rank has failed
         self.group = collectives.split([range(collectives.world_size)], backend="gloo").group
         collectives.exchange_objects(None)  # a thread that fails aborts the group; other ranks have connected by then
-        device = partial(use_in_this_thread, collectives.device)  # where it waits for copies
-        self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer", initializer=device)
+        device = (collectives.device,)  # for whose copies it waits
+        self._thread = ThreadPoolExecutor(1, "bucketddp-checkpoint-writer", use_in_this_thread, device)
         self._step = -1
         self._paths: list[Path] = []
         self._tasks: list[Future[None]] = []

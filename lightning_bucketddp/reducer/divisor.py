@@ -148,7 +148,7 @@ class GradientDivisor(Participant):
         factor = self.factor
         if isinstance(factor, Tensor):
             factor = factor.to(gradients.device)
-            if is_accelerator(gradients.device) and gradients.is_floating_point():
+            if is_accelerator(gradients.device):
                 # CUDA rounds a factor of no dimension, which is in its memory, to the gradients' dtype.
                 factor = factor.to(torch.promote_types(gradients.dtype, torch.float32)).view(1)
         if factor is not None:

@@ -174,10 +174,9 @@ class OnTwoDevices(nn.Module):
         return self.second(self.first(x).relu().to(self.second.weight.device)).to(DEVICE)
 
 
+@pytest.mark.skipif(SHARED, reason="needs two devices")
 @on_ranks(1)
 def test_a_module_on_two_devices_has_a_lane_on_each() -> None:
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("needs two devices")
     with patch.object(StreamLane, "run", autospec=True, side_effect=StreamLane.run) as ran:
         alike(SENDING, OnTwoDevices)
     assert {call.args[0]._device.index for call in ran.mock_calls} == {0, 1}
